@@ -1,13 +1,11 @@
 """Runs a draft replica: `python -m specdec.draft_service --model ...`."""
 
-
 import sys
 from collections.abc import Sequence
-from specdec.config import DraftSettings, settings_or_exit
-from specdec.replica.bridge.replica_service import run_replica
-from specdec.replica.bridge.replica_service import ReplicaRole
-from specdec.v1 import draft_pb2
 
+from specdec.config import DraftSettings, settings_or_exit
+from specdec.replica.bridge.replica_service import ReplicaRole, run_replica
+from specdec.v1 import draft_pb2
 
 ROLE = ReplicaRole(
     name="draft",
@@ -16,7 +14,6 @@ ROLE = ReplicaRole(
     engine_entry="specdec.draft_service.worker:run_engine",
     serves_tokenizer=False,
 )
-
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.draft_service") -> int:

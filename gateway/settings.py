@@ -12,8 +12,7 @@ from specdec.gateway.chat.parsing import check_names
 from specdec.gateway.chat.reasoning import REASONING_PARSERS
 from specdec.gateway.chat.tool_calls.families import TOOL_PARSERS
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.wire.addresses import check_address
-from specdec.wire.settings import WireSettings
+from specdec.wire.settings import WireSettings, check_address
 
 
 def _split_commas(value: Any) -> Any:

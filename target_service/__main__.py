@@ -1,13 +1,11 @@
 """Runs a target replica: `python -m specdec.target_service --model ...`."""
 
-
 import sys
 from collections.abc import Sequence
-from specdec.config import TargetSettings, settings_or_exit
-from specdec.replica.bridge.replica_service import run_replica
-from specdec.replica.bridge.replica_service import ReplicaRole
-from specdec.v1 import target_pb2
 
+from specdec.config import TargetSettings, settings_or_exit
+from specdec.replica.bridge.replica_service import ReplicaRole, run_replica
+from specdec.v1 import target_pb2
 
 ROLE = ReplicaRole(
     name="target",
@@ -17,7 +15,6 @@ ROLE = ReplicaRole(
     serves_tokenizer=True,
     engine_method="SetDrafters",
 )
-
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.target_service") -> int:

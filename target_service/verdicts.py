@@ -1,18 +1,14 @@
-"""What a target tells of a decision: the verdict."""
+"""What a target reports to a session's owner: verdicts, and progress while there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from specdec.wire.message_sizes import microseconds, uint32
+from collections.abc import Iterable, Iterator, Sequence
+
 from specdec.target_service.decide import Decision
 from specdec.target_service.proposals.part import DrafterStep
 from specdec.target_service.session import SessionState, TargetSession
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.message_sizes import cut
-from collections.abc import Iterable, Iterator
-from specdec.target_service.session import TargetSession
-from specdec.v1 import common_pb2 as pb
-
+from specdec.wire.message_sizes import cut, microseconds, uint32
 
 FORCED = "forced"
 """In place of a drafter's name, where a constraint allowed nothing else."""
@@ -20,6 +16,8 @@ _TOKEN_BYTES = 32
 """A token's id, origin and drafter."""
 _STATISTICS_BYTES = 6144
 """What else a verdict says, log-probabilities apart: counts for 64 depths, a tree of 64 nodes, drafters, numbers."""
+PROGRESS_INTERVAL_S = 1.0
+"""Without a verdict for so long, a session's owner is told; then each time after as long again."""
 
 
 def make_verdict(
@@ -157,11 +155,6 @@ def _describe_prefill(session: TargetSession, verdict: pb.Verdict, decided_at_s:
     verdict.num_cached_tokens = session.seq.num_cached_tokens
     if session.prompt_logprobs is not None:
         verdict.prompt_logprobs.extend(session.prompt_logprobs.take_whole())
-
-
-
-PROGRESS_INTERVAL_S = 1.0
-"""Without a verdict for so long, a session's owner is told; then each time after as long again."""
 
 
 def due_for_progress(sessions: Iterable[TargetSession], now_s: float) -> Iterator[TargetSession]:

@@ -20,11 +20,10 @@ import zipfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from pathlib import Path
-
 
 EARLIER = Path("bench/results/gpu-slot.json")
 """What the next slot goes on from."""

@@ -1,21 +1,29 @@
-"""How many bytes of requests a process holds: counted when a request comes, before anything is made of it."""
+"""How much text a process takes on at once: bytes of requests that it holds, and turns of long texts at the tokenizer.
+
+Bytes are counted when a request comes, before anything is made of it. Long texts take turns in few threads, fair to
+tenants, so that one tenant's texts do not hold up another's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from specdec.wire.errors import Overloaded
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
+
 from specdec.coordinator.intake.admission import AdmissionQueue
 from specdec.coordinator.intake.line import Claim
-
+from specdec.wire.errors import Overloaded
 
 _RETRY_S = 1.0
 """When room will be free is not known; a second is cheap to wait and cheap to be asked for again."""
+_T = TypeVar("_T")
+_NUM_THREADS = 2
+_UNIT_BYTES = 64 * 1024
+_NUM_UNITS = 32
+"""Of text at once: 2 MiB in units, or one text that is longer. While it is tokenised it takes 140 times its size."""
 
 
 class PromptBytes:
@@ -59,14 +67,6 @@ class PromptBytes:
         return Overloaded(
             f"{held} bytes of {whose} are held, {most} may be", retry_after_s=_RETRY_S, reason="PROMPT_BYTES_EXCEEDED"
         )
-
-
-
-_T = TypeVar("_T")
-_NUM_THREADS = 2
-_UNIT_BYTES = 64 * 1024
-_NUM_UNITS = 32
-"""Of text at once: 2 MiB in units, or one text that is longer. While it is tokenised it takes 140 times its size."""
 
 
 class TokenizingTurns:

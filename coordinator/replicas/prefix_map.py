@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import structlog
 
-from specdec.store.errors import StoreError, StoreUnavailable
-from specdec.store.interface import Store
+from specdec.store.interface import Store, StoreError, StoreUnavailable
 
 _FLUSH_S = 0.1
 """What many requests have in common is told once in so long; a conversation's next turn comes later."""

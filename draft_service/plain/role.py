@@ -14,10 +14,9 @@ import structlog
 from google.rpc import code_pb2
 
 from specdec.config import DraftSettings
-from specdec.draft_service.plain.opening import new_session
 from specdec.draft_service.plain.proposals import Named, main_chain, make_proposal, merged, named
 from specdec.draft_service.plain.recorder import PlainRecorder
-from specdec.draft_service.plain.session import Part, PlainSession
+from specdec.draft_service.plain.session import Part, PlainSession, new_session
 from specdec.drafting.endpoints.drafter import ApiSession, OpenAiApi
 from specdec.drafting.interface import Drafter, Room
 from specdec.replica.worker.errors import SessionFailure, invalid

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from specdec.drafting.interface import Context, SessionDrafter
-from specdec.replica.worker.sessions import EngineSession
-from specdec.wire.sampling_params import VerifyMode
 import time
+from dataclasses import dataclass, field
+
 from specdec.config import DraftSettings
-from specdec.drafting.interface import Context
+from specdec.drafting.interface import Context, SessionDrafter
 from specdec.replica.worker.opening import check_open, sampling_params, verify_mode
-from specdec.replica.worker.sessions import Owner
+from specdec.replica.worker.sessions import EngineSession, Owner
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.sampling_params import VerifyMode
-
 
 
 @dataclass(slots=True)
@@ -51,8 +48,6 @@ class PlainSession(EngineSession):
     def num_committed(self) -> int:
         """Tokens that are final."""
         return len(self.token_ids)
-
-
 
 
 def new_session(

@@ -1,11 +1,10 @@
-"""What a piece of output means to a chat client, and the form of the parsers that find it out."""
+"""The pieces of a chat message as a client sees them, the form of the parsers that find them, and markers in text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from collections.abc import Sequence
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,6 @@ class PlainParser:
     def finish(self) -> list[MessageDelta]:
         """See `StreamingParser.finish`."""
         return []
-
-
 
 
 def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:

@@ -1,25 +1,24 @@
-"""Streams of server-sent events, as OpenAI frames them."""
+"""Streams of server-sent events, as OpenAI frames them, and work that ends when the client is gone."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
 import orjson
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from specdec.gateway.api.errors import SERVER_ERROR, ApiError
-import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive
 
+from specdec.gateway.api.errors import SERVER_ERROR, ApiError
 
 T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+_LAST_WORDS_S = 0.5
+Event = Mapping[str, Any]
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -43,11 +42,6 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-DONE = b"data: [DONE]\n\n"
-_LAST_WORDS_S = 0.5
-Event = Mapping[str, Any]
 
 
 def framed(event: Event) -> bytes:

@@ -1,22 +1,30 @@
-"""GET /: the page that shows speculation in the open. It calls the other routes, as any client does."""
+"""GET /: the page that shows speculation in the open. It calls the other routes, as any client does.
+
+It is put together from its sources (`gateway/page/files`): one file without anything to load, and a policy that allows
+just that.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
 import base64
 import hashlib
 import re
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 
 SCRIPTS = ("text.js", "stream.js", "run.js", "tree.js", "view.js", "app.js")
 """In the order of their imports: as one script they need none."""
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/html": {"schema": {"type": "string"}}}},
+    304: {"description": "As it was."},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +69,6 @@ def _policy(script: str, style: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/html": {"schema": {"type": "string"}}}},
-    304: {"description": "As it was."},
-}
 
 
 def page_routes() -> APIRouter:

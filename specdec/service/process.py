@@ -1,26 +1,24 @@
-"""What a child process does about its parent: dies with it, and leaves signals to it. Linux only."""
+"""What a process does at its start: dies with its parent, takes its cores, has gRPC poll in one thread. Linux only.
+
+As a program it runs a module, or another program, that dies with its parent:
+``python -m specdec.service.process PARENT CORES MODULE``. A process of its own sets this up for itself, because running
+Python between fork and exec is unsafe in a parent with threads. So nothing heavy is imported here, and no gRPC, which
+reads its environment when it is imported.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import signal
-from collections.abc import Iterable
 import re
-from importlib import metadata
-import os
-import os
 import signal
 import sys
-
-
-
-
-
-
-
+from collections.abc import Iterable
 
 _PR_SET_PDEATHSIG = 1
+_REQUIREMENT = re.compile(r"""([\w.-]+).*\bextra == ["']([\w-]+)""")
+_GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS"
+_WITHOUT_EVENT_ENGINE = "-event_engine_client"
 
 
 def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
@@ -45,8 +43,6 @@ def leave_signals_to_parent() -> None:
         signal.signal(number, lambda *_: None)
 
 
-
-
 def parse_cores(text: str) -> frozenset[int]:
     """Core numbers from a list such as 0-3,6. Raises ValueError with what is wrong."""
     cores: set[int] = set()
@@ -64,6 +60,9 @@ def parse_cores(text: str) -> frozenset[int]:
 def split_cores(setting: str, available: Iterable[int]) -> tuple[frozenset[int] | None, frozenset[int] | None]:
     """The cores of (engine, servicer); None means: leave as it is.
 
+    Work of the servicer on a core that computes stalls every thread of the step at the next barrier, so the two never
+    share a core when there is a choice.
+
     `setting` is auto, off or a list. auto leaves the lowest eighth of the cores, at least one, to the servicer and the
     others to the engine; with one core both share it. Raises ValueError when a listed core is not available.
     """
@@ -80,14 +79,12 @@ def split_cores(setting: str, available: Iterable[int]) -> tuple[frozenset[int] 
     return engine, (frozenset(cores) - engine) or None
 
 
-
-_REQUIREMENT = re.compile(r"""([\w.-]+).*\bextra == ["']([\w-]+)""")
-
-
 def missing_extra(error: BaseException) -> str | None:
     """Return what to install, in words, where an import failed for want of an extra; None: it is another error."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
+    from importlib import metadata  # takes as long as all else here
+
     try:
         requirements = metadata.requires("specdec") or []
     except metadata.PackageNotFoundError:
@@ -98,19 +95,12 @@ def missing_extra(error: BaseException) -> str | None:
     return None if extra is None else f"this needs {wanted}: pip install 'specdec[{extra}]'"
 
 
-
-_VARIABLE = "GRPC_EXPERIMENTS"
-_WITHOUT_EVENT_ENGINE = "-event_engine_client"
-
-
 def poll_in_one_thread() -> None:
     """Have clients read in one thread, where gRPC's event engine hands each message from thread to thread.
 
     To be called before gRPC is imported; later it has no effect. What the environment says already is left alone.
     """
-    os.environ.setdefault(_VARIABLE, _WITHOUT_EVENT_ENGINE)
-
-
+    os.environ.setdefault(_GRPC_EXPERIMENTS, _WITHOUT_EVENT_ENGINE)
 
 
 def main(argv: list[str]) -> None:

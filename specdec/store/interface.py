@@ -1,4 +1,4 @@
-"""What coordinators share: the registry of replicas, who caches which prefix, the journal of requests, and quotas."""
+"""What coordinators share: the registry of replicas, who caches which prefix, journals, quotas; and the errors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
-from specdec.v1.common_pb2 import GetReplicaInfoResponse
 
+from specdec.v1.common_pb2 import GetReplicaInfoResponse
 
 
 class StoreError(Exception):
@@ -40,7 +40,6 @@ class LimitExceeded(StoreError, ValueError):
 
 class StoreUrlError(StoreError, ValueError):
     """The setting `redis_url`, or one that goes with it, is wrong. Never holds a password."""
-
 
 
 class RequestKey(NamedTuple):

@@ -1,4 +1,7 @@
-"""Replicas and requests as Redis holds them."""
+"""Replicas, requests and journalled tokens as Redis holds them.
+
+A token is its id (32 bits, little endian) and its origin (8 bits).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import base64
 import binascii
 import json
 from collections.abc import Sequence
+from struct import Struct
 from typing import Any
+
 from google.protobuf.message import DecodeError
+
 from specdec.store.checks import check_name
 from specdec.store.interface import JournalRecord, ReplicaRecord
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
-from collections.abc import Sequence
-from struct import Struct
-
 
 _TOKEN = Struct("<IB")
 # Bytes per token.
@@ -30,7 +33,6 @@ def unpack_tokens(packed: bytes) -> tuple[tuple[int, ...], tuple[int, ...]]:
     whole = packed[: len(packed) // TOKEN_BYTES * TOKEN_BYTES]
     tokens = list(_TOKEN.iter_unpack(whole))
     return tuple(token_id for token_id, _ in tokens), tuple(origin for _, origin in tokens)
-
 
 
 def encode_replica(replica: ReplicaRecord) -> bytes:

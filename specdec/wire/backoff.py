@@ -1,11 +1,9 @@
-"""How long to wait before something is tried again."""
+"""How long to wait before something is tried again, and when a process that ended is started again."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from dataclasses import dataclass, field
-
 
 _MOST_DOUBLINGS = 64
 """More would overflow a float long after the longest wait is reached."""
@@ -25,8 +23,6 @@ class Backoff:
         doubled_s = self.first_s * 2.0 ** min(num_failures - 1, _MOST_DOUBLINGS)
         longest_s = self.longest_s if longest_s is None else min(self.longest_s, longest_s)
         return min(doubled_s, longest_s) * random.uniform(*self.spread)
-
-
 
 
 @dataclass(frozen=True, slots=True)

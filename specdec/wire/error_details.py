@@ -1,17 +1,19 @@
-"""What goes along with an error on the wire: bounded when it is sent, and read as far as it can be read."""
+"""What goes along with an error on the wire: bounded when it is sent, and read as far as it can be read.
+
+The end of an engine names its sessions by keys of fixed size, so that it can name all that it was working on.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
+
 from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
-import hashlib
-from collections.abc import Set
-
 
 STATUS_KEY = "grpc-status-details-bin"
 """The trailing metadata that carries a google.rpc.Status."""
@@ -24,6 +26,7 @@ _ESCAPED_BYTES = 3
 _MAX_RETRY_S = 1e9
 _MAX_FACTS = 4
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
+KEY_BYTES = 8
 
 
 class ErrorDetails(NamedTuple):
@@ -87,10 +90,6 @@ def retry_delay(seconds: float) -> duration_pb2.Duration:
 def retry_seconds(delay: duration_pb2.Duration) -> float:
     """A delay of RetryInfo in seconds, never less than none nor more than thirty years."""
     return min(max(delay.seconds + delay.nanos / 1e9, 0.0), _MAX_RETRY_S)
-
-
-
-KEY_BYTES = 8
 
 
 def session_key(session_id: str) -> bytes:

@@ -11,17 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
-import grpc
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import DecodeError
-from specdec.wire.errors import Internal
+
 import grpc
 import structlog
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
+
 from specdec.wire.error_details import cut
 from specdec.wire.errors import Internal, to_status
-
 
 MOST_PARTS = 32_768
 """Of a message: its fields, those of messages inside included. Thousands of chat messages have half as many."""
@@ -32,6 +30,14 @@ _WIDTHS = {_FIXED64: 8, _FIXED32: 4, _START_GROUP: 0, _END_GROUP: 0}
 _LONGEST_VARINT_BITS = 70
 _CONTINUES = 0x80
 """The bit of a varint's byte that says that another one follows."""
+_T = TypeVar("_T")
+_ChannelT = TypeVar("_ChannelT", grpc.Channel, grpc.aio.Channel)
+_NEVER = {grpc.StatusCode.OK.value[0], grpc.StatusCode.UNKNOWN.value[0]}
+"""No engine ends a stream well, nor without a reason."""
+_ERROR_CODES = {code.value[0] for code in grpc.StatusCode} - _NEVER
+_MOST_BYTES = 4096
+"""A peer that is sent more in its trailers sees none of it."""
+_log = structlog.get_logger(__name__)
 
 
 class TooManyParts(Exception):
@@ -177,10 +183,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return value, at
 
 
-_T = TypeVar("_T")
-_ChannelT = TypeVar("_ChannelT", grpc.Channel, grpc.aio.Channel)
-
-
 class Unparsable:
     """Stands in for an answer that does not parse."""
 
@@ -218,15 +220,6 @@ class _ParsingChannel:
             return make(path, response_deserializer=deserialize, **options)
 
         return multi_callable
-
-
-
-_NEVER = {grpc.StatusCode.OK.value[0], grpc.StatusCode.UNKNOWN.value[0]}
-"""No engine ends a stream well, nor without a reason."""
-_ERROR_CODES = {code.value[0] for code in grpc.StatusCode} - _NEVER
-_MOST_BYTES = 4096
-"""A peer that is sent more in its trailers sees none of it."""
-_log = structlog.get_logger(__name__)
 
 
 def abort_status(payload: bytes) -> status_pb2.Status:

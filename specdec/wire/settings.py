@@ -1,14 +1,13 @@
-"""Settings of both ends of a connection."""
+"""Settings of both ends of a connection, and addresses as settings and messages have them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
-from typing import Annotated
-from pydantic import BeforeValidator
+from typing import Annotated, Self
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
 
 
 def check_address(address: str) -> str:
@@ -28,7 +27,6 @@ def join_address(host: str, port: int) -> str:
 
 Address = Annotated[str, BeforeValidator(check_address)]
 """host:port, or dns:///name:port where a setting says so."""
-
 
 
 class WireSettings(BaseModel):

@@ -1,8 +1,9 @@
-"""From a session that was opened to its sequence in the engine, and the end of both."""
+"""From a session that was opened to its sequence in the engine, and the end of both; forks wait for their prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+
 from specdec.constraints.grammar.awaited import AwaitedGrammars
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.engine.engine import Engine
@@ -10,10 +11,8 @@ from specdec.engine.errors import EngineError
 from specdec.engine.sequence import Sequence
 from specdec.replica.worker.errors import invalid
 from specdec.replica.worker.sessions import EngineSessionTable
-from specdec.target_service.session import TargetSession
-from specdec.v1 import common_pb2 as pb
 from specdec.target_service.session import SessionState, TargetSession
-
+from specdec.v1 import common_pb2 as pb
 
 
 class Forks:
@@ -51,7 +50,6 @@ def may_fork(session: TargetSession, parent: TargetSession | None) -> bool:
         and not session.body.HasField("num_prompt_logprobs")
         and not (session.body.apart_until or parent.body.apart_until)  # a fork's first token is of its parent's step
     )
-
 
 
 class Admission:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
+
 import prometheus_client
+
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.engine.outputs import EngineStats
 from specdec.replica.worker.engine_gauges import EngineGauges
+from specdec.target_service.policy.step_clock import StepClock
 from specdec.target_service.records.step_record import Payoff, StepRecord
 from specdec.target_service.session import TargetSession
 from specdec.target_service.tree.speculation_tree import SpeculationTree
 from specdec.telemetry import Tallies, TargetMetrics
 from specdec.v1 import common_pb2 as pb
-from specdec.target_service.policy.step_clock import StepClock
-from specdec.target_service.records.step_record import Payoff, StepRecord
-
 
 _ORIGINS: dict[int, str] = {value: name.removeprefix("ORIGIN_").lower() for name, value in pb.Origin.items()}
 _FINISH = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in pb.FinishReason.items()}
@@ -205,8 +205,6 @@ class TargetRecorder:
 
 def _alone(label: str) -> tuple[str, ...]:
     return (label,)
-
-
 
 
 class StepRecording:

@@ -11,8 +11,7 @@ from pydantic import SecretStr
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import JournalWrite, NewRequest, ReplicaRecord, RequestKey, Store
+from specdec.store.interface import JournalWrite, NewRequest, ReplicaRecord, RequestKey, Store, StoreUnavailable
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
 from tests.chart.redis_process import Started, started, until_up

@@ -1,17 +1,19 @@
-"""Flags that are lists of numbers, and prompts from a file, for commands that measure."""
+"""Values of flags: lists of numbers, prompts from a file, and files and folders to write.
+
+Where a command shall write is found out before it has measured for minutes, not after.
+"""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
-import typer
-from specdec.commands.measuring.prompts import Prompts, PromptsInvalid, read_prompts
-from specdec.wire.sampling_limits import RANGES
 import os
 import tempfile
 from pathlib import Path
+
 import typer
 
+from specdec.commands.measuring.prompts import Prompts, PromptsInvalid, read_prompts
+from specdec.wire.sampling_limits import RANGES
 
 MOST_TOKENS = 1_000_000
 """Of an answer or a draft: what can be asked for. What a deployment grants is less, and it says so itself."""
@@ -58,8 +60,6 @@ def prompts_from(path: Path) -> Prompts:
         return read_prompts(path)
     except PromptsInvalid as error:
         raise typer.BadParameter(str(error), param_hint="--prompts") from error
-
-
 
 
 def report_folder(folder: Path | None) -> Path | None:

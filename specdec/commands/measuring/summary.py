@@ -1,18 +1,20 @@
-"""What the passes of a benchmark say: figures by load, tables and plots."""
+"""Figures of passes: medians, quartiles and percentiles, by load, as tables and plots."""
 
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+
 from specdec.commands.measuring.served import Load, Pass
 from specdec.commands.measuring.svg import Point, lines
 from specdec.commands.measuring.tables import Table
 from specdec.v1 import coordinator_pb2 as api
-import statistics
-from collections.abc import Sequence
 
+_PARTS = ("p50", "p90", "p99")
+NOT_WAITED_FOR = "not ended when the run was over"
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -29,10 +31,6 @@ def percentiles(values: Sequence[float], wanted: Sequence[int] = (50, 90, 99)) -
     if not ordered:
         return {}
     return {f"p{part}": ordered[min(len(ordered) - 1, len(ordered) * part // 100)] for part in wanted}
-
-
-_PARTS = ("p50", "p90", "p99")
-NOT_WAITED_FOR = "not ended when the run was over"
 
 
 def rows_of(passes: Sequence[Pass]) -> list[dict[str, Any]]:

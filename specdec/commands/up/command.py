@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Literal
+
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
+
 from specdec.commands.errors import ClusterFailed, reported_errors
 from specdec.commands.inputs.config_file import by_parameter, read_config
 from specdec.commands.measuring.progress import Progress
@@ -35,12 +38,18 @@ from specdec.commands.up.supervision import Supervision
 from specdec.commands.views.tables import make_table
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.errors import ModelLoadError
-from rich.console import Console
-from rich.text import Text
-from specdec.commands.up.cluster import Cluster
-
 
 _STYLES = ("green", "cyan", "magenta", "yellow", "blue")
+_CHECK_S = 0.2
+TargetModel = Annotated[
+    str | None,
+    typer.Option("--target", help="Folder or hub id. (default: the shipped one)", show_default=False),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option("--draft", help="Folder or hub id. (default: the shipped one)", show_default=False),
+]
+Device = Annotated[str, typer.Option(help="auto takes GPUs where there are any.", metavar="auto|cpu|cuda")]
 
 
 class LogView:
@@ -62,19 +71,6 @@ class LogView:
             self._offsets[name] += len(lines) + len(newline)
             for line in lines.decode("utf-8", errors="replace").splitlines():
                 self._console.print(Text.assemble((f"{name:<{self._width}} ", style), line), soft_wrap=True)
-
-
-_CHECK_S = 0.2
-
-TargetModel = Annotated[
-    str | None,
-    typer.Option("--target", help="Folder or hub id. (default: the shipped one)", show_default=False),
-]
-DraftModel = Annotated[
-    str | None,
-    typer.Option("--draft", help="Folder or hub id. (default: the shipped one)", show_default=False),
-]
-Device = Annotated[str, typer.Option(help="auto takes GPUs where there are any.", metavar="auto|cpu|cuda")]
 
 
 def _take_config(context: typer.Context, config: Path | None) -> Path | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+
 from rich import box
 from rich.table import Table
 from rich.text import Text
+
 from specdec.client import Completion
 from specdec.commands.views.origins import ORIGIN_NAMES, ORIGIN_STYLES
 from specdec.v1 import common_pb2, coordinator_pb2
-from rich.text import Text
-
 
 _KEPT = "\n\t"
 _PICTURES = 0x2400
@@ -18,6 +18,7 @@ _PICTURES = 0x2400
 _DELETE, _DELETE_PICTURE = 0x7F, 0x2421
 _HARMLESS = {code: chr(_PICTURES + code) for code in range(0x20) if chr(code) not in _KEPT}
 _HARMLESS |= {_DELETE: chr(_DELETE_PICTURE), **dict.fromkeys(range(128, 160), "�")}
+_MODES = {value: name.removeprefix("VERIFY_MODE_").lower() for name, value in common_pb2.VerifyMode.items()}
 
 
 def harmless(text: str) -> str:
@@ -28,9 +29,6 @@ def harmless(text: str) -> str:
 def cell(text: str, style: str = "") -> Text:
     """The text, for a table or a line."""
     return Text(harmless(text), style=style)
-
-
-_MODES = {value: name.removeprefix("VERIFY_MODE_").lower() for name, value in common_pb2.VerifyMode.items()}
 
 
 def make_pairs(title: str) -> Table:

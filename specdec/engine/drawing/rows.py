@@ -1,4 +1,4 @@
-"""How the tokens of a choice are drawn, and what a call that draws several of each row is told."""
+"""How the tokens of a choice are drawn: the arguments of a call that draws several of each row, and by which ids."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
 import torch
+
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE, RowContext
 from specdec.engine.sampling.rejection import DraftSample
 from specdec.wire.sampling_params import SamplingParams
-from collections.abc import Sequence
-from dataclasses import dataclass
-import torch
-import math
-from collections.abc import Sequence
 
-
+_INT64, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+Draw = tuple[list[int], list[float]]
+"""Best tokens with their scores, as ``NativeSampling.perturbed_top`` returns them of one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +54,6 @@ class IdTables:
     def by_drawn_id(self, logits: torch.Tensor) -> torch.Tensor:
         """A model's logits [R, V] in the order of drawn ids, minus infinity for what is never drawn: a copy."""
         return logits.index_select(1, self._columns).masked_fill_(self._lacks, -torch.inf)
-
-
-_INT64, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-
-Draw = tuple[list[int], list[float]]
-"""Best tokens with their scores, as ``NativeSampling.perturbed_top`` returns them of one row."""
 
 
 class NativeRow(ctypes.Structure):
@@ -187,8 +180,6 @@ class Drawing(Protocol):
         Raises:
             ValueError: some stand for ids that the model does not have, where nothing else would notice.
         """
-
-
 
 
 def pruned(rows: Sequence[DrawRow], of_rounds: Sequence[Sequence[Draw]]) -> list[list[Draw]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+
 from specdec.engine.attention.declared_masks import declared_masks
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.attention.paged import (
@@ -24,12 +28,6 @@ from specdec.engine.model.probe import Probe
 from specdec.engine.model.skipping import decoder_layers, has_attention, leaving_out
 from specdec.engine.model.tapping import tapping
 from specdec.engine.sublayers import SkippedSublayers
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-import torch
-from torch.overrides import TorchFunctionMode
-
 
 _SORTING = "transformers.integrations."
 """Modules that number rows to find them again: kernels of experts."""
@@ -58,7 +56,6 @@ class NumberedRows(TorchFunctionMode):
             if not name.startswith((_SORTING, "specdec.")):
                 self.places.add(f"{name.rpartition('.')[2]}:{frame.f_lineno}")
         return result
-
 
 
 class StepModel(Protocol):

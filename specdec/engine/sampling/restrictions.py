@@ -1,4 +1,5 @@
-"""Tokens that a request rules out: all but the allowed ones, and those that would complete a bad word.
+"""Tokens that a request rules out: all but the allowed ones, those that would complete a bad word, and those that
+a constraint forbids.
 
 Like all processors these are row-invariant, and leave NaN and plus infinity as they are, so that they are found out.
 """
@@ -7,17 +8,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Sequence
-import numpy as np
-import torch
-from torch import Tensor
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
 
 
 def masked_logits(logits: Tensor, masks: Mapping[int, npt.NDArray[np.uint32]]) -> Tensor:
@@ -43,7 +39,6 @@ def masked_logits(logits: Tensor, masks: Mapping[int, npt.NDArray[np.uint32]]) -
     masked = logits.clone(memory_format=torch.contiguous_format)
     masked[rows] = masked[rows].masked_fill_(forbidden, -math.inf)
     return masked
-
 
 
 def keep_allowed_(logits: Tensor, allowed: Sequence[tuple[int, array[int]]]) -> None:

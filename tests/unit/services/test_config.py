@@ -14,7 +14,7 @@ from specdec.config import (
 )
 from specdec.config.sources import SettingsInvalid
 from specdec.engine.settings import EngineSettings
-from specdec.service.affinity import parse_cores, split_cores
+from specdec.service.process import parse_cores, split_cores
 
 
 def load_target(*argv: str) -> TargetSettings:
