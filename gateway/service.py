@@ -31,8 +31,9 @@ from specdec.service.server import install_signals
 from specdec.service.tls_watch import INTERVAL_S, TlsWatch
 from specdec.telemetry import BuildInfo, GatewayMetrics, TlsMetrics, VllmMetrics
 from specdec.telemetry.tracing import Tracing
+from specdec.wire.settings import client_tls_paths
 from specdec.wire.tls import server_tls_files
-from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
+from specdec.wire.tls_files import TlsFiles, TlsFilesBroken, client_context
 
 _log = structlog.get_logger(__name__)
 
@@ -192,9 +193,4 @@ async def run_gateway(settings: GatewaySettings) -> int:
 def _coordinator_tls(settings: GatewaySettings) -> TlsFiles | None:
     if not settings.coordinator_tls:
         return None
-    return TlsFiles(
-        client_context,
-        certificate=TlsFile.of("coordinator_tls_cert_file", settings.coordinator_tls_cert_file),
-        key=TlsFile.of("coordinator_tls_key_file", settings.coordinator_tls_key_file),
-        authorities=TlsFile.of("coordinator_tls_ca_file", settings.coordinator_tls_ca_file),
-    )
+    return TlsFiles(client_context, client_tls_paths(settings, "coordinator_tls"))

@@ -12,7 +12,7 @@ from specdec.gateway.chat.parsing import check_names
 from specdec.gateway.chat.reasoning import REASONING_PARSERS
 from specdec.gateway.chat.tool_calls.families import TOOL_PARSERS
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.wire.settings import WireSettings, check_address
+from specdec.wire.settings import ServerTlsSettings, WireSettings, check_address, check_client_tls, with_tls_of_folder
 
 
 def _split_commas(value: Any) -> Any:
@@ -39,7 +39,7 @@ ReasoningParserName = Annotated[str, _one_of(REASONING_PARSERS)]
 ToolParserName = Annotated[str, _one_of(TOOL_PARSERS)]
 
 
-class GatewaySettings(WireSettings, TracingSettings):
+class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
     """Settings of a gateway."""
 
     env_prefix: ClassVar[str] = "SPECDEC_GATEWAY_"
@@ -56,9 +56,6 @@ class GatewaySettings(WireSettings, TracingSettings):
         ge=0,
         le=65535,
         description="One more port with Prometheus /metrics only; 0 takes a free one, null is off.",
-    )
-    metrics_tls: bool = Field(
-        default=False, description="Serve metrics_port over TLS, with the same certificate and client check."
     )
     public_metrics: bool = Field(
         default=True, description="Serve /metrics on the main port, too, to whoever reaches it."
@@ -96,20 +93,19 @@ class GatewaySettings(WireSettings, TracingSettings):
         default="none", description=f"How a model calls tools in chats: {', '.join(TOOL_PARSERS)}; none: it cannot."
     )
 
-    tls_cert_file: Path | None = Field(default=None, description="PEM certificate chain; set it to serve HTTPS.")
-    tls_key_file: Path | None = Field(default=None, description="PEM private key of the certificate.")
-    tls_client_ca_file: Path | None = Field(
-        default=None, description="PEM authorities; set it to demand and verify client certificates (mTLS)."
+    coordinator_tls: bool = Field(
+        default=False,
+        description="Call coordinators over TLS; on with coordinator_tls_dir. Alone it trusts the authorities that "
+        "gRPC trusts.",
     )
-    coordinator_tls: bool = Field(default=False, description="Call coordinators over TLS.")
-    coordinator_tls_ca_file: Path | None = Field(
+    coordinator_tls_dir: Path | None = Field(
         default=None,
-        description="PEM authorities that coordinators' certificates must come from; null: those gRPC trusts.",
+        description="Folder with ca.crt, the authorities of coordinators' certificates, and optionally tls.crt and "
+        "tls.key, the client certificate (mTLS).",
     )
-    coordinator_tls_cert_file: Path | None = Field(default=None, description="PEM client certificate chain (mTLS).")
-    coordinator_tls_key_file: Path | None = Field(
-        default=None, description="PEM private key of the client certificate."
-    )
+    coordinator_tls_ca_file: Path | None = Field(default=None, description="Replaced by coordinator_tls_dir.")
+    coordinator_tls_cert_file: Path | None = Field(default=None, description="Replaced by coordinator_tls_dir.")
+    coordinator_tls_key_file: Path | None = Field(default=None, description="Replaced by coordinator_tls_dir.")
     trace_sample_ratio: float = Field(
         default=1.0,
         ge=0,
@@ -122,20 +118,12 @@ class GatewaySettings(WireSettings, TracingSettings):
         check_names(self.reasoning_parser, self.tool_parser)
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _folder_switches_tls_on(cls, values: Any) -> Any:
+        return with_tls_of_folder(values, "coordinator_tls")
+
     @model_validator(mode="after")
-    def _check_tls(self) -> Self:
-        for side in ("tls", "coordinator_tls"):
-            cert, key = getattr(self, f"{side}_cert_file"), getattr(self, f"{side}_key_file")
-            if (cert is None) != (key is None):
-                raise ValueError(f"{side}_cert_file and {side}_key_file must be set together")
-        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
-            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
-        if self.metrics_tls and self.tls_cert_file is None:
-            raise ValueError("metrics_tls needs tls_cert_file and tls_key_file")
-        if not self.coordinator_tls and (self.coordinator_tls_ca_file or self.coordinator_tls_cert_file):
-            raise ValueError("coordinator_tls_ca_file and coordinator_tls_cert_file need coordinator_tls")
-        for name in type(self).model_fields:
-            path = getattr(self, name)
-            if name.endswith("_file") and name != "otlp_ca_file" and path is not None and not path.is_file():
-                raise ValueError(f"{name}: no such file: {path}")
+    def _check_coordinator_tls(self) -> Self:
+        check_client_tls(self, "coordinator_tls")
         return self

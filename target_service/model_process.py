@@ -30,8 +30,8 @@ def run_model(port: EnginePort, settings: TargetSettings, wire: Wire) -> None:
             own, identity = build_own_draft(host, built, draft, draft_recorder)
             built.info.own_draft.CopyFrom(identity)
         verifier = Verifier(host, built, settings, recorder, own)
-        built.info.drafters.extend(verifier.panel.names)
-        built.info.drafter_options.extend(verifier.panel.told_options)
+        built.info.drafters.extend(verifier.local_drafters.names)
+        built.info.drafter_options.extend(verifier.local_drafters.told_options)
         return verifier
 
     run_role(port, settings, wire, "target-engine", make_role, heads=footprint(settings.drafters))

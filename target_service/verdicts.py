@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from specdec.target_service.decide import Decision
-from specdec.target_service.proposals.part import DrafterStep
+from specdec.target_service.proposals.session_drafters import DrafterStep
+from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import SessionState, TargetSession
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import cut, microseconds, uint32

@@ -1,7 +1,7 @@
-"""How much text a process takes on at once: bytes of requests that it holds, and turns of long texts at the tokenizer.
+"""Limits of the text that a process works on at once: bytes of requests that it holds, and threads that tokenize.
 
-Bytes are counted when a request comes, before anything is made of it. Long texts take turns in few threads, fair to
-tenants, so that one tenant's texts do not hold up another's.
+Bytes are counted before a request is parsed further. Long texts are tokenized in few threads, in turns that are fair to
+tenants.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from specdec.coordinator.intake.line import Claim
 from specdec.wire.errors import Overloaded
 
 _RETRY_S = 1.0
-"""When room will be free is not known; a second is cheap to wait and cheap to be asked for again."""
+"""Seconds that a refused client is told to wait: the time until room is free is unknown, and a retry is cheap."""
 _T = TypeVar("_T")
 _NUM_THREADS = 2
 _UNIT_BYTES = 64 * 1024
 _NUM_UNITS = 32
-"""Of text at once: 2 MiB in units, or one text that is longer. While it is tokenised it takes 140 times its size."""
+"""Units of text tokenized at once, 2 MiB together, or one longer text: tokenizing takes 140 times the text's memory."""
 
 
 class PromptBytes:
-    """Budgets of bytes, of each tenant and of all together. One of which nothing is held admits any request."""
+    """Budgets of bytes, for each tenant and for all together. An empty budget admits a request of any size."""
 
     def __init__(self, total_bytes: int, tenant_bytes: int, on_refused: Callable[[], None] = lambda: None) -> None:
         """Nothing is held yet. `on_refused` is called for each request that is refused."""
         self.num_bytes = 0
-        """Held now."""
+        """Bytes held now."""
         self._total_bytes = total_bytes
         self._tenant_bytes = tenant_bytes
         self._of_tenant: dict[str, int] = {}
@@ -56,7 +56,7 @@ class PromptBytes:
             yield
         finally:
             self.num_bytes -= num_bytes
-            left = self._of_tenant.get(tenant, 0) - num_bytes  # forgotten where what is left are empty requests
+            left = self._of_tenant.get(tenant, 0) - num_bytes  # may be 0 while empty requests are left
             if left:
                 self._of_tenant[tenant] = left
             else:
@@ -65,12 +65,14 @@ class PromptBytes:
     def _refusal(self, whose: str, held: int, most: int) -> Overloaded:
         self._on_refused()
         return Overloaded(
-            f"{held} bytes of {whose} are held, {most} may be", retry_after_s=_RETRY_S, reason="PROMPT_BYTES_EXCEEDED"
+            f"{held} bytes of {whose} are held, the limit is {most}",
+            retry_after_s=_RETRY_S,
+            reason="PROMPT_BYTES_EXCEEDED",
         )
 
 
 class TokenizingTurns:
-    """Runs work on long texts in threads of its own. Who waits is bounded by the budgets of bytes, not here."""
+    """Runs work on long texts in threads of its own. The budgets of bytes (`PromptBytes`) bound the waiting texts."""
 
     def __init__(self) -> None:
         self._turns = AdmissionQueue(_NUM_UNITS, sys.maxsize, None)
@@ -82,7 +84,10 @@ class TokenizingTurns:
         return self._turns.num_waiting
 
     async def run(self, work: Callable[[], _T], num_bytes: int, tenant: str, weight: float) -> _T:
-        """The result of `work`, which reads so many bytes. A turn lasts till its thread is done, even if cancelled."""
+        """Run `work`, which reads `num_bytes`, in a thread.
+
+        The turn lasts until the thread is done, even if cancelled.
+        """
         num_units = -(-num_bytes // _UNIT_BYTES)
         claim = Claim(tenant, work=num_bytes, num_places=max(num_units, _NUM_UNITS // _NUM_THREADS), weight=weight)
         place = await self._turns.acquire(claim)
@@ -91,5 +96,5 @@ class TokenizingTurns:
         return await asyncio.shield(running)
 
     def close(self) -> None:
-        """End the threads; work that runs is not waited for."""
+        """End the threads without waiting for running work."""
         self._threads.shutdown(wait=False, cancel_futures=True)

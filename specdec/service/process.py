@@ -104,8 +104,10 @@ def poll_in_one_thread() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Become `python -m MODULE ARGS...`, or the program MODULE if that is a path; on the given cores (comma-separated;
-    empty: all)."""
+    """Become `python -m MODULE ARGS...`, or the program MODULE if that is a path, on the given cores.
+
+    Cores are separated by commas; empty: all.
+    """
     parent_pid, cores, module, *args = argv
     die_with_parent(int(parent_pid), signal.SIGTERM)
     if cores:

@@ -150,7 +150,7 @@ async def run_service(
             health_port = await stack.enter_async_context(plaintext_health(settings, readiness))
             _log.info(
                 "starting" if shares_port else "listening", host=settings.host, port=port, metrics_port=metrics_port,
-                health_port=health_port, tls=settings.tls_cert_file is not None, version=__version__,
+                health_port=health_port, tls=settings.serves_tls, version=__version__,
             )  # fmt: skip
             if announcer is not None:
                 announcer.start(advertised_address(settings, port))

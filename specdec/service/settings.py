@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -11,7 +10,7 @@ from pydantic_settings import NoDecode
 from specdec.service.process import parse_cores
 from specdec.store.settings import StoreSettings
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.wire.settings import WireSettings, check_files
+from specdec.wire.settings import ServerTlsSettings, WireSettings
 
 
 def _check_cores(value: str) -> str:
@@ -30,7 +29,7 @@ Cores = Annotated[str, BeforeValidator(_check_cores)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 
 
-class ServiceSettings(WireSettings, StoreSettings, TracingSettings):
+class ServiceSettings(WireSettings, ServerTlsSettings, StoreSettings, TracingSettings):
     """What every service has. Invalid values raise pydantic.ValidationError, which names the setting."""
 
     host: str = Field(default="0.0.0.0", min_length=1, description="Address to listen on.")
@@ -56,31 +55,16 @@ class ServiceSettings(WireSettings, StoreSettings, TracingSettings):
     )
     stop_grace_s: float = Field(default=2.0, ge=0, description="After draining: how long open calls may still take.")
 
-    tls_cert_file: Path | None = Field(default=None, description="PEM certificate chain; set it to serve TLS.")
-    tls_key_file: Path | None = Field(default=None, description="PEM private key of the certificate.")
-    tls_client_ca_file: Path | None = Field(
-        default=None, description="PEM authorities; set it to demand and verify client certificates (mTLS)."
-    )
     tls_allowed_client_names: Names = Field(
         default=(),
         description="DNS or common names in client certificates that may call, separated by commas; "
-        "none: any certificate of tls_client_ca_file.",
-    )
-    metrics_tls: bool = Field(
-        default=False, description="Serve /metrics over TLS, with the same certificate and client check."
+        "none: any that tls_verify_clients accepts.",
     )
 
     @model_validator(mode="after")
-    def _check_tls(self) -> Self:
-        if (self.tls_cert_file is None) != (self.tls_key_file is None):
-            raise ValueError("tls_cert_file and tls_key_file must be set together")
-        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
-            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
-        if self.tls_allowed_client_names and self.tls_client_ca_file is None:
-            raise ValueError("tls_allowed_client_names needs tls_client_ca_file")
-        if self.metrics_tls and self.tls_cert_file is None:
-            raise ValueError("metrics_tls needs tls_cert_file and tls_key_file")
-        check_files(self, ("tls_cert_file", "tls_key_file", "tls_client_ca_file"))
+    def _check_client_names(self) -> Self:
+        if self.tls_allowed_client_names and not self.verifies_clients:
+            raise ValueError("tls_allowed_client_names needs tls_verify_clients")
         return self
 
     @property

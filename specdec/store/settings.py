@@ -12,7 +12,7 @@ from specdec.store.interface import StoreUrlError
 from specdec.store.keys import DEFAULT_PREFIX
 from specdec.store.memory import MemoryStore
 from specdec.store.urls import RedisOptions, connect
-from specdec.wire.settings import Address
+from specdec.wire.settings import Address, check_client_tls, client_tls_paths
 
 
 class StoreSettings(BaseModel):
@@ -33,11 +33,14 @@ class StoreSettings(BaseModel):
     redis_sentinel_password: SecretStr | None = Field(
         default=None, min_length=1, description="Password at the sentinels."
     )
-    redis_tls_ca_file: Path | None = Field(
-        default=None, description="PEM authorities that Redis' certificate must come from; null: the system's."
+    redis_tls_dir: Path | None = Field(
+        default=None,
+        description="Folder with ca.crt, the authorities of Redis' certificate, and optionally tls.crt and tls.key, "
+        "the client certificate; null: the system's authorities.",
     )
-    redis_tls_cert_file: Path | None = Field(default=None, description="PEM client certificate chain for Redis.")
-    redis_tls_key_file: Path | None = Field(default=None, description="PEM private key of that certificate.")
+    redis_tls_ca_file: Path | None = Field(default=None, description="Replaced by redis_tls_dir.")
+    redis_tls_cert_file: Path | None = Field(default=None, description="Replaced by redis_tls_dir.")
+    redis_tls_key_file: Path | None = Field(default=None, description="Replaced by redis_tls_dir.")
     redis_timeout_s: float = Field(
         default=0.25, gt=0, description="A Redis operation that takes longer counts as failed."
     )
@@ -62,6 +65,7 @@ class StoreSettings(BaseModel):
                 if name in _NEED_URL and getattr(self, name) is not None:
                     raise ValueError(f"{name} needs redis_url")
             return self
+        check_client_tls(self, "redis_tls", has_switch=False)
         try:
             connect(self.redis_url.get_secret_value(), self.redis_options())
         except StoreUrlError as error:
@@ -75,9 +79,7 @@ class StoreSettings(BaseModel):
             password=self.redis_password,
             sentinel_username=self.redis_sentinel_username,
             sentinel_password=self.redis_sentinel_password,
-            tls_ca_file=self.redis_tls_ca_file,
-            tls_cert_file=self.redis_tls_cert_file,
-            tls_key_file=self.redis_tls_key_file,
+            tls=client_tls_paths(self, "redis_tls"),
             timeout_s=self.redis_timeout_s,
             key_prefix=self.redis_key_prefix,
         )
@@ -89,6 +91,7 @@ _NEED_URL = frozenset(
         "redis_password",
         "redis_sentinel_username",
         "redis_sentinel_password",
+        "redis_tls_dir",
         "redis_tls_ca_file",
         "redis_tls_cert_file",
         "redis_tls_key_file",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -19,7 +18,7 @@ from specdec.store.interface import StoreLimits, StoreUrlError
 from specdec.store.keys import DEFAULT_PREFIX, StoreKeys
 from specdec.store.redis_store import RedisStore
 from specdec.store.tls import follow_files, redis_tls_files
-from specdec.wire.tls_files import TlsFiles
+from specdec.wire.tls_files import TlsFiles, TlsPaths
 
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 REDIS_PORT = 6379
@@ -35,10 +34,8 @@ class RedisOptions:
     # Credentials of the sentinels, which are not those of the servers.
     sentinel_username: str | None = None
     sentinel_password: SecretStr | None = None
-    # PEM files, for rediss only. Without a CA file the system's authorities are trusted.
-    tls_ca_file: Path | None = None
-    tls_cert_file: Path | None = None
-    tls_key_file: Path | None = None
+    # For rediss only. Without authorities the system's are trusted.
+    tls: TlsPaths = field(default_factory=TlsPaths)
     # An operation that takes longer counts as failed.
     timeout_s: float = 0.25
     key_prefix: str = DEFAULT_PREFIX
@@ -175,19 +172,11 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
 
 
 def _tls(target: _Target, options: RedisOptions) -> TlsFiles | None:
-    files = {
-        "redis_tls_ca_file": options.tls_ca_file,
-        "redis_tls_cert_file": options.tls_cert_file,
-        "redis_tls_key_file": options.tls_key_file,
-    }
-    if not target.has_tls:
-        for name, path in files.items():
-            if path is not None:
-                raise StoreUrlError(f"{name}: needs a redis_url that begins with rediss")
-        return None
-    if (options.tls_cert_file is None) != (options.tls_key_file is None):
-        raise StoreUrlError("redis_tls_cert_file: certificate and key need each other")
-    return redis_tls_files(options.tls_ca_file, options.tls_cert_file, options.tls_key_file)
+    if target.has_tls:
+        return redis_tls_files(options.tls)
+    for file in options.tls:
+        raise StoreUrlError(f"{file.setting}: needs a redis_url that begins with rediss")
+    return None
 
 
 def _decoded(text: str | None) -> str | None:

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from specdec import __version__
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, TlsMaterial, client_context
+from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, TlsMaterial, TlsPaths, client_context
 
 
 class Pipeline:
@@ -102,7 +102,7 @@ def _tls_files(settings: TracingSettings) -> TlsFiles | None:
     alone = chain if key is None else key if chain is None else None
     if alone is not None:
         raise TlsFilesBroken(f"{alone.setting}: certificate and key need each other")
-    return TlsFiles(client_context, certificate=chain, key=key, authorities=ca)
+    return TlsFiles(client_context, TlsPaths(chain, key, ca))
 
 
 def _variable_file(name: str) -> TlsFile | None:

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -17,8 +16,8 @@ import structlog
 
 from specdec.wire.abort import abort_with
 from specdec.wire.errors import PermissionDenied
-from specdec.wire.settings import ClientSettings
-from specdec.wire.tls_files import TlsFile, TlsFiles, TlsMaterial, client_context, server_context
+from specdec.wire.settings import ClientSettings, client_tls_paths
+from specdec.wire.tls_files import TlsFiles, TlsMaterial, TlsPaths, client_context, server_context
 
 _HEALTH = "/grpc.health.v1.Health/"
 _log = structlog.get_logger(__name__)
@@ -27,26 +26,13 @@ _log = structlog.get_logger(__name__)
 class ServesTls(Protocol):
     """Settings with the files of a server."""
 
-    @property
-    def tls_cert_file(self) -> Path | None: ...
-
-    @property
-    def tls_key_file(self) -> Path | None: ...
-
-    @property
-    def tls_client_ca_file(self) -> Path | None: ...
+    def server_tls_paths(self) -> TlsPaths | None: ...
 
 
 def server_tls_files(settings: ServesTls) -> TlsFiles | None:
     """The files that a service's settings name; None without TLS. Raises TlsFilesBroken."""
-    if settings.tls_cert_file is None:
-        return None
-    return TlsFiles(
-        server_context,
-        certificate=TlsFile("tls_cert_file", settings.tls_cert_file),
-        key=TlsFile.of("tls_key_file", settings.tls_key_file),
-        authorities=TlsFile.of("tls_client_ca_file", settings.tls_client_ca_file),
-    )
+    paths = settings.server_tls_paths()
+    return None if paths is None else TlsFiles(server_context, paths)
 
 
 def replica_tls_files(settings: ClientSettings) -> TlsFiles | None:
@@ -56,12 +42,7 @@ def replica_tls_files(settings: ClientSettings) -> TlsFiles | None:
     """
     if not settings.replica_tls:
         return None
-    return TlsFiles(
-        client_context,
-        certificate=TlsFile.of("replica_tls_cert_file", settings.replica_tls_cert_file),
-        key=TlsFile.of("replica_tls_key_file", settings.replica_tls_key_file),
-        authorities=TlsFile.of("replica_tls_ca_file", settings.replica_tls_ca_file),
-    )
+    return TlsFiles(client_context, client_tls_paths(settings, "replica_tls"))
 
 
 def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:

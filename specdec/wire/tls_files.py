@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,8 @@ import structlog
 
 # A renewal may come between two reads; then key and certificate are read again.
 _MAX_READS = 3
+FOLDER_FILES = ("tls.crt", "tls.key", "ca.crt")
+"""Certificate chain, its private key and authorities, as a Kubernetes secret of type kubernetes.io/tls names them."""
 _log = structlog.get_logger(__name__)
 
 _Content = tuple[bytes | None, bytes | None, bytes | None]
@@ -27,22 +29,48 @@ class TlsFilesBroken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TlsFile:
-    """A file, and the name of the setting that names it."""
+    """A file, and the setting that names it or its folder."""
 
     setting: str
     path: Path
+    in_folder: bool = False
 
     @classmethod
     def of(cls, setting: str, path: Path | None) -> TlsFile | None:
-        """The file of a setting that may be open."""
+        """The file of a setting that may be null."""
         return None if path is None else cls(setting, path)
 
     def read(self) -> bytes:
-        """What is in it now. Raises TlsFilesBroken."""
+        """The file's content now. Raises TlsFilesBroken."""
         try:
             return self.path.read_bytes()
         except OSError as error:
-            raise TlsFilesBroken(f"{self.setting}: {error}") from error
+            reason = error.strerror if self.in_folder else error
+            raise TlsFilesBroken(f"{_origin(self)}: {reason}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TlsPaths:
+    """The files of one side of a connection; None for a file that the settings leave out."""
+
+    certificate: TlsFile | None = None
+    """The chain; given if, and only if, its key is."""
+    key: TlsFile | None = None
+    authorities: TlsFile | None = None
+    """The other side's certificate must come from one of these."""
+
+    @classmethod
+    def in_folder(cls, setting: str, folder: Path, *, has_pair: bool, has_authorities: bool) -> TlsPaths:
+        """The files of a folder in which Kubernetes mounts a secret."""
+        certificate, key, authorities = (TlsFile(setting, folder / name, in_folder=True) for name in FOLDER_FILES)
+        return cls(
+            certificate if has_pair else None,
+            key if has_pair else None,
+            authorities if has_authorities else None,
+        )
+
+    def __iter__(self) -> Iterator[TlsFile]:
+        return (file for file in (self.certificate, self.key, self.authorities) if file is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +93,11 @@ class TlsFiles:
     def __init__(
         self,
         make_context: Callable[[bytes | None], ssl.SSLContext],
-        *,
-        certificate: TlsFile | None,
-        key: TlsFile | None,
-        authorities: TlsFile | None,
+        paths: TlsPaths,
     ) -> None:
-        """Read the files. Raises TlsFilesBroken.
-
-        Args:
-            make_context: for one side, from the authorities' PEM; `server_context` or `client_context`.
-            certificate: the chain; there if, and only if, its key is.
-            key: of the certificate.
-            authorities: whose certificates the other side may show.
-        """
+        """Read the files. `make_context` is `server_context` or `client_context`. Raises TlsFilesBroken."""
         self._make_context = make_context
-        self._certificate = certificate
-        self._key = key
-        self._authorities = authorities
+        self._paths = paths
         self._lock = threading.Lock()
         self.refused = ""
         """Why the files on disk are not in use, as of the last look at them; empty when they are."""
@@ -92,7 +108,7 @@ class TlsFiles:
     @property
     def names_authorities(self) -> bool:
         """Whether authorities are named: a server then demands certificates of its clients."""
-        return self._authorities is not None
+        return self._paths.authorities is not None
 
     def current(self) -> TlsMaterial:
         """The newest good state; the same object until it changes. Never raises. Reads three small files."""
@@ -100,8 +116,7 @@ class TlsFiles:
             try:
                 if self._read() != (self._current.key, self._current.chain, self._current.authorities):
                     self._current = self._load()
-                    files = filter(None, (self._certificate, self._key, self._authorities))
-                    _log.info("tls_files_renewed", **{file.setting: str(file.path) for file in files})
+                    _log.info("tls_files_renewed", files=[str(file.path) for file in self._paths])
                 self.refused = ""
             except TlsFilesBroken as error:
                 if str(error) != self.refused:
@@ -112,7 +127,8 @@ class TlsFiles:
 
     def _read(self) -> _Content:
         key, chain, authorities = (
-            None if file is None else file.read() for file in (self._key, self._certificate, self._authorities)
+            None if file is None else file.read()
+            for file in (self._paths.key, self._paths.certificate, self._paths.authorities)
         )
         return key, chain, authorities
 
@@ -134,15 +150,16 @@ class TlsFiles:
         try:
             context = self._make_context(authorities)
         except (OSError, ValueError) as error:
-            setting = "the system's authorities" if self._authorities is None else self._authorities.setting
-            raise TlsFilesBroken(f"{setting}: {_why(error)}") from error
-        if self._certificate is not None and self._key is not None:
+            file = self._paths.authorities
+            origin = "the system's authorities" if file is None else _origin(file)
+            raise TlsFilesBroken(f"{origin}: {_why(error)}") from error
+        certificate, key = self._paths.certificate, self._paths.key
+        if certificate is not None and key is not None:
             try:
                 # Without a password OpenSSL would ask the terminal for that of an encrypted key.
-                context.load_cert_chain(self._certificate.path, self._key.path, password="")
+                context.load_cert_chain(certificate.path, key.path, password="")
             except (OSError, ValueError) as error:
-                message = f"{self._certificate.setting}, {self._key.setting}: {_why(error)}"
-                raise TlsFilesBroken(message) from error
+                raise TlsFilesBroken(f"{_origin(certificate, key)}: {_why(error)}") from error
         return context
 
 
@@ -165,6 +182,13 @@ def client_context(authorities: bytes | None) -> ssl.SSLContext:
     else:
         context.load_verify_locations(cadata=authorities.decode("ascii"))
     return context
+
+
+def _origin(*files: TlsFile) -> str:
+    """The setting, and of a folder the files' names: `tls_dir: tls.crt, tls.key in /etc/specdec/tls`."""
+    if files[0].in_folder:
+        return f"{files[0].setting}: {', '.join(file.path.name for file in files)} in {files[0].path.parent}"
+    return ", ".join(file.setting for file in files)
 
 
 def _why(error: Exception) -> str:

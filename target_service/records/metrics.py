@@ -59,13 +59,13 @@ class TargetRecorder:
         self._engine.serves(identity)
 
     def load(
-        self, stats: EngineStats, num_sessions: int, draft_credit: int, num_suspended: int, price_tokens: float
+        self, stats: EngineStats, num_sessions: int, draft_credit: int, num_suspended: int, min_gain_tokens: float
     ) -> None:
         """Gauges, a few times a second."""
         self._engine.observe(stats, num_sessions)
         self._metrics.draft_credit.set(draft_credit)
         self._metrics.suspended_sessions.set(num_suspended)
-        self._metrics.speculation_price.set(price_tokens)
+        self._metrics.speculation_price.set(min_gain_tokens)
 
     def grammars(self, grammars: GrammarCompiler | None) -> None:
         """What was compiled, a few times a second."""

@@ -208,12 +208,10 @@ async def test_a_coordinator_finds_its_replicas_by_name() -> None:
 
 
 async def test_tls_files_that_are_wrong_are_found_at_start_though_no_replica_is(tmp_path: Path) -> None:
-    authority = tmp_path / "ca.pem"
+    authority = tmp_path / "ca.crt"
     authority.write_text("no certificate")
-    settings = CoordinatorSettings(
-        targets=("dns:///localhost:1",), replica_tls=True, replica_tls_ca_file=authority, metrics_port=None
-    )
+    settings = CoordinatorSettings(targets=("dns:///localhost:1",), replica_tls_dir=tmp_path, metrics_port=None)
     service = CoordinatorService(settings, CollectorRegistry())
-    with pytest.raises(TlsFilesBroken, match="replica_tls_ca_file"):
+    with pytest.raises(TlsFilesBroken, match=r"replica_tls_dir: ca\.crt"):
         await service.start()
     await service.stop()

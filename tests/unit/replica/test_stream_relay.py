@@ -245,6 +245,9 @@ async def test_mutual_tls_lets_in_only_who_has_a_certificate_and_health_stays_pl
     async with echo_process(*map(str, flags)) as process:
         listening = await process.event("listening")
         await process.event("ready")
+        told = {event["setting"]: event["reason"] for event in process.events if event["event"] == "setting_outdated"}
+        assert told.keys() == {"tls_cert_file", "tls_key_file", "tls_client_ca_file"}
+        assert "set tls_dir and tls_verify_clients instead" in told["tls_client_ca_file"]
         address = f"127.0.0.1:{listening['port']}"
         stranger = ClientSettings(replica_tls=True, replica_tls_ca_file=ca)
         member = stranger.model_copy(

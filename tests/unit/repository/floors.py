@@ -74,8 +74,8 @@ FLOORS = {
         command
     """,
     "specdec.config": """
-        endpoint_options replica sources
-        coordinator drafter_options
+        endpoint_options replica retired
+        coordinator drafter_options sources
         draft
         target
     """,
@@ -248,11 +248,11 @@ FLOORS = {
         api prompt_logprobs
         session
         admission masks pacing
-        decide
+        sample_and_walk
         candidates records
         proposals
-        turns verdicts
-        commits
+        turn_times verdicts
+        committing
         verifier
         model_process
         worker
