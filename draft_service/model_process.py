@@ -42,10 +42,10 @@ def run_model(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
 
 
 def _translated(built: BuiltEngine, settings: DraftSettings) -> Translated | None:
-    """What stands between the draft and the target of the settings; None where nothing has to."""
+    """The adapter between the draft's tokenizer and the target's; None if no target is set or none is needed."""
     if settings.target is None:
         return None
-    from specdec.draft_service.target_facts import NoTargetFacts, ask_target  # gRPC, which engines do without mostly
+    from specdec.draft_service.target_facts import NoTargetFacts, ask_target  # imports gRPC
 
     try:
         facts = ask_target(settings)

@@ -11,9 +11,9 @@ WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResu
 
 
 def run_engine(port: EnginePort, settings: DraftSettings) -> None:
-    """Entry of the process: returns when the servicer is gone or says stop.
+    """Entry of the process: runs until the servicer ends or says stop.
 
-    Only one of the two is imported: torch is not there for drafters, and they call with gRPC, which engines do without.
+    Only one of the two branches is imported: drafters run without torch.
     """
     if settings.drafters:
         from specdec.draft_service.plain.process import run_plain

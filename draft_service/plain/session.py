@@ -1,4 +1,4 @@
-"""A session as drafters without a model hold it."""
+"""A session of a draft without a model."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Part:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PlainSession(EngineSession):
-    """One choice while its continuation is looked up or asked for."""
+    """One choice of a request, as the drafters see it."""
 
     context: Context
     token_ids: list[int]
-    """Committed tokens; those of the context."""
+    """Committed tokens: the same list as the context's."""
     mode: VerifyMode
-    """How the target verifies: in rejection mode chains only, each token a point mass."""
+    """The target's verification. In rejection mode proposals are chains of point masses."""
     most_tokens: int
-    """Length of the sequence when it is over."""
+    """Tokens of prompt and output at most."""
     max_depth: int
-    """Of a tree; 0: it wants no drafts."""
+    """Greatest depth of a tree; 0: no drafts are wanted."""
     parts: list[Part] = field(default_factory=list)
     is_suspended: bool = False
-    """Nobody wants proposals now."""
+    """The target has suspended speculation."""
     is_due: bool = True
     """Its drafters are asked at the next step."""
     told: tuple[int, int, bool] = (0, 0, False)
-    """Committed tokens and nodes of the last proposal, and whether it was complete."""
+    """The last proposal's committed length, number of nodes and completeness."""
     committed_at_s: float | None = None
-    """When the last commit arrived, until a proposal answers it."""
+    """Monotonic time of the last commit; None once a proposal has answered it."""
 
     @property
     def num_committed(self) -> int:

@@ -1,4 +1,4 @@
-"""The pieces of a chat message as a client sees them, the form of the parsers that find them, and markers in text."""
+"""Pieces of a chat message, the protocol of the parsers that produce them, and markers in text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class ToolCallDelta:
     """The next piece of a call."""
 
     index: int
-    """Of the call in its message, from 0 on."""
+    """Number of the call in its message, from 0."""
     id: str = ""
-    """In the first delta of a call only; of no other call."""
+    """Unique id of the call, in its first delta only."""
     name: str = ""
-    """Of the function; in the first delta of a call only."""
+    """Name of the function, in the first delta of a call only."""
     arguments: str = ""
-    """A piece of JSON text. All pieces of a call that the model ended well are one JSON value."""
+    """A piece of JSON text. If the model ended the call well, all pieces form one JSON value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,20 @@ class MessageDelta:
 
 
 class StreamingParser(Protocol):
-    """Parses one message, in pieces as they come. However a text is cut, all deltas together are the same.
+    """Parses one message in pieces. All deltas together are equal, however the text is cut.
 
-    No text is an error: what is not well-formed is content, or a call that ends as the text does.
+    No text is an error: malformed text is content, or a call that ends with the text.
     """
 
     def push(self, text: str) -> list[MessageDelta]:
-        """What the next piece of text lets be told now; what may be the start of a marker is held back."""
+        """Deltas of the next piece of text; text that may begin a marker is held back."""
 
     def finish(self) -> list[MessageDelta]:
-        """What was held back, at the end of the text. Nothing is pushed after it."""
+        """Deltas of the held text, at the end. No push may follow."""
 
 
 class PlainParser:
-    """Takes everything for content."""
+    """Treats all text as content."""
 
     def push(self, text: str) -> list[MessageDelta]:
         """See `StreamingParser.push`."""
@@ -56,11 +56,11 @@ class PlainParser:
 
 
 def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
-    """Split at the first of some markers.
+    """Split at the first of several markers.
 
     Returns:
-        The text before the marker, the marker, and what follows it. Without a marker: the text that is part of none, an
-        empty string, and the end of the text that may be the start of one.
+        The text before the marker, the marker, and the text after it. Without a marker: the text that is part of none,
+        an empty string, and the end of the text that may begin one.
     """
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     if found:
@@ -71,12 +71,12 @@ def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
 
 
 def may_become(text: str, marker: str) -> bool:
-    """Whether a text is the start of a marker, but not all of it."""
+    """Whether a text is a proper prefix of a marker."""
     return len(text) < len(marker) and marker.startswith(text)
 
 
 def _num_held(text: str, marker: str) -> int:
-    """How many characters at the end are a start of the marker."""
+    """Length of the longest suffix of the text that is a proper prefix of the marker."""
     for num in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:num]):
             return num

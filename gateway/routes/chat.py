@@ -38,7 +38,7 @@ def chat_routes(parts: Parts) -> APIRouter:
         openapi_extra=body_of(ChatRequest),
     )
     async def create_chat_completion(request: Request) -> Response:
-        """Go on with a conversation."""
+        """Continue a conversation."""
         reasoning_parser, tool_parser = parts.settings.reasoning_parser, parts.settings.tool_parser
 
         def translated(asked: ChatRequest) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:

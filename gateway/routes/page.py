@@ -1,7 +1,6 @@
-"""GET /: the page that shows speculation in the open. It calls the other routes, as any client does.
+"""GET /: the page that shows speculation in the open. It calls the other routes like any client.
 
-It is put together from its sources (`gateway/page/files`): one file without anything to load, and a policy that allows
-just that.
+One file that loads nothing, assembled from `gateway/page/files`, with a policy that allows only it.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 SCRIPTS = ("text.js", "stream.js", "run.js", "tree.js", "view.js", "app.js")
-"""In the order of their imports: as one script they need none."""
+"""Scripts in the order of their imports, which one script does not need."""
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/html": {"schema": {"type": "string"}}}},
-    304: {"description": "As it was."},
+    304: {"description": "Unchanged."},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The page, and what is sent with it."""
+    """The page with its headers."""
 
     html: bytes
     etag: str
     policy: str
-    """Content-Security-Policy: this script, this style, calls of this origin, and nothing else."""
+    """Content-Security-Policy: only this script, this style and calls to this origin."""
 
 
 def assembled() -> Page:
-    """The page. Cost: some milliseconds, once."""
+    """Assemble the page. Cost: some milliseconds."""
     style = _source("page.css")
     script = "".join(_EXPORT.sub("", _IMPORT.sub("", _source(name))) for name in SCRIPTS)
     text = _source("index.html").replace("/*STYLE*/", style).replace("/*SCRIPT*/", script)

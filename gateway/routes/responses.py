@@ -78,7 +78,7 @@ def _batches(
     held: list[Event] = []
 
     def told(chunk: api.GenerateResponse, texts: TokenTexts) -> list[Event]:
-        """What is told before any output waits for it: errors until then are answers with a status."""
+        """The first events wait for output: errors before it become answers with a status."""
         nonlocal held
         held += events.add(chunk, texts)
         if chunk.WhichOneof("chunk") == "started":
@@ -90,7 +90,7 @@ def _batches(
 
 
 async def _last(batches: AsyncGenerator[Sequence[Event], None]) -> object:
-    """The whole answer, which the last event has."""
+    """The whole answer, from the last event."""
     whole: object = None
     async with aclosing(batches) as all_of:
         async for events in all_of:

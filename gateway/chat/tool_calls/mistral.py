@@ -1,4 +1,5 @@
-"""Calls as Mistral's models write them: [TOOL_CALLS] and a list of objects, or for each call its name and arguments."""
+"""Calls as Mistral's models write them: [TOOL_CALLS] with a list of objects, or with one name and arguments per
+call."""
 
 from __future__ import annotations
 
