@@ -9,7 +9,7 @@ import pytest
 from specdec.replica.worker.isolation import FaultIsolation
 from specdec.replica.worker.sessions import EngineSession, Owner
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.session_keys import session_key, split_keys
+from specdec.wire.error_details import session_key, split_keys
 from tests.support.engine.local_pair import LocalPair, open_session
 
 PROMPTS = {name: [11 + number, 12, 13, 14 + number] for number, name in enumerate("abcde")}
