@@ -122,7 +122,7 @@ class JournalRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class BegunRequest:
     """A request that is now the caller's, or that has ended before (`record.is_ended`) and is nobody's."""
 
     generation: int
@@ -194,7 +194,7 @@ class Store(Protocol):
         """Return, for each digest, the replicas that were said to cache it."""
         ...
 
-    async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
+    async def begin(self, key: RequestKey, request: NewRequest) -> BegunRequest:
         """Become the owner of a request: of a new one, of one whose lease has run out, or, to take it over, of any.
 
         Of several that begin the same request, one wins. The generation is above that of every earlier owner, and,

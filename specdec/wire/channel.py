@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from specdec.wire.settings import ClientSettings, WireSettings
+from specdec.wire.settings import PeerSettings, WireSettings
 from specdec.wire.tls import channel_credentials, replica_tls_files
 from specdec.wire.tls_files import TlsFiles, TlsMaterial
 
@@ -31,7 +31,7 @@ def wire_options(settings: WireSettings) -> list[tuple[str, int]]:
     ]
 
 
-def open_channel(address: str, settings: ClientSettings, tls: TlsMaterial | None = None) -> grpc.aio.Channel:
+def open_channel(address: str, settings: PeerSettings, tls: TlsMaterial | None = None) -> grpc.aio.Channel:
     """A channel to host:port; connects lazily and reconnects by itself, at most two seconds apart.
 
     Never goes through an HTTP proxy, and shares its connection with no other channel. `tls` is what it uses for as
@@ -62,7 +62,7 @@ class ReplicaChannel:
     expired.
     """
 
-    def __init__(self, address: str, settings: ClientSettings, files: TlsFiles | None = None) -> None:
+    def __init__(self, address: str, settings: PeerSettings, files: TlsFiles | None = None) -> None:
         """Open it. `files` are those of the settings, one object for all replicas; None without TLS."""
         self._address = address
         self._settings = settings

@@ -57,7 +57,7 @@ def device_decoder(
     )
 
 
-class Replays(StepModel, Protocol):
+class ReplayingModel(StepModel, Protocol):
     """A step model that replays captured steps."""
 
     @property
@@ -83,7 +83,7 @@ class Replays(StepModel, Protocol):
         """Whether more may be captured before the first request, where that has taken ``more_s`` after ``prepare``."""
 
 
-def with_replays(step_model: StepModel, cache: KVCache) -> Replays | None:
+def with_replays(step_model: StepModel, cache: KVCache) -> ReplayingModel | None:
     """What runs a model on a GPU, with small steps as CUDA graphs; the last block of the cache is theirs."""
     if cache.device.type != "cuda":
         return None
