@@ -165,23 +165,15 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         default=60.0, gt=0, description="How long a client may take to send its request; then DEADLINE_EXCEEDED."
     )
     speculate: bool = Field(default=True, description="Speculate when a request does not say.")
-    connect_timeout_s: float = Field(default=5.0, gt=0, description="Longest attempt to connect to a replica.")
-    reconnect_backoff_min_s: float = Field(default=0.1, gt=0, description="First wait before reconnecting.")
     reconnect_backoff_max_s: float = Field(default=5.0, gt=0, description="Longest wait before reconnecting.")
     target_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a session may be without a target before it fails."
     )
-    draft_reopen_s: float = Field(default=1.0, gt=0, description="Wait before a lost draft session is reopened.")
     session_stall_s: float = Field(
         default=4.0,
         gt=0,
         description="How long a target may do nothing for a session that it could go on with, before another target "
         "gets it; three times as long for targets that tell no progress.",
-    )
-    draft_stall_s: float = Field(
-        default=2.0,
-        gt=0,
-        description="How long a draft may be told of commits without a proposal, before another draft gets it.",
     )
     draft_hedge_share: float = Field(
         default=0.125,
@@ -196,10 +188,11 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         "incompatible. A choice that more than one computed says so at its end.",
     )
     ejection_failures: int = Field(
-        default=5, ge=1, description="Consecutive failures after which a replica gets no sessions for a while."
+        default=5,
+        ge=1,
+        description="Consecutive failures after which a replica gets no sessions: for 10 s, then twice as long each "
+        "further time, up to 300 s.",
     )
-    ejection_s: float = Field(default=10.0, gt=0, description="How long that is at first; doubled each further time.")
-    ejection_max_s: float = Field(default=300.0, gt=0, description="The longest it is.")
     resume_secret: SecretStr | None = Field(
         default=None,
         min_length=16,
@@ -237,14 +230,6 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
             keepalive_time_s=self.client_keepalive_time_s,
             keepalive_timeout_s=self.client_keepalive_timeout_s,
         )
-
-    @model_validator(mode="after")
-    def _check_backoff(self) -> Self:
-        if self.reconnect_backoff_min_s > self.reconnect_backoff_max_s:
-            raise ValueError("reconnect_backoff_min_s must not be above reconnect_backoff_max_s")
-        if self.ejection_s > self.ejection_max_s:
-            raise ValueError("ejection_s must not be above ejection_max_s")
-        return self
 
     @model_validator(mode="after")
     def _check_targets(self) -> Self:

@@ -117,7 +117,8 @@ def _load(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: str) -> t
     except SettingsError as error:
         raise SettingsInvalid([_plain(cls, error)]) from error
     values = {name: getattr(loaded, name) for name in cls.model_fields}
-    given = loaded.model_fields_set | removed | removed_flags
+    inner = {name for value in values.values() if isinstance(value, BaseModel) for name in value.model_extra or ()}
+    given = loaded.model_fields_set | removed | removed_flags | (inner & REMOVED.keys())
     return cls.model_validate(values), notices(frozenset(given))
 
 

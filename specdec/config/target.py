@@ -20,6 +20,7 @@ from specdec.config.draft import DraftSettings
 from specdec.config.drafter_options import DrafterOptions, check_drafters, read_drafters
 from specdec.config.endpoint_options import ApiTargetOptions
 from specdec.config.replica import ReplicaSettings
+from specdec.config.retired import REMOVED
 
 _SAME_FOR_OWN_DRAFT = (
     "device", "native", "self_test", "max_sessions", "max_batch_seqs",
@@ -113,7 +114,8 @@ class TargetSettings(ReplicaSettings):
         if self.own_draft is None:
             return None
         same = {name: getattr(self, name) for name in _SAME_FOR_OWN_DRAFT}
-        return DraftSettings.model_validate({**same, **self.own_draft.model_dump()})
+        own = {name: value for name, value in self.own_draft.model_dump().items() if name not in REMOVED}
+        return DraftSettings.model_validate({**same, **own})
 
     @model_validator(mode="after")
     def _check_api(self) -> Self:

@@ -88,16 +88,11 @@ class ReplicaServiceSettings(ServiceSettings):
     load_timeout_s: float = Field(
         default=1800.0, gt=0, description="Give up when the model is not loaded and warmed after this long."
     )
-    engine_silence_s: float = Field(
-        default=4.0,
-        ge=1,
-        description="An engine process without a sign of life for this long is killed and started again.",
-    )
     engine_stall_s: float | None = Field(
         default=None,
         ge=1,
-        description="The same for one whose loop stands in one turn (a step, mostly) for this long; null: 6 s, or 20 "
-        "times the longest turn so far, or 4 times what warming up says of a full step, whichever is most.",
+        description="Longest turn of an engine's loop, mostly a step, before the engine is killed and started again; "
+        "null: 6 s, 20 times the longest turn before it, or 4 times a full step's time at warm-up, whichever is most.",
     )
     engine_restarts: int = Field(
         default=5,
