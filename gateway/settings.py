@@ -67,25 +67,29 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
         le=65535,
         description="Plaintext HTTP port with /health, /ping and /version only, for probes; null is off.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level that is logged."
+    )
     log_format: Literal["json", "console"] = Field(default="json", description="One JSON object a line, or text.")
     access_log: bool = Field(default=False, description="Log each request that ended.")
     page: bool = Field(default=True, description="Show the page at `/`.")
 
     drain_s: float = Field(
-        default=30.0, ge=0, description="On SIGTERM: how long running requests may go on before they are cut off."
+        default=30.0, ge=0, description="Seconds that running requests may go on after SIGTERM before they are cut off."
     )
-    stop_grace_s: float = Field(default=2.0, ge=0, description="After draining: how long connections may still take.")
+    stop_grace_s: float = Field(
+        default=2.0, ge=0, description="Seconds that connections may still take after draining."
+    )
 
-    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest body of a request.")
-    body_read_s: float = Field(default=60.0, gt=0, description="How long a client may take to send a body.")
-    header_read_s: float = Field(default=20.0, gt=0, description="How long a client may take to send headers.")
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest body of a request, in bytes.")
+    body_read_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to send a body.")
+    header_read_s: float = Field(default=20.0, gt=0, description="Seconds that a client may take to send headers.")
     max_concurrent_requests: int = Field(
-        default=4096, ge=1, description="Most requests at once; above, they are refused with 429."
+        default=4096, ge=1, description="Most requests at once; more are refused with 429."
     )
     max_prompts: int = Field(default=256, ge=1, description="Most prompts of a completion request.")
     max_concurrent_prompts: int = Field(
-        default=16, ge=1, description="Most prompts of one request that run at once; the others wait for them."
+        default=16, ge=1, description="Most prompts of one request that run at once; the other prompts wait."
     )
     reasoning_parser: ReasoningParserName = Field(
         default="none", description=f"How a model marks its thoughts in chats: {', '.join(REASONING_PARSERS)}."

@@ -26,10 +26,10 @@ class ReplicaSettings(ReplicaServiceSettings, EngineSettings):
     )
     max_sessions: int = Field(default=256, ge=1, description="Most sessions at once.")
     verify_mode: VerifyModeName = Field(
-        default="coupled", description="How proposals are verified when a session does not say."
+        default="coupled", description="Verification of proposals where a session names no mode."
     )
 
     @property
     def served_name(self) -> str:
-        """The name clients use."""
+        """The model's name for clients."""
         return self.model_name or Path(self.model).name

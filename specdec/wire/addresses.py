@@ -1,4 +1,4 @@
-"""How addresses are written in settings and on the wire."""
+"""Addresses in settings and on the wire: host:port."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BeforeValidator
 
 
 def check_address(address: str) -> str:
-    """Return an address as it is. Raises ValueError when it is none."""
+    """Return an address unchanged. Raises ValueError where it is not host:port."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r} is not host:port")
@@ -18,9 +18,9 @@ def check_address(address: str) -> str:
 
 
 def join_address(host: str, port: int) -> str:
-    """host:port, with an IPv6 address in brackets, whether it has them already or not."""
+    """host:port; an IPv6 address gets brackets unless it has them."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 Address = Annotated[str, BeforeValidator(check_address)]
-"""host:port, or dns:///name:port where a setting says so."""
+"""host:port, or dns:///name:port where a setting allows it."""
