@@ -1,14 +1,14 @@
-"""What a store raises."""
+"""Errors of a store."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """Base of all that a store raises."""
+    """Base of a store's errors."""
 
 
 class StoreUnavailable(StoreError):
-    """The store is gone, too slow, or refuses its work. Nothing is known about whether the operation took effect."""
+    """The store is gone, too slow, or refuses to work. The operation may have taken effect or not."""
 
 
 class RequestHeld(StoreError):
@@ -20,7 +20,7 @@ class RequestHeld(StoreError):
 
 
 class TooManyConcurrent(StoreError):
-    """The tenant has as many running requests as it may."""
+    """The tenant has reached its limit of running requests."""
 
     def __init__(self, num_running: int) -> None:
         super().__init__(f"{num_running} requests of this tenant are running")
@@ -28,7 +28,7 @@ class TooManyConcurrent(StoreError):
 
 
 class LimitExceeded(StoreError, ValueError):
-    """An argument is larger than the store takes (see StoreLimits). Nothing was written."""
+    """An argument exceeds a bound of StoreLimits. Nothing was written."""
 
 
 class StoreUrlError(StoreError, ValueError):

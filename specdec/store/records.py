@@ -1,4 +1,4 @@
-"""Replicas and requests as Redis holds them."""
+"""Encoding of replicas and requests in Redis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.v1.common_pb2 import GetReplicaInfoResponse
 
 
 def encode_replica(replica: ReplicaRecord) -> bytes:
-    """A replica as it is kept in the registry."""
+    """A replica's record in the registry."""
     fields = {
         "role": replica.role,
         "address": replica.address,
@@ -29,7 +29,7 @@ def encode_replica(replica: ReplicaRecord) -> bytes:
 
 
 def decode_replica(encoded: bytes) -> ReplicaRecord | None:
-    """What `encode_replica` was given; None when another version, or somebody else, wrote it in another way."""
+    """The replica of a record; None for a record in another form, as another version or another program writes it."""
     try:
         fields = json.loads(encoded)
         return ReplicaRecord(
@@ -44,7 +44,7 @@ def decode_replica(encoded: bytes) -> ReplicaRecord | None:
 
 
 def _name(fields: Any, key: str, *, may_be_empty: bool = False) -> str:
-    """Raises LimitExceeded for what cannot be shown to others: escape sequences, halves of characters, megabytes."""
+    """A field that can be shown. Raises LimitExceeded for escape sequences, halves of characters and megabytes."""
     name = str(fields[key])
     if name or not may_be_empty:
         check_name(key, name)
@@ -52,7 +52,7 @@ def _name(fields: Any, key: str, *, may_be_empty: bool = False) -> str:
 
 
 def decode_record(answer: Sequence[Any]) -> JournalRecord:
-    """A request, as the scripts return it. Raises ValueError, TypeError or AttributeError for what cannot be one."""
+    """A request from a script's answer. Raises ValueError, TypeError or AttributeError for a malformed answer."""
     owner_id, generation, seed, params, ended, tokens, aborted = answer
     if params is None:
         raise ValueError("a request has no params")

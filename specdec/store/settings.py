@@ -1,4 +1,4 @@
-"""Settings of the store that services share, and the store they describe."""
+"""Settings of the store that services share, and the store made from them."""
 
 from __future__ import annotations
 
