@@ -1,4 +1,4 @@
-"""The coordinator's connections: finds replicas, and runs a link to each."""
+"""Find the replicas, and run a link to each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specdec.wire.tls_files import TlsFiles
 
 
 class Connections:
-    """Links to what is configured, to what is behind names, and to what is in the registry."""
+    """Links to the replicas that are configured by address, resolved from DNS names, or found in the registry."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class Connections:
         """Connect to nothing yet.
 
         Args:
-            settings: where replicas are, and how to connect to them.
+            settings: the replicas' addresses, and how to connect to them.
             timings: how long an attempt to connect may take, and the first wait after one.
             owner_id: this coordinator's name, to the replicas.
-            targets: told what becomes of the targets' links.
-            drafts: told what becomes of the drafts' links.
-            decode_loop: told what comes over them.
-            registry: where more replicas are; None without a shared store.
+            targets: receives the events of the links to targets.
+            drafts: receives the events of the links to drafts.
+            decode_loop: receives the verdicts and proposals of all links.
+            registry: lists more replicas; None without a shared store.
         """
         self._settings = settings
         self._targets = targets
@@ -62,12 +62,12 @@ class Connections:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.rosters: dict[str, Roster[TargetLink] | Roster[DraftLink]] = {}
-        """The links, by role; none before `open`."""
+        """The links, by role; empty before `open`."""
         self.tls_files: TlsFiles | None = None
-        """Those for calls to replicas, if any; None before `open`."""
+        """Certificates for calls to replicas; None without TLS and before `open`."""
 
     def open(self) -> None:
-        """Start links to what is configured, and keep looking for more. Raises TlsFilesBroken."""
+        """Start links to the configured replicas, and keep looking for more. Raises TlsFilesBroken."""
         links, loop = self._link_settings, self._decode_loop
         files = self.tls_files = replica_tls_files(self._settings)
 

@@ -1,4 +1,4 @@
-"""Builds a coordinator from its settings, and its life from start to drain."""
+"""Build a coordinator from its settings, and run it from start to drain."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from specdec.coordinator.generation import Generator
 from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding
 from specdec.coordinator.intake.conversions import Conversions
 from specdec.coordinator.intake.planning import Planner
-from specdec.coordinator.intake.prompt_bytes import PromptBytes
-from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.text_limits import PromptBytes, TokenizingTurns
 from specdec.coordinator.intake.validation import Limits
 from specdec.coordinator.journal import Journal, JournalSettings
 from specdec.coordinator.observer import Observer
@@ -56,16 +55,16 @@ from specdec.wire.tls_files import TlsFiles, TlsFilesBroken
 _METHODS = {"standard": pb.REJECTION_SAMPLE_METHOD_STANDARD, "block": pb.REJECTION_SAMPLE_METHOD_BLOCK}
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
 _DRAIN_RETRY_S = 1.0
-"""Time for a client to lose its connection here, so that its next one leads to another coordinator."""
+"""Seconds before a client's retry, so that its connection here ends and the next leads to another coordinator."""
 _SHARED_JOURNAL_INTERVAL_S = 0.05
-"""What another coordinator has to compute again: a few steps of a model."""
+"""Seconds between writes to a shared store: another coordinator recomputes a few steps at most."""
 _OWN_JOURNAL_INTERVAL_S = 2.0
-"""A store in this process is lost with it, and the end of a request writes what is left: nothing is in a hurry."""
+"""Seconds between writes to a store in this process, which dies with it: no write is urgent."""
 _log = structlog.get_logger(__name__)
 
 
 class CoordinatorService:
-    """A coordinator, as `specdec.service.server.run_service` runs it."""
+    """A coordinator; `specdec.service.server.run_service` runs it."""
 
     name = "coordinator"
     grpc_names: Sequence[str] = (SERVICE_NAME,)
@@ -73,7 +72,7 @@ class CoordinatorService:
     def __init__(
         self, settings: CoordinatorSettings, registry: CollectorRegistry, timings: Timings | None = None
     ) -> None:
-        """Build all parts, from those that need no other on; nothing is started. Raises TlsFilesBroken."""
+        """Build all parts, in the order of their dependencies; start none. Raises TlsFilesBroken."""
         self._settings = settings
         timings = timings or Timings()
         self._tasks: list[asyncio.Task[None]] = []
@@ -187,7 +186,7 @@ class CoordinatorService:
         self._servicer.register(server)
 
     async def start(self) -> None:
-        """Connect to all replicas; returns when a target has answered. Drafts may come later or never."""
+        """Connect to all replicas; returns when a target has answered, even without drafts."""
         self._load_api_keys()
         self._journal.start()
         if self._shared_quotas is not None:
@@ -200,12 +199,12 @@ class CoordinatorService:
         self._observer.metrics.processes.set(1)
 
     async def wait_failed(self) -> str:
-        """A coordinator does not fail by itself: links never give up, and what else it needs it can do without."""
+        """Never returns: links reconnect for ever, and a coordinator works without the store."""
         await asyncio.Event().wait()
         return "unreachable"
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and let running ones end; those left over can be resumed elsewhere."""
+        """Refuse new requests and let running ones end; the rest fail and can be resumed elsewhere."""
         self._generator.is_draining = True
         self._observer.metrics.processes.set(0)
         ends_s = time.monotonic() + timeout_s
@@ -218,7 +217,7 @@ class CoordinatorService:
         await asyncio.sleep(0)
 
     async def stop(self) -> None:
-        """Close all links, replicas see the streams end; and export the traces that are left."""
+        """Close all links and the store, and export the remaining traces."""
         await end_tasks(self._tasks)
         self._turns.close()
         await self.connections.close()
@@ -229,7 +228,7 @@ class CoordinatorService:
         await self._tracing.close()
 
     def tls_uses(self) -> dict[str, TlsFiles | None]:
-        """The TLS files in use beside the server's."""
+        """The TLS files in use besides the server's."""
         return {
             "replicas": self.connections.tls_files,
             "redis": self.store.tls_files,
@@ -237,16 +236,16 @@ class CoordinatorService:
         }
 
     def degraded(self) -> list[str]:
-        """What works less well than it should, for people."""
+        """Descriptions of degraded functions, for people."""
         if self.store.is_up:
             return []
         return [
             f"Redis does not answer: {self._journal.num_unjournalled} running requests are not in the journal, and "
-            "request ids, quotas and concurrent requests are checked by each coordinator for itself"
+            "each coordinator checks request ids, quotas and concurrency alone"
         ]
 
     def limits(self, identity: pb.ModelIdentity) -> Limits:
-        """What clients may ask for."""
+        """Limits of clients' requests for a model."""
         settings = self._settings
         return Limits(
             vocab_size=identity.vocab_size,
@@ -285,7 +284,7 @@ class CoordinatorService:
         except KeyFileInvalid as error:
             raise StartupFailed(f"api_keys_file: {self._settings.api_keys_file} {error}") from error
         if not self._settings.serves_tls:
-            _log.warning("api_keys_without_tls", note="keys can be read by anyone on the way")
+            _log.warning("api_keys_without_tls", note="keys travel unencrypted: set tls_dir or tls_cert_file")
 
     def _build_journal(self, is_shared: bool) -> Journal:
         settings = JournalSettings(

@@ -1,4 +1,4 @@
-"""Where the replicas are: addresses as configured, those behind DNS names, and those in the shared registry."""
+"""Addresses of replicas: configured, resolved from DNS names, and from the shared registry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from specdec.wire.addresses import join_address
+from specdec.wire.settings import join_address
 
 _DNS_PREFIX = "dns:///"
 _log = structlog.get_logger(__name__)
@@ -18,24 +18,24 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where one replica listens."""
+    """The address of one replica."""
 
     address: str
     """host:port."""
     server_name: str | None = None
-    """The name that its certificate must have; None: the host."""
+    """Name that its certificate must have; None: the host."""
     is_registered: bool = False
     """Found in the registry, and nowhere else."""
 
 
 class Discovery:
-    """Finds the replicas of one role. An entry is host:port, or dns:///name:port, which stands for all its addresses.
+    """Finds the replicas of one role. An entry is host:port, or dns:///name:port for all addresses of a name.
 
-    A name that cannot be looked up keeps the addresses it had: a name server that fails takes no replica away.
+    If a look-up fails, the name keeps its former addresses: a broken name server removes no replica.
     """
 
     def __init__(self, entries: Sequence[str], registered: Callable[[], Sequence[Endpoint]] | None = None) -> None:
-        """Look for these entries, and for what `registered` returns: the registry's, as far as it is known."""
+        """Find the replicas of `entries` and those that `registered` returns: the registry's last known ones."""
         self._entries = entries
         self._registered = registered or tuple
         self._found: dict[str, list[Endpoint]] = {
@@ -44,12 +44,12 @@ class Discovery:
 
     @property
     def has_names(self) -> bool:
-        """Whether looking again can find something else."""
+        """Whether a new look-up can find other addresses."""
         return any(entry.startswith(_DNS_PREFIX) for entry in self._entries)
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """What was found last, each address once: entries in their order, then what is only registered."""
+        """The last known endpoints, each address once: entries in their order, then those only registered."""
         by_address: dict[str, Endpoint] = {}
         for endpoint in (*itertools.chain.from_iterable(self._found[e] for e in self._entries), *self._registered()):
             by_address.setdefault(endpoint.address, endpoint)
@@ -76,7 +76,7 @@ class Discovery:
 async def keep_finding(
     interval_s: float, refreshers: Sequence[Callable[[], Awaitable[object]]], on_found: Callable[[], None]
 ) -> None:
-    """Call all `refreshers` at once, then `on_found`, now and every `interval_s` until cancelled. Faults are logged."""
+    """Call all `refreshers`, then `on_found`, now and every `interval_s` until cancelled. Faults are logged."""
     while True:
         try:
             await asyncio.gather(*(refresh() for refresh in refreshers))

@@ -36,7 +36,7 @@ _TYPES: dict[object, str] = {
 
 
 def type_name(annotation: Any) -> str:
-    """What a reader writes as the value: `integer`, `path`, `auto, on, off`, `list`, `JSON`."""
+    """Type of a value in a reader's words: `integer`, `path`, `auto, on, off`, `list`, `JSON`."""
     if annotation in _TYPES:
         return _TYPES[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -53,7 +53,7 @@ def type_name(annotation: Any) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """The default as one writes it."""
+    """The default, as written in a file of settings."""
     if field.is_required():
         return "required"
     value = field.default

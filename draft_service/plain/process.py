@@ -1,4 +1,4 @@
-"""The engine process of a draft without a model: asks the target what it must know, then proposes."""
+"""The engine process of a draft without a model: asks the target for its tokenizer and limits, then proposes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _make(options: object, facts: TargetFacts) -> Drafter:
 
 
 def _identity(settings: DraftSettings, target: pb.ModelIdentity) -> pb.ModelIdentity:
-    """Of the drafters: the target's tokenizer, ids and context are theirs, and there are no weights."""
+    """The drafters' identity: the target's tokenizer, ids and context; no weights."""
     return pb.ModelIdentity(
         name=settings.served_name,
         architecture="drafters",

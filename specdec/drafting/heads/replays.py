@@ -1,4 +1,4 @@
-"""Captured passes of a head, by number of rows: the buckets and the memory of the target's own captured steps."""
+"""Captured passes of a head, in the buckets and memory of the target's captured steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from specdec.engine.cuda.buckets import ROW_BUCKETS, Key, all_buckets, bucket_of
 from specdec.engine.model.device_choice import Replays
 
 PATH_SLOTS_PER_ROW = 16
-"""Deeper trees and longer blocks are run as they are. A power of two."""
+"""Path slots per row in captured passes, a power of two; deeper trees and longer blocks are not captured."""
 _PREPARED_ROWS = ROW_BUCKETS[:5]
-"""One session's levels, or a few sessions' chains."""
+"""Row buckets captured at the start: one session's levels, or a few sessions' chains."""
 _MOST_GRAPHS = 96
 _NO_TABLES: Key = (0, 0)
 _logger = logging.getLogger(__name__)
@@ -27,23 +27,23 @@ _logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Graph:
     states: torch.Tensor
-    """What rows go in with; those past a call's own keep what they had."""
+    """Input states; rows past a call's own keep old values."""
     rows: LaidOut | None
-    """None: they do not attend."""
+    """None for a projection."""
     replay: Callable[[], None]
     result: torch.Tensor
-    """What a replay fills, in memory that other replays write to as well."""
+    """A replay's output, in memory that other replays overwrite."""
 
 
 class HeadReplays:
-    """`specdec.drafting.heads.passes.Replays` over one head's cache. What `prepare` has not captured is captured when
-    it is first met; where capturing fails passes are run as they are from then on.
+    """Replays over one head's cache. A pass is captured at first use unless `prepare` did so. If a capture fails, all
+    passes run uncaptured from then on.
 
-    Cost of a replay: two copies on the device before it, one after it, and with attention a launch.
+    Cost of a replay: two copies on the device before and one after it; with attention, one more launch.
     """
 
     def __init__(self, steps: Replays, cache: HeadCache, dtype: torch.dtype) -> None:
-        """`steps`: the target's, whose memory for what is captured is used; `dtype`: of the head's states."""
+        """`steps`: the target's replays, whose graph memory is shared; `dtype`: of the head's states."""
         self._steps = steps
         self._cache = cache
         self._dtype = dtype
@@ -80,8 +80,7 @@ class HeadReplays:
         _logger.info("head_captured", extra={"num": len(self._graphs), "seconds": round(time.monotonic() - began_s, 3)})
 
     def _compile_others(self, kinds: Iterable[Pass | Projection]) -> None:
-        """Run what no capture does: what fills buckets, and attention over a single block, whose kernel is that of more
-        rows than are captured."""
+        """Compile the kernels that no capture runs: filling buckets, and attention over a single block."""
         for each in kinds:
             if isinstance(each, Pass):
                 (states, rows), (_, static) = self._padding(each, (1, 1)), self._padding(each, (1, 1))
@@ -97,7 +96,7 @@ class HeadReplays:
             try:
                 graph = self._captured(each, num_rows, key)
             except RuntimeError:
-                _logger.exception("a head's pass could not be captured: it is launched kernel by kernel")
+                _logger.exception("a head's pass could not be captured; its kernels are launched one by one")
                 self._can_capture = False
                 return None
             self._graphs[name] = graph
@@ -115,7 +114,7 @@ class HeadReplays:
         return _Graph(states, rows, *self._steps.capture(lambda: compute(states, rows, cache.attend(rows.batch))))
 
     def _padding(self, each: Pass, key: Key) -> tuple[torch.Tensor, LaidOut]:
-        """What a pass goes in with whose rows are padding only."""
+        """A pass's input of padding rows."""
         device = self._cache.device
         batch = empty_batch(key, device, self._cache.spare_block, self._cache.block_size, PATH_SLOTS_PER_ROW)
         positions = torch.zeros(key[0], dtype=torch.int64, device=device)

@@ -1,1 +1,1 @@
-"""Drafting text: the draft has its own tokens, and what passes between it and the target is tokenized anew."""
+"""Drafting with another tokenizer, by text: tokens of one side are tokenized anew for the other."""

@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-import specdec.draft_service.servicer
-import specdec.target_service.servicer
+import specdec.draft_service.__main__
+import specdec.target_service.__main__
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.coordinator.service import CoordinatorService
 from specdec.coordinator.timings import Timings
@@ -23,7 +23,7 @@ _TIMINGS = Timings(
     connect_timeout_s=1.0, reconnect_first_s=0.05, draft_reopen_s=0.1, draft_stall_s=1.0, ejection_s=1.0,
     ejection_max_s=4.0,
 )  # fmt: skip
-_ROLES = {"target": specdec.target_service.servicer.ROLE, "draft": specdec.draft_service.servicer.ROLE}
+_ROLES = {"target": specdec.target_service.__main__.ROLE, "draft": specdec.draft_service.__main__.ROLE}
 _PORT = 50051
 ServiceT = TypeVar("ServiceT", bound=CoordinatorService | ReplicaService)
 

@@ -98,7 +98,7 @@ def test_free_memory_is_asked_for_by_a_process_that_is_gone_then(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert devices.free_gpu_bytes(3) == 3007
     torch.write_text("class cuda:\n    def mem_get_info(gpu):\n        raise RuntimeError('CUDA error: 101')\n")
-    with pytest.raises(ValueError, match=r"GPU 1 does not say what memory is free: RuntimeError: CUDA error: 101"):
+    with pytest.raises(ValueError, match=r"GPU 1 did not report its free memory: RuntimeError: CUDA error: 101"):
         devices.free_gpu_bytes(1)
 
 
@@ -223,7 +223,7 @@ def test_placement_is_told_by_cores_or_device() -> None:
     rows = describe_placement(plan())
     assert rows[0] == ("target", "127.0.0.1:50052", "cores 0,1")
     assert rows[2] == ("coordinator", "127.0.0.1:50051", "")
-    assert describe_placement(plan(placement="together"))[0][2] == "cores 0,1,2, runs the draft, too"
+    assert describe_placement(plan(placement="together"))[0][2] == "cores 0,1,2, also runs the draft"
 
 
 def test_without_a_measurement_few_cores_are_shared() -> None:

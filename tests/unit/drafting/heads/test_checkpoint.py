@@ -108,7 +108,7 @@ BAD: dict[str, tuple[type[HeadOptions], Made, Change, str]] = {
         "norm_before_residual is 'yes'",
     ),
     "no mask": (PEagleOptions, checkpoints.peagle(SIZES), drop("mask_hidden"), "missing: mask_hidden"),
-    "no mask token": (PEagleOptions, checkpoints.peagle(SIZES), say(mask_token_id=None), "has no mask_token_id"),
+    "no mask token": (PEagleOptions, checkpoints.peagle(SIZES), say(mask_token_id=None), "mask_token_id is missing"),
     "a mask token outside": (
         DFlashOptions,
         checkpoints.dflash(SIZES),
