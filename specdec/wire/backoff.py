@@ -1,4 +1,4 @@
-"""How long to wait before something is tried again, and when a process that ended is started again."""
+"""Waits before a retry, and before a process that ended is started again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 _MOST_DOUBLINGS = 64
-"""More would overflow a float long after the longest wait is reached."""
+"""Doublings after which a float would overflow; the longest wait is reached long before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Backoff:
     first_s: float
     longest_s: float
     spread: tuple[float, float] = (1.0, 1.0)
-    """Each wait is multiplied by a random factor between these: many who failed together do not return together."""
+    """Bounds of the random factor of each wait: peers that failed together do not retry together."""
 
     def wait_s(self, num_failures: int, longest_s: float | None = None) -> float:
         """The wait after this many failures in a row, at least one; `longest_s` may set a lower limit this once."""

@@ -5,7 +5,7 @@ Invariants:
       off;
     * a session belongs to the owner whose stream opened it, and its id is unique among all owners of the replica;
     * a session whose owner has no live stream is orphaned: it takes part in no step, and is freed after
-      ``session_ttl_s``;
+      ``SESSION_TTL_S``;
     * a session whose deadline has passed is overdue; its owner ends it then, so the replica waits ``DEADLINE_GRACE_S``
       before it does so itself.
 """
@@ -26,6 +26,8 @@ from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
 if TYPE_CHECKING:  # where no model runs neither does a grammar, and its libraries are not there
     from specdec.constraints.grammar.follower import GrammarFollower
 
+SESSION_TTL_S = 60.0
+"""Seconds that a session outlives its owner's stream: twice the time for which a coordinator waits for a target."""
 DEADLINE_GRACE_S = 1.0
 """How long past its deadline a session is left to its owner."""
 
