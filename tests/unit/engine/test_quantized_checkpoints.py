@@ -43,7 +43,7 @@ def quantized(directory: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", FORMATS)
 def test_on_the_cpu_one_is_refused_and_told_what_to_give_instead(tmp_path: Path, name: str) -> None:
     directory = quantized(tmp_path, name)
-    with pytest.raises(ModelLoadError, match=rf"is quantized \({name}\), which is for CUDA: .*weight_quantization"):
+    with pytest.raises(ModelLoadError, match=rf"is quantized \({name}\) and needs CUDA; .*weight_quantization"):
         load_model(EngineSettings(model=str(directory), device="cpu"))
 
 

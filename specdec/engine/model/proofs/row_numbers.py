@@ -1,4 +1,4 @@
-"""Finds modules that number the rows of a batch: positions that are no positions where a batch holds many sequences."""
+"""Finds modules that take row numbers for positions, which is wrong in a batch of several sequences."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _SORTING = "transformers.integrations."
-"""Modules that number rows to find them again: kernels of experts."""
+"""Modules that number rows only to sort them back: kernels of experts."""
 
 
 class NumberedRows(TorchFunctionMode):
-    """Notes where ``torch.arange`` gives as many numbers as a pass has rows."""
+    """Records calls of ``torch.arange`` with as many numbers as a pass has rows."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
