@@ -134,7 +134,7 @@ class _Builder:
             )
         if on_device is not None:
             error, row_invariant = self._test(on_device, recorded.geometries, expected)
-            row_invariant = is_ordered and (row_invariant or not expected)  # torch's products depend on the rows' number
+            row_invariant = is_ordered and (row_invariant or not expected)  # torch's products depend on the batch
             if self._agreed(error <= tolerance(loaded.dtype) and row_invariant == is_ordered):
                 loaded.release_model()
                 path = triton_path("ordered-decoder" if is_ordered else "decoder", loaded.device)

@@ -1,4 +1,4 @@
-"""Takes tokens that are not allowed out of logits: before bias, penalties, temperature, cuts and noise."""
+"""Masks forbidden tokens in logits, before bias, penalties, temperature, cuts and noise."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 def masked_logits(logits: Tensor, masks: Mapping[int, npt.NDArray[np.uint32]]) -> Tensor:
-    """Logits in which what is not allowed is minus infinity, so that it has no probability in whatever follows.
+    """Logits with minus infinity at forbidden tokens.
 
-    Ids at and past 32 W are not allowed. A row without any allowed token has nothing to draw from.
+    Ids from 32 W on are forbidden. A row without an allowed token has no token to sample.
 
     Args:
-        logits: [R, V] float32, left as it is, and returned where there is no mask.
-        masks: by row, [W] uint32 with a bit per token id.
+        logits: [R, V] float32, not changed; returned itself without masks.
+        masks: by row, [W] uint32 with one bit per token id.
 
     Cost: a copy of the logits, and two passes over the rows with a mask.
     """

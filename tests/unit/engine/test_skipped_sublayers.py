@@ -70,7 +70,7 @@ def test_a_model_that_says_something_else_without_them_is_refused_with_how_far_i
     ("more", "message"),
     [
         ({"exit_layer": 10}, "exit_layer: 10 is not between 1 and 9"),
-        ({"skip_mlp_layers": "8-11"}, "skip_mlp_layers: the model has layers 0 to 9, and not 10-11"),
+        ({"skip_mlp_layers": "8-11"}, "skip_mlp_layers: the model has layers 0 to 9, not 10-11"),
         ({"skip_attention_layers": "0-9"}, "skip_attention_layers: a model without any is none"),
     ],
 )
