@@ -22,7 +22,7 @@ from specdec.wire.tls_files import TlsFilesBroken
 
 
 def run_model(port: EnginePort, settings: DraftSettings) -> None:
-    """Draft until the servicer goes or says stop."""
+    """Draft until the servicer ends or says stop."""
     recorder = DraftRecorder(DraftMetrics(REGISTRY))
     texts: list[Translated] = []
 

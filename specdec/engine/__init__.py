@@ -2,8 +2,8 @@
 
 One engine serves draft and target. The map, from data to step:
 
-    tree.py        proposed tokens, as a tree hung from the last committed token sequence.py    committed or drafted
-    tokens, and the blocks of their keys and values block_pool.py  reference-counted blocks, prefix cache, copy-on-write
+    tree.py        proposed tokens, as a tree below the last committed token sequence.py    committed or drafted tokens,
+    and the blocks of their keys and values block_pool.py  reference-counted blocks, prefix cache, copy-on-write
     scheduler.py   which rows run in the next step, and which sequences lose blocks for them batch.py       a scheduled
     step as tensors attention/     the KV cache as tensors, and attention over its blocks native/        the CPU kernels
     in C++ parallel/      one model over several ranks model/         from a checkpoint to a forward pass, which is

@@ -86,8 +86,7 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one owner of each block. Of these blocks the last is evicted first, so that a prefix outlives its
-        continuations.
+        """Drop one owner of each block. The last block is evicted first, so that a prefix outlives its continuations.
 
         Raises:
             KVInvariantError: a block has no owner.

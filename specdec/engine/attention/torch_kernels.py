@@ -1,7 +1,7 @@
 """Attention kernels in plain torch: a row-invariant one, and one that keeps a GPU busy.
 
-A row-invariant kernel fixes the order of all sums by absolute position (a tree within each tile of ``TILE`` positions,
-tiles from left to right), so that a row's bits depend on its own tokens only. A library's matrix product fixes no
+A row-invariant kernel fixes the order of all sums by absolute position: a tree within each tile of ``TILE`` positions,
+tiles from left to right. So a row's bits depend on its own tokens only. A library's matrix product fixes no
 order: it may differ by shape, layout and CPU.
 """
 

@@ -98,7 +98,7 @@ inline float best_of(const float* values, int64_t n) {
 // Notes NaN and plus infinity, lane by lane; minus infinity only marks a forbidden token.
 class Poison {
  public:
-  // As the function, and notes NaN and plus infinity in the same pass.
+  // best_of, which also notes NaN and plus infinity.
   float best_of(const float* values, int64_t n) {
     float best[kLanes];
     std::fill(best, best + kLanes, -kInfinity);
