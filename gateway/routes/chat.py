@@ -12,8 +12,7 @@ from starlette.responses import Response
 from specdec.gateway.api.answers import ChatCompletion, ChatCompletionChunk
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.chat.deltas import StreamingParser
-from specdec.gateway.http.connected import while_connected
-from specdec.gateway.http.events import Begun, EventStream, begun
+from specdec.gateway.http.events import Begun, EventStream, begun, while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.output import new_id, output, stream_error, whole_output
@@ -39,7 +38,7 @@ def chat_routes(parts: Parts) -> APIRouter:
         openapi_extra=body_of(ChatRequest),
     )
     async def create_chat_completion(request: Request) -> Response:
-        """Go on with a conversation."""
+        """Continue a conversation."""
         reasoning_parser, tool_parser = parts.settings.reasoning_parser, parts.settings.tool_parser
 
         def translated(asked: ChatRequest) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:

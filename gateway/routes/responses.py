@@ -14,8 +14,7 @@ from starlette.responses import Response
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.responses import ResponseAnswer, ResponseEvent, ResponsesRequest
-from specdec.gateway.http.connected import while_connected
-from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name
+from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name, while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.output import new_id, output, stream_error
@@ -79,7 +78,7 @@ def _batches(
     held: list[Event] = []
 
     def told(chunk: api.GenerateResponse, texts: TokenTexts) -> list[Event]:
-        """What is told before any output waits for it: errors until then are answers with a status."""
+        """The first events wait for output: errors before it become answers with a status."""
         nonlocal held
         held += events.add(chunk, texts)
         if chunk.WhichOneof("chunk") == "started":
@@ -91,7 +90,7 @@ def _batches(
 
 
 async def _last(batches: AsyncGenerator[Sequence[Event], None]) -> object:
-    """The whole answer, which the last event has."""
+    """The whole answer, from the last event."""
     whole: object = None
     async with aclosing(batches) as all_of:
         async for events in all_of:

@@ -1,6 +1,6 @@
-"""From the chunks of a stream to OpenAI's completion objects: events as they come, or choices at the end.
+"""Translate the chunks of a stream to OpenAI's completion objects: events, or whole choices.
 
-A request of several prompts is one object: the choices of the prompt with index p are those from p * n on.
+A request of several prompts is one object: the choices of prompt p begin at index p * n.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ KIND = "text_completion"
 
 @dataclass(frozen=True, slots=True)
 class PromptTold:
-    """What is told of a prompt beside its log-probabilities."""
+    """A prompt's part of the answer besides its log-probabilities."""
 
     text: str = ""
-    """To begin with; empty: do not echo it."""
+    """Text before the output; empty: no echo."""
     token_ids: list[int] | None = None
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What is known of one choice while its output comes."""
+    """State of one choice while its output comes."""
 
     logprobs: CompletionLogprobs | None
     origins: OriginCounter = field(default_factory=OriginCounter)
@@ -42,7 +42,7 @@ class _Choice:
 
 
 class _PromptAnswer:
-    """What events and whole answers of one prompt have in common."""
+    """Base of events and whole answers of one prompt."""
 
     def __init__(self, request: CompletionRequest, head: Head, number: int, told: PromptTold) -> None:
         """Begin the answer to the prompt with this number."""
@@ -50,7 +50,7 @@ class _PromptAnswer:
         self._head = head
         self._base = number * request.num_choices
         self._told = told
-        # Of the request, for every token: what is computed or validated once.
+        # Computed once, not per token.
         self._has_output = request.most_tokens > 0
         self._has_details = bool(request.return_token_ids or request.return_token_origins or request.return_steps)
 
@@ -79,7 +79,7 @@ class _PromptAnswer:
         return told
 
     def _prompt_part(self, choice: _Choice, prompt: api.PromptLogprobs | None) -> list[dict[str, Any]]:
-        """The log-probabilities to begin with, if any."""
+        """The prompt's log-probabilities, if the client wants an echo of them."""
         if choice.logprobs is None or not self._request.echo:
             return []
         if prompt is None:
@@ -95,12 +95,12 @@ class _PromptAnswer:
 
 
 class CompletionWhole(_PromptAnswer):
-    """The choices of one prompt at the end."""
+    """The whole choices of one prompt."""
 
     def choices(
         self, outputs: dict[int, ChoiceOutput], prompt: api.PromptLogprobs | None, texts: TokenTexts
     ) -> list[dict[str, Any]]:
-        """As `CompletionChoice`."""
+        """The choices, each a `CompletionChoice`."""
         return [self._whole(index, outputs[index], prompt, texts) for index in sorted(outputs)]
 
     def _whole(
@@ -137,10 +137,10 @@ class CompletionEvents(_PromptAnswer):
         self._lacks_prompt = tells_prompt_logprobs(request)
         self._has_usage, self._has_continuous_usage = request.has_usage_chunk, request.has_continuous_usage
         self._held: list[api.GenerateResponse] = []
-        """Output that came before all of the prompt's log-probabilities, which it follows."""
+        """Output that came early: the prompt's log-probabilities go first."""
 
     def add(self, chunk: api.GenerateResponse, texts: TokenTexts) -> list[dict[str, Any]]:
-        """The events that a chunk is; `texts` knows the tokens of its log-probabilities."""
+        """The events of a chunk; `texts` has the tokens of its log-probabilities."""
         match chunk.WhichOneof("chunk"):
             case "delta" | "choice_finished" if self._lacks_prompt:
                 self._held.append(chunk)

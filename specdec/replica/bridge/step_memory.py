@@ -9,7 +9,7 @@ import mmap
 import os
 from collections.abc import Sequence
 
-from specdec.wire.session_keys import KEY_BYTES
+from specdec.wire.error_details import KEY_BYTES
 
 MAX_KEYS = 448
 """More are not told one by one: the status of a stream, of which gRPC hands on 4 KB, has no room for more. Engines step

@@ -1,4 +1,4 @@
-"""The gate: checks at load that a model runs correctly through the paged cache, or says why not.
+"""Checks at load that a model runs correctly through the paged cache, or says why not.
 
 Most incompatibilities are silent: the model runs, but its logits are wrong. So configs and class names are not trusted.
 The checks, cheapest first:
