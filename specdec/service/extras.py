@@ -1,4 +1,4 @@
-"""Which extra of the package brings what cannot be imported. Imports little: the command starts with it."""
+"""Name the extra that installs a missing module. It imports little: the command starts with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _REQUIREMENT = re.compile(r"""([\w.-]+).*\bextra == ["']([\w-]+)""")
 
 
 def missing_extra(error: BaseException) -> str | None:
-    """Return what to install, in words, where an import failed for want of an extra; None: it is another error."""
+    """Return a message that names the missing extra if an import failed for lack of one; otherwise None."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
     try:

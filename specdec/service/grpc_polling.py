@@ -1,4 +1,4 @@
-"""How gRPC waits for messages in this process. Imports no gRPC, which reads it when it is imported."""
+"""Set how gRPC waits for messages. Imports no gRPC, which reads the setting at its import."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _WITHOUT_EVENT_ENGINE = "-event_engine_client"
 
 
 def poll_in_one_thread() -> None:
-    """Have clients read in one thread, where gRPC's event engine hands each message from thread to thread.
+    """Let clients read in one thread; gRPC's event engine passes each message between threads.
 
-    To be called before gRPC is imported; later it has no effect. What the environment says already is left alone.
+    Call it before gRPC is imported; later it has no effect. A value in the environment is kept.
     """
     os.environ.setdefault(_VARIABLE, _WITHOUT_EVENT_ENGINE)

@@ -1,4 +1,4 @@
-"""What a child process does about its parent: dies with it, and leaves signals to it. Linux only."""
+"""A child process dies with its parent, and leaves signals to it. Linux only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
-    """Have the kernel send a signal when the parent's thread that started this process ends.
+    """Let the kernel send a signal when the parent's thread that started this process ends.
 
-    The end of a socket tells a living loop; the default signal also ends one that is stuck. Raises OSError when the
-    kernel refuses, and SystemExit when the parent is gone already.
+    A running loop notices the end of its socket; the default signal also ends a stuck one. Raises OSError if the kernel
+    refuses, and SystemExit if the parent is already gone.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0) != 0:
@@ -23,7 +23,7 @@ def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> Non
 
 
 def leave_signals_to_parent() -> None:
-    """A signal to the process group must not end the engine before the servicer has drained it.
+    """Ignore SIGINT and SIGTERM: a signal to the process group must not end the engine before it is drained.
 
     Handlers, unlike ignored signals, are not inherited by programs that the engine starts.
     """

@@ -1,4 +1,4 @@
-"""Settings that every service has: where it listens, logs, TLS, keepalive, message limits, shutdown."""
+"""Settings of every service: addresses, logs, TLS, keepalive, message limits, shutdown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 
 
 class ServiceSettings(WireSettings, ServerTlsSettings, StoreSettings, TracingSettings):
-    """What every service has. Invalid values raise pydantic.ValidationError, which names the setting."""
+    """Settings of every service. Invalid values raise pydantic.ValidationError, which names the setting."""
 
     host: str = Field(default="0.0.0.0", min_length=1, description="Address to listen on.")
     port: int = Field(default=50051, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one.")
@@ -51,9 +51,9 @@ class ServiceSettings(WireSettings, ServerTlsSettings, StoreSettings, TracingSet
     log_format: Literal["json", "console"] = Field(default="json", description="One JSON object a line, or text.")
 
     drain_s: float = Field(
-        default=30.0, ge=0, description="On SIGTERM: how long running work may go on before it is cut off."
+        default=30.0, ge=0, description="Seconds that running work may go on after SIGTERM before it is cut off."
     )
-    stop_grace_s: float = Field(default=2.0, ge=0, description="After draining: how long open calls may still take.")
+    stop_grace_s: float = Field(default=2.0, ge=0, description="Seconds that open calls may still take after draining.")
 
     tls_allowed_client_names: Names = Field(
         default=(),
@@ -73,12 +73,12 @@ class ServiceSettings(WireSettings, ServerTlsSettings, StoreSettings, TracingSet
         return None
 
     def wire_to_callers(self) -> WireSettings:
-        """What the server's own connections are set to."""
+        """Connection settings of the server itself."""
         return self
 
 
 class ReplicaServiceSettings(ServiceSettings):
-    """What a service with an engine process has on top."""
+    """Further settings of a service with an engine process."""
 
     engine_cores: Cores = Field(
         default="auto",
@@ -86,29 +86,29 @@ class ReplicaServiceSettings(ServiceSettings):
         "one, to the servicer; off pins nothing.",
     )
     load_timeout_s: float = Field(
-        default=1800.0, gt=0, description="Give up when the model is not loaded and warmed after this long."
+        default=1800.0, gt=0, description="Seconds until the model must be loaded and warmed up; then the start fails."
     )
     engine_silence_s: float = Field(
         default=4.0,
         ge=1,
-        description="An engine process without a sign of life for this long is killed and started again.",
+        description="Seconds without a sign of life after which an engine process is killed and restarted.",
     )
     engine_stall_s: float | None = Field(
         default=None,
         ge=1,
-        description="The same for one whose loop stands in one turn (a step, mostly) for this long; null: 6 s, or 20 "
-        "times the longest turn so far, or 4 times what warming up says of a full step, whichever is most.",
+        description="Seconds that one step may take before the engine is killed and restarted. null: the largest of "
+        "6 s, 20 times the longest step so far, and 4 times a full step as estimated at warm-up.",
     )
     engine_restarts: int = Field(
         default=5,
         ge=0,
         le=1000,
-        description="How often in ten minutes an engine that was ready once is started again; then the service exits "
-        "with 1. 0: at its first end.",
+        description="Restarts in ten minutes of an engine that was once ready; then the service exits "
+        "with 1. 0: no restart.",
     )
     stream_buffer_bytes: int = Field(
         default=32 * 1024 * 1024,
         ge=64 * 1024,
-        description="Most responses kept for a coordinator that does not read. At half of it its sessions wait; when "
-        "nothing is read for 30 s its stream is aborted.",
+        description="Bytes of responses kept for a coordinator that does not read. At half of it its sessions pause; "
+        "if it reads nothing for 30 s its stream is aborted.",
     )

@@ -1,7 +1,6 @@
-"""Integers on their way into messages: what is summed, measured or told by others is cut to what its field can hold.
+"""Clamp integers to their fields' ranges: sums, measurements and peers' values.
 
-Protobuf raises for a value outside its field's range; a message is no place to find out that a clock ran for long or
-that a peer lied.
+Protobuf raises for a value outside its field's range, and a long-running clock or a lying peer must not make it raise.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ UINT32_MAX = 2**32 - 1
 
 
 def uint32(value: float) -> int:
-    """The nearest number that a uint32 field holds; 0 for what is no number."""
+    """The nearest value of a uint32 field; 0 for NaN."""
     if math.isnan(value):
         return 0
     return int(min(max(value, 0), UINT32_MAX))
 
 
 def microseconds(seconds: float) -> int:
-    """A time for a uint32 field of microseconds: 71 minutes are the most it can say."""
+    """A time for a uint32 field of microseconds, at most 71 minutes."""
     return uint32(seconds * 1e6)
