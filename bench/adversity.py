@@ -28,10 +28,10 @@ from bench.deployment import Deployment, client_cores, running
 from bench.pairs import Model
 from bench.plan import Plan
 from bench.prompts import Prompt, held_out_prompts
-from specdec.commands.measuring.figures import spread
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.requests import Run, run_group
+from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.tables import Table
 
 PROMISE = 0.97

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from bench.deployment import Deployment, running
 from bench.plan import Plan
 from bench.prompts import held_out_prompts
-from specdec.commands.measuring.figures import percentiles
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.requests import make_request, new_tenant
 from specdec.commands.measuring.streams import Stream, open_loop, poisson
+from specdec.commands.measuring.summary import percentiles
 from specdec.commands.measuring.svg import Point, lines
 from specdec.commands.measuring.tables import Table
 

@@ -18,10 +18,10 @@ from bench.deployment import Deployment, running
 from bench.plan import Plan
 from bench.prompts import Prompt, held_out_prompts
 from specdec.commands.measuring.closed_loop import run_loop
-from specdec.commands.measuring.figures import spread
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.requests import Run, Sampling, run_group
+from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.tables import Table
 
 _COLUMNS = {

@@ -21,9 +21,9 @@ import torch
 from bench.deployment import pinned
 from bench.pairs import Pair
 from bench.plan import Plan
-from specdec.commands.measuring.figures import spread
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
+from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.tables import Table
 from specdec.commands.up.cores import assign_cores
 from specdec.engine.block_pool import BlockPool

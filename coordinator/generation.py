@@ -15,7 +15,7 @@ from specdec.coordinator.decode_loop import DecodeLoop
 from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding, Place
 from specdec.coordinator.intake.planning import Caller, Plan, Planner
-from specdec.coordinator.intake.prompt_bytes import PromptBytes
+from specdec.coordinator.intake.text_limits import PromptBytes
 from specdec.coordinator.journal import Journal
 from specdec.coordinator.observer import Observer
 from specdec.coordinator.replay import replay
@@ -27,8 +27,7 @@ from specdec.coordinator.sessions.session import Request, Session
 from specdec.coordinator.sessions.table import SessionTable
 from specdec.coordinator.sessions.target_side import TargetSide
 from specdec.coordinator.tenants.quotas import TenantLease, TenantLimits
-from specdec.store.errors import RequestHeld, TooManyConcurrent
-from specdec.store.interface import RequestKey
+from specdec.store.interface import RequestHeld, RequestKey, TooManyConcurrent
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import Cancelled, NotReady, Overloaded, RequestExists, SpecdecError, Unavailable

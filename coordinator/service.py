@@ -21,8 +21,7 @@ from specdec.coordinator.generation import Generator
 from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding
 from specdec.coordinator.intake.conversions import Conversions
 from specdec.coordinator.intake.planning import Planner
-from specdec.coordinator.intake.prompt_bytes import PromptBytes
-from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.text_limits import PromptBytes, TokenizingTurns
 from specdec.coordinator.intake.validation import Limits
 from specdec.coordinator.journal import Journal, JournalSettings
 from specdec.coordinator.observer import Observer

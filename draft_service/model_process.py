@@ -7,7 +7,6 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from specdec.config import DraftSettings
-from specdec.draft_service.wire import WIRE
 from specdec.drafting.role.drafter import Drafter
 from specdec.drafting.role.metrics import DraftRecorder
 from specdec.drafting.text.drafter import TextDrafter
@@ -16,12 +15,12 @@ from specdec.engine.errors import ModelLoadError
 from specdec.replica.bridge.frames import EnginePort
 from specdec.replica.worker.build import BuiltEngine, run_role
 from specdec.replica.worker.host import SessionHost
-from specdec.replica.worker.role import Role
+from specdec.replica.worker.role import Role, Wire
 from specdec.telemetry import DraftMetrics
 from specdec.wire.tls_files import TlsFilesBroken
 
 
-def run_model(port: EnginePort, settings: DraftSettings) -> None:
+def run_model(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
     """Draft until the servicer goes or says stop."""
     recorder = DraftRecorder(DraftMetrics(REGISTRY))
     texts: list[Translated] = []
@@ -39,7 +38,7 @@ def run_model(port: EnginePort, settings: DraftSettings) -> None:
             return TextDrafter(host, texts[0], settings, recorder)
         return Drafter(host, built, settings, recorder)
 
-    run_role(port, settings, WIRE, "draft-engine", make_role, adapt)
+    run_role(port, settings, wire, "draft-engine", make_role, adapt)
 
 
 def _translated(built: BuiltEngine, settings: DraftSettings) -> Translated | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from specdec.service.grpc_polling import poll_in_one_thread
+from specdec.service.process import poll_in_one_thread
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.gateway") -> int:

@@ -12,8 +12,7 @@ from specdec.gateway.chat.parsing import check_names
 from specdec.gateway.chat.reasoning import REASONING_PARSERS
 from specdec.gateway.chat.tool_calls.families import TOOL_PARSERS
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.wire.addresses import check_address
-from specdec.wire.settings import ServerTlsSettings, WireSettings, check_client_tls, with_tls_of_folder
+from specdec.wire.settings import ServerTlsSettings, WireSettings, check_address, check_client_tls, with_tls_of_folder
 
 
 def _split_commas(value: Any) -> Any:

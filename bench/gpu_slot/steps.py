@@ -30,7 +30,7 @@ from specdec.engine.cuda.buckets import ROW_BUCKETS
 from specdec.engine.cuda.sampling import device_perturbed_top
 from specdec.engine.sampling.noise import Purpose, noise_key
 from specdec.engine.sampling.perturbed_top import perturbed_top
-from specdec.service.parent_process import die_with_parent
+from specdec.service.process import die_with_parent
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "grpcio", "protobuf", "pydantic", "numpy")
 

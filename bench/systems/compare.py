@@ -24,10 +24,10 @@ from bench.prompts import Prompt, held_out_prompts
 from bench.systems import llama_cpp, served, transformers_peer, vllm
 from bench.systems.system import LeftOut, Outcome, System
 from specdec.client import Client
-from specdec.commands.measuring.figures import spread
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.requests import Sampling, make_request
+from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.svg import Point, bars
 from specdec.commands.measuring.tables import Table
 

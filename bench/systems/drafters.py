@@ -18,10 +18,10 @@ from bench.deployment import Deployment, running
 from bench.plan import Plan
 from bench.systems.workloads import Task, workloads
 from specdec.client import Completion
-from specdec.commands.measuring.figures import spread
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.requests import Sampling, make_request, new_tenant
+from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.tables import Table
 from specdec.commands.shipped_pair import shipped_head
 

@@ -22,7 +22,7 @@ from specdec.coordinator.intake.resume import (
     prompt_logprobs_start,
 )
 from specdec.coordinator.intake.terms import Terms, check_prompt_logprobs, settle_terms
-from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import (
     CheckedSampling,
     CheckedSpeculation,

@@ -23,9 +23,18 @@ from dataclasses import replace
 from specdec.coordinator.journal.entry import JournalEntry
 from specdec.coordinator.journal.upkeep import BATCH_TOKENS, JournalSettings, Upkeep
 from specdec.coordinator.sessions.session import Request, Session
-from specdec.store.errors import LimitExceeded, StoreError, StoreUnavailable
 from specdec.store.guarded import GuardedStore
-from specdec.store.interface import Appended, Begun, JournalRecord, Lease, NewRequest, RequestKey
+from specdec.store.interface import (
+    Appended,
+    Begun,
+    JournalRecord,
+    Lease,
+    LimitExceeded,
+    NewRequest,
+    RequestKey,
+    StoreError,
+    StoreUnavailable,
+)
 
 
 class Journal:

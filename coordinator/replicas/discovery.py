@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from specdec.wire.addresses import join_address
+from specdec.wire.settings import join_address
 
 _DNS_PREFIX = "dns:///"
 _log = structlog.get_logger(__name__)

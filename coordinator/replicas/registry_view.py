@@ -8,9 +8,8 @@ import structlog
 
 from specdec.coordinator.replicas.discovery import Endpoint
 from specdec.store.announcer import AnnouncedState
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import ReplicaRecord, Store
-from specdec.wire.addresses import check_address
+from specdec.store.interface import ReplicaRecord, Store, StoreUnavailable
+from specdec.wire.settings import check_address
 
 _log = structlog.get_logger(__name__)
 _DIALLED = frozenset({AnnouncedState.READY, AnnouncedState.DRAINING})

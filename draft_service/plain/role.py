@@ -13,10 +13,9 @@ from typing import Any
 import structlog
 
 from specdec.config import DraftSettings
-from specdec.draft_service.plain.opening import new_session
 from specdec.draft_service.plain.proposals import Named, main_chain, make_proposal, merged, named
 from specdec.draft_service.plain.recorder import PlainRecorder
-from specdec.draft_service.plain.session import Part, PlainSession
+from specdec.draft_service.plain.session import Part, PlainSession, new_session
 from specdec.drafting.endpoints.drafter import ApiSession, OpenAiApi
 from specdec.drafting.interface import Drafter, Room
 from specdec.drafting.role.commits import CommitConflict, check_no_commit_is_lost, num_known

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
 
-from specdec.gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
-from specdec.gateway.chat.markers import may_become, split_at_marker
+from specdec.gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser, may_become, split_at_marker
 from specdec.gateway.chat.tool_calls.harmony import HarmonyParser
 
 

@@ -1,12 +1,12 @@
-"""Streams of server-sent events, as OpenAI frames them."""
+"""Streams of server-sent events, as OpenAI frames them, and work that is cancelled when the client leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect
@@ -14,11 +14,34 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.gateway.api.errors import SERVER_ERROR, ApiError
-from specdec.gateway.http.connected import while_connected
 
+T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 _LAST_WORDS_S = 0.5
 Event = Mapping[str, Any]
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. It is cancelled, and awaited, when the client leaves or this is cancelled.
+
+    The request's body must have been read. Raises ClientDisconnect if the client leaves first.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def framed(event: Event) -> bytes:

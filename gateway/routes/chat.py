@@ -12,8 +12,7 @@ from starlette.responses import Response
 from specdec.gateway.api.answers import ChatCompletion, ChatCompletionChunk
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.chat.deltas import StreamingParser
-from specdec.gateway.http.connected import while_connected
-from specdec.gateway.http.events import Begun, EventStream, begun
+from specdec.gateway.http.events import Begun, EventStream, begun, while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.output import new_id, output, stream_error, whole_output

@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from specdec.gateway.api.answers import TextCompletion
 from specdec.gateway.api.completions import CompletionRequest
-from specdec.gateway.http.connected import while_connected
-from specdec.gateway.http.events import Event, EventStream, begun
+from specdec.gateway.http.events import Event, EventStream, begun, while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.merging import all_of, merged

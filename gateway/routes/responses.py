@@ -14,8 +14,7 @@ from starlette.responses import Response
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.responses import ResponseAnswer, ResponseEvent, ResponsesRequest
-from specdec.gateway.http.connected import while_connected
-from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name
+from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name, while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.output import new_id, output, stream_error

@@ -16,7 +16,7 @@ from specdec.gateway.api.tokens import (
     TokenizerInfoAnswer,
 )
 from specdec.gateway.chat.messages import to_chat_messages
-from specdec.gateway.http.connected import while_connected
+from specdec.gateway.http.events import while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors
 from specdec.gateway.translation.sampling import add_token_ids

@@ -17,8 +17,13 @@ import specdec
 from specdec.client import Client, ClientSettings
 from specdec.commands import connection
 from specdec.commands.errors import reported_errors
-from specdec.commands.inputs.destinations import report_folder
-from specdec.commands.inputs.number_lists import MOST_TOKENS, positive_numbers, prompts_from, whole_numbers
+from specdec.commands.inputs.option_values import (
+    MOST_TOKENS,
+    positive_numbers,
+    prompts_from,
+    report_folder,
+    whole_numbers,
+)
 from specdec.commands.measuring.breakdown import breakdown_of, breakdown_plots, breakdown_tables
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.prompts import Prompts, prompts_for
@@ -28,8 +33,7 @@ from specdec.commands.measuring.served import Load, Pass, Wishes, measure, warm_
 from specdec.commands.measuring.summary import plots_of, rows_of, tables_of
 from specdec.commands.up.command import stop_on_signals
 from specdec.commands.views.failures import EXIT_FAILURE, EXIT_INTERRUPTED
-from specdec.commands.views.shown import harmless
-from specdec.commands.views.tables import parameters
+from specdec.commands.views.tables import harmless, parameters
 from specdec.v1 import coordinator_pb2
 from specdec.wire.errors import SpecdecError
 

@@ -15,9 +15,8 @@ from pydantic_settings import NoDecode
 
 from specdec.config.replica import RejectionMethodName, VerifyModeName
 from specdec.service.settings import ServiceSettings
-from specdec.wire.addresses import Address
 from specdec.wire.sampling_limits import MAX_LOGPROBS
-from specdec.wire.settings import ClientSettings, WireSettings
+from specdec.wire.settings import Address, ClientSettings, WireSettings
 
 # Room for "-63".
 _MAX_SHARED_OWNER_CHARS = 61

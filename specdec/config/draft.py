@@ -14,8 +14,7 @@ from pydantic_settings import NoDecode
 
 from specdec.config.drafter_options import ServiceOptions, check_drafters, read_drafters
 from specdec.config.replica import ReplicaSettings
-from specdec.wire.addresses import Address
-from specdec.wire.settings import ClientSettings
+from specdec.wire.settings import Address, ClientSettings
 
 HeterogeneousVocab = Literal["auto", "intersection", "text"]
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from specdec.service.listening import StartupFailed, bound_sockets
 from specdec.service.metrics_server import MetricsServer
 from specdec.telemetry import scrape_registry
-from specdec.wire.addresses import join_address
+from specdec.wire.settings import join_address
 from specdec.wire.tls import ServesTls, server_tls_files
 from specdec.wire.tls_files import TlsFiles
 

@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from specdec.service.listening import StartupFailed
 from specdec.service.settings import ServiceSettings
 from specdec.store.announcer import AnnouncedState, Announcer
-from specdec.wire.addresses import join_address
+from specdec.wire.settings import join_address
 
 
 class Readiness:

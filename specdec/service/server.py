@@ -35,8 +35,8 @@ from specdec.service.settings import ServiceSettings
 from specdec.service.tls_watch import TlsUses, TlsWatch
 from specdec.store.announcer import Announcer
 from specdec.telemetry import TlsMetrics
-from specdec.wire.addresses import join_address
 from specdec.wire.channel import wire_options
+from specdec.wire.settings import join_address
 from specdec.wire.tls import ClientNameInterceptor, server_credentials, server_tls_files
 from specdec.wire.tls_files import TlsFiles, TlsFilesBroken
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
-from specdec.service.affinity import parse_cores
+from specdec.service.process import parse_cores
 from specdec.store.settings import StoreSettings
 from specdec.telemetry.tracing_settings import TracingSettings
 from specdec.wire.settings import ServerTlsSettings, WireSettings

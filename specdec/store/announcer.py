@@ -10,8 +10,7 @@ from enum import StrEnum
 
 import structlog
 
-from specdec.store.errors import StoreError, StoreUnavailable
-from specdec.store.interface import ReplicaRecord, Store
+from specdec.store.interface import ReplicaRecord, Store, StoreError, StoreUnavailable
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
 
 _RENEWALS_PER_TTL = 3

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from specdec.store.errors import LimitExceeded
-from specdec.store.interface import JournalWrite, NewRequest, StoreLimits
+from specdec.store.interface import JournalWrite, LimitExceeded, NewRequest, StoreLimits
 
 MAX_DIGEST_BYTES = 64
 MAX_NAME_CHARACTERS = 512

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import structlog
 
-from specdec.store.errors import RequestHeld, StoreUnavailable, TooManyConcurrent
 from specdec.store.interface import (
     Appended,
     Begun,
@@ -17,8 +16,11 @@ from specdec.store.interface import (
     Lease,
     NewRequest,
     ReplicaRecord,
+    RequestHeld,
     RequestKey,
     Store,
+    StoreUnavailable,
+    TooManyConcurrent,
 )
 from specdec.wire.backoff import Backoff
 from specdec.wire.tls_files import TlsFiles

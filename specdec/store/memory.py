@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.store import checks
-from specdec.store.errors import RequestHeld, TooManyConcurrent
 from specdec.store.interface import (
     Appended,
     Begun,
@@ -17,8 +16,10 @@ from specdec.store.interface import (
     Lease,
     NewRequest,
     ReplicaRecord,
+    RequestHeld,
     RequestKey,
     StoreLimits,
+    TooManyConcurrent,
 )
 
 # Every so many seconds all that has expired is dropped.

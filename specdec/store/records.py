@@ -1,4 +1,7 @@
-"""Replicas and requests as Redis holds them."""
+"""Replicas, requests and journalled tokens as Redis holds them.
+
+A token is its id (32 bits, little endian) and its origin (8 bits).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,30 @@ import base64
 import binascii
 import json
 from collections.abc import Sequence
+from struct import Struct
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from specdec.store.checks import check_name
 from specdec.store.interface import JournalRecord, ReplicaRecord
-from specdec.store.packing import unpack_tokens
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
+
+_TOKEN = Struct("<IB")
+# Bytes per token.
+TOKEN_BYTES = _TOKEN.size
+
+
+def pack_tokens(token_ids: Sequence[int], origins: Sequence[int]) -> bytes:
+    """Return the tokens as bytes, TOKEN_BYTES each. There must be as many origins as token ids."""
+    return b"".join(map(_TOKEN.pack, token_ids, origins))
+
+
+def unpack_tokens(packed: bytes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the token ids and the origins. Bytes after the last whole token are ignored."""
+    whole = packed[: len(packed) // TOKEN_BYTES * TOKEN_BYTES]
+    tokens = list(_TOKEN.iter_unpack(whole))
+    return tuple(token_id for token_id, _ in tokens), tuple(origin for _, origin in tokens)
 
 
 def encode_replica(replica: ReplicaRecord) -> bytes:

@@ -12,7 +12,6 @@ from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import NoScriptError, ReadOnlyError
 
 from specdec.store import checks, scripts
-from specdec.store.errors import RequestHeld, StoreUnavailable, TooManyConcurrent
 from specdec.store.interface import (
     Appended,
     Begun,
@@ -21,12 +20,14 @@ from specdec.store.interface import (
     Lease,
     NewRequest,
     ReplicaRecord,
+    RequestHeld,
     RequestKey,
     StoreLimits,
+    StoreUnavailable,
+    TooManyConcurrent,
 )
 from specdec.store.keys import StoreKeys, escape
-from specdec.store.packing import TOKEN_BYTES, pack_tokens
-from specdec.store.records import decode_record, decode_replica, encode_replica
+from specdec.store.records import TOKEN_BYTES, decode_record, decode_replica, encode_replica, pack_tokens
 from specdec.store.scripts import Script
 from specdec.wire.tls_files import TlsFiles
 

@@ -7,13 +7,12 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from specdec.store.errors import StoreUrlError
 from specdec.store.guarded import GuardedStore, OperationObserver, StateObserver
+from specdec.store.interface import StoreUrlError
 from specdec.store.keys import DEFAULT_PREFIX
 from specdec.store.memory import MemoryStore
 from specdec.store.urls import RedisOptions, connect
-from specdec.wire.addresses import Address
-from specdec.wire.settings import check_client_tls, client_tls_paths
+from specdec.wire.settings import Address, check_client_tls, client_tls_paths
 
 
 class StoreSettings(BaseModel):

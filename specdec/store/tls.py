@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.connection import RedisSSLContext, SSLConnection
 
-from specdec.store.errors import StoreUrlError
+from specdec.store.interface import StoreUrlError
 from specdec.wire.tls_files import TlsFiles, TlsFilesBroken, TlsPaths, client_context
 
 

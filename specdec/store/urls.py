@@ -14,8 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
-from specdec.store.errors import StoreUrlError
-from specdec.store.interface import StoreLimits
+from specdec.store.interface import StoreLimits, StoreUrlError
 from specdec.store.keys import DEFAULT_PREFIX, StoreKeys
 from specdec.store.redis_store import RedisStore
 from specdec.store.tls import follow_files, redis_tls_files

@@ -6,6 +6,7 @@ tell each other their limits, and who sends cuts what it sends. What is said her
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 MIN_MESSAGE_BYTES = 64 * 1024
@@ -30,6 +31,7 @@ _OPENING_OVERHEAD_BYTES = 2048
 """What an entry that opens a session has besides tokens and sampling parameters: its id, names, salt, trace context."""
 USUAL_SAMPLING_BYTES = 24 * 1024
 """Of 1024 biases and 1024 stop tokens."""
+UINT32_MAX = 2**32 - 1
 
 
 def most_bytes(told_bytes: int, own_bytes: int) -> int:
@@ -90,3 +92,15 @@ def text_pieces(text: str, most: int) -> Iterator[str]:
             stop -= 1
         yield encoded[start:stop].decode()
         start = stop
+
+
+def uint32(value: float) -> int:
+    """The nearest value of a uint32 field; 0 for NaN. Protobuf raises for others."""
+    if math.isnan(value):
+        return 0
+    return int(min(max(value, 0), UINT32_MAX))
+
+
+def microseconds(seconds: float) -> int:
+    """A time for a uint32 field of microseconds, at most 71 minutes."""
+    return uint32(seconds * 1e6)

@@ -13,10 +13,13 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 import grpc
+import structlog
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
 
-from specdec.wire.errors import Internal
+from specdec.wire.error_details import cut
+from specdec.wire.errors import Internal, to_status
 
 MOST_PARTS = 32_768
 """Of a message: its fields, those of messages inside included. Thousands of chat messages have half as many."""
@@ -27,6 +30,14 @@ _WIDTHS = {_FIXED64: 8, _FIXED32: 4, _START_GROUP: 0, _END_GROUP: 0}
 _LONGEST_VARINT_BITS = 70
 _CONTINUES = 0x80
 """The bit of a varint's byte that says that another one follows."""
+_T = TypeVar("_T")
+_ChannelT = TypeVar("_ChannelT", grpc.Channel, grpc.aio.Channel)
+_NEVER = {grpc.StatusCode.OK.value[0], grpc.StatusCode.UNKNOWN.value[0]}
+"""Codes that no sound engine sends: it ends a stream only with an error and a reason."""
+_ERROR_CODES = {code.value[0] for code in grpc.StatusCode} - _NEVER
+_MOST_BYTES = 4096
+"""Bytes of a status, at most: gRPC drops larger trailers."""
+_log = structlog.get_logger(__name__)
 
 
 class TooManyParts(Exception):
@@ -172,10 +183,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return value, at
 
 
-_T = TypeVar("_T")
-_ChannelT = TypeVar("_ChannelT", grpc.Channel, grpc.aio.Channel)
-
-
 class Unparsable:
     """Stands in for an answer that does not parse."""
 
@@ -213,3 +220,19 @@ class _ParsingChannel:
             return make(path, response_deserializer=deserialize, **options)
 
         return multi_callable
+
+
+def abort_status(payload: bytes) -> status_pb2.Status:
+    """The status in a STREAM_ABORT frame, cut to the size of trailers; Internal if it is no error. Never raises."""
+    try:
+        status = status_pb2.Status.FromString(payload)
+    except DecodeError:
+        status = status_pb2.Status()
+    if status.code not in _ERROR_CODES:
+        _log.warning("abort_without_status", code=status.code, num_bytes=len(payload))
+        return to_status(Internal("the engine ended the stream without a reason", reason="MALFORMED_ANSWER"))
+    if status.ByteSize() > _MOST_BYTES:
+        status.message = cut(status.message)
+        if status.ByteSize() > _MOST_BYTES:
+            del status.details[:]
+    return status

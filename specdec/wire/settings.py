@@ -1,14 +1,33 @@
-"""Settings of both ends of a connection."""
+"""Settings of both ends of a connection, and addresses as settings and messages have them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
 from specdec.wire.tls_files import FOLDER_FILES, TlsFile, TlsPaths
+
+
+def check_address(address: str) -> str:
+    """Return an address as it is. Raises ValueError when it is none."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not host:port")
+    if host.count(":") > 1 and not host.endswith("]"):
+        raise ValueError(f"{address!r}: an IPv6 address is written in brackets, such as [::1]:50052")
+    return address
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with an IPv6 address in brackets, whether it has them already or not."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+Address = Annotated[str, BeforeValidator(check_address)]
+"""host:port, or dns:///name:port where a setting says so."""
 
 
 class WireSettings(BaseModel):

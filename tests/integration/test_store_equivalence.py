@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from specdec.store.errors import StoreError
 from specdec.store.interface import (
     Begun,
     JournalRecord,
@@ -22,6 +21,7 @@ from specdec.store.interface import (
     ReplicaRecord,
     RequestKey,
     Store,
+    StoreError,
     StoreLimits,
 )
 from specdec.store.memory import MemoryStore

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from specdec.gateway.chat.deltas import MessageDelta
-from specdec.gateway.chat.markers import split_at_marker
+from specdec.gateway.chat.deltas import MessageDelta, split_at_marker
 from specdec.gateway.chat.tool_calls.call_object import CallObject
 from specdec.gateway.chat.tool_calls.call_writer import CallWriter
 from specdec.gateway.chat.tool_calls.json_scan import JsonScan, Scan

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from specdec.gateway.chat.markers import may_become
+from specdec.gateway.chat.deltas import may_become
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from specdec.gateway.chat.markers import may_become, split_at_marker
+from specdec.gateway.chat.deltas import may_become, split_at_marker
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
 from specdec.gateway.chat.tool_calls.typed_text import as_json_of_type, types_of

@@ -17,8 +17,7 @@ import specdec
 from specdec.client import Client, ClientSettings
 from specdec.commands import connection
 from specdec.commands.errors import ClusterFailed, reported_errors
-from specdec.commands.inputs.destinations import report_folder
-from specdec.commands.inputs.number_lists import MOST_TOKENS, prompts_from
+from specdec.commands.inputs.option_values import MOST_TOKENS, prompts_from, report_folder
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.prompts import Prompts, prompts_for
 from specdec.commands.measuring.report import Report

@@ -25,14 +25,14 @@ from specdec.commands.doctor.settings_file import check_settings
 from specdec.commands.doctor.surroundings import check_audit, check_draft_death, check_prometheus, check_tenants
 from specdec.commands.errors import reported_errors
 from specdec.commands.inputs.config_file import by_parameter, read_config
-from specdec.commands.inputs.number_lists import MOST_TOKENS, prompts_from
+from specdec.commands.inputs.option_values import MOST_TOKENS, prompts_from
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.prompts import Prompts, prompts_for
 from specdec.commands.measuring.requests import new_tenant
 from specdec.commands.up.drafters import expanded
 from specdec.commands.up.plan import shipped_model
 from specdec.commands.views.failures import EXIT_FAILURE
-from specdec.commands.views.shown import harmless
+from specdec.commands.views.tables import harmless
 from specdec.telemetry import setup_logging
 
 _STYLES = {Outcome.PASS: "green", Outcome.WARN: "yellow", Outcome.FAIL: "bold red"}

@@ -1,13 +1,13 @@
-"""What the passes of a benchmark say: figures by load, tables and plots."""
+"""Figures of passes: medians, quartiles and percentiles, by load, as tables and plots."""
 
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.commands.measuring.figures import percentiles, spread
 from specdec.commands.measuring.served import Load, Pass
 from specdec.commands.measuring.svg import Point, lines
 from specdec.commands.measuring.tables import Table
@@ -15,6 +15,22 @@ from specdec.v1 import coordinator_pb2 as api
 
 _PARTS = ("p50", "p90", "p99")
 NOT_WAITED_FOR = "not ended when the run was over"
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    if len(values) < 2:
+        return {"median": values[0], "q1": values[0], "q3": values[0]} if values else {}
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "q1": q1, "q3": q3}
+
+
+def percentiles(values: Sequence[float], wanted: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
+    """By name (`p50`); nothing where there are no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    return {f"p{part}": ordered[min(len(ordered) - 1, len(ordered) * part // 100)] for part in wanted}
 
 
 def rows_of(passes: Sequence[Pass]) -> list[dict[str, Any]]:

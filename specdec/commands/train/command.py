@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from specdec.commands.connection import client_settings, parse_address
 from specdec.commands.errors import ClusterFailed, reported_errors
-from specdec.commands.inputs.number_lists import prompts_from, temperatures, whole_numbers
+from specdec.commands.inputs.option_values import prompts_from, temperatures, whole_numbers
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.up.command import TargetModel, stop_on_signals
 from specdec.commands.up.plan import shipped_model

@@ -13,8 +13,14 @@ from rich.markup import escape
 
 import specdec
 from specdec.commands.errors import ClusterFailed, reported_errors
-from specdec.commands.inputs.destinations import output_file, report_folder
-from specdec.commands.inputs.number_lists import MOST_TOKENS, prompts_from, temperatures, whole_numbers
+from specdec.commands.inputs.option_values import (
+    MOST_TOKENS,
+    output_file,
+    prompts_from,
+    report_folder,
+    temperatures,
+    whole_numbers,
+)
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.prompts import prompts_for
 from specdec.commands.measuring.report import Report, machine

@@ -145,7 +145,7 @@ def _times(found: Mapping[str, Any]) -> StepTimes:
 
 def run_probe(task: Mapping[str, Any], cores: Sequence[int], tell: Callable[[str], None]) -> dict[str, Any]:
     """Run `specdec.commands.tune.probe` on cores; it does not outlive this call. Raises ClusterFailed."""
-    command = [sys.executable, "-m", "specdec.commands.up.child", str(os.getpid())]
+    command = [sys.executable, "-m", "specdec.service.process", str(os.getpid())]
     command += [",".join(map(str, cores)), "specdec.commands.tune.probe"]
     with tempfile.TemporaryFile("w+") as answers:
         process = subprocess.Popen(

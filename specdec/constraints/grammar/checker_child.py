@@ -19,7 +19,7 @@ import time
 from llguidance import LLMatcher, LLTokenizer
 
 from specdec.constraints.grammar.source import TokenizerArguments, make_matcher, make_tokenizer, shown
-from specdec.service.parent_process import die_with_parent
+from specdec.service.process import die_with_parent
 
 _MOST_CPU_S = 0.5
 _MOST_WALL_S = 5.0

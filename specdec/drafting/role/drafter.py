@@ -32,11 +32,11 @@ from specdec.drafting.role.work import DraftingHost, DraftWork, Holdings, contex
 from specdec.engine.errors import EngineError
 from specdec.engine.outputs import StepOutput
 from specdec.replica.worker.build import BuiltEngine
-from specdec.replica.worker.clamping import microseconds
 from specdec.replica.worker.errors import invalid
 from specdec.replica.worker.opening import check_room
 from specdec.replica.worker.sessions import Owner
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import microseconds
 from specdec.wire.sampling_params import VerifyMode
 
 

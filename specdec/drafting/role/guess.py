@@ -10,8 +10,8 @@ import torch
 
 from specdec.constraints.grammar.follower import MaskWords, NodeMask
 from specdec.drafting.role.session import DraftSession, Guess, Head
-from specdec.engine.sampling.masks import masked_logits
 from specdec.engine.sampling.rejection import DraftSample
+from specdec.engine.sampling.restrictions import masked_logits
 from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.replica.worker.isolation import each_or_halves
 from specdec.wire.sampling_params import VerifyMode

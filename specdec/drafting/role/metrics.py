@@ -5,10 +5,10 @@ from __future__ import annotations
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.engine.engine import Engine
 from specdec.engine.outputs import EngineStats, StepOutput
-from specdec.replica.worker.clamping import microseconds
 from specdec.replica.worker.engine_gauges import EngineGauges
 from specdec.telemetry import DraftMetrics, Tallies
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import microseconds
 
 
 class DraftRecorder:

@@ -10,9 +10,9 @@ from specdec.engine.sampling.sampler import DraftSample
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import ROOT, TokenTree
-from specdec.replica.worker.clamping import uint32
 from specdec.replica.worker.sessions import EngineSession
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import uint32
 from specdec.wire.sampling_params import SamplingParams, VerifyMode
 
 

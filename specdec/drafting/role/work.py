@@ -20,7 +20,7 @@ from specdec.engine.sequence import Sequence
 from specdec.replica.bridge.step_memory import StepMemory
 from specdec.replica.worker.build import BuiltEngine
 from specdec.replica.worker.errors import FaultLog, SessionFailure, non_finite_logits
-from specdec.replica.worker.isolation import ApartTurns, IsolatedSteps
+from specdec.replica.worker.isolation import FaultIsolation, IsolatedSteps
 from specdec.replica.worker.sessions import EngineSessionTable
 from specdec.v1 import common_pb2 as pb
 
@@ -58,7 +58,7 @@ class DraftWork(Generic[FollowingT]):
         self._vocab_size = built.info.identity.vocab_size
         self._held = holdings
         self.beginnings = Beginnings()
-        self._apart = ApartTurns[FollowingT](holdings.position)
+        self._apart = FaultIsolation[FollowingT](holdings.position)
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self.started_s = 0.0
         """Monotonic time at which the last step began."""

@@ -26,13 +26,13 @@ from specdec.drafting.text.session import TextSession, follow, make_proposal, nu
 from specdec.drafting.translation.build import Translated
 from specdec.engine.errors import EngineError
 from specdec.engine.outputs import StepOutput
-from specdec.replica.worker.clamping import microseconds
 from specdec.replica.worker.errors import invalid
 from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.isolation import each_or_halves
 from specdec.replica.worker.opening import check_room
 from specdec.replica.worker.sessions import Owner
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import microseconds
 
 _MOST_PIECES = 4
 """Of a draft with short tokens, for each of the target's tokens that may be drafted."""

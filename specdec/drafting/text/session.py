@@ -13,8 +13,8 @@ from specdec.drafting.text.bridge import LOOK_BACK, NOTHING_WRITTEN, Piece, Text
 from specdec.engine.engine import Engine
 from specdec.engine.sampling.sampler import RowContext
 from specdec.engine.sequence import Sequence
-from specdec.replica.worker.clamping import uint32
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import uint32
 from specdec.wire.sampling_params import VerifyMode
 
 

@@ -6,7 +6,7 @@ import torch
 
 from specdec.drafting.translation.shared import SharedVocabulary
 from specdec.engine.batch import Batch
-from specdec.engine.drawing.other_ids import IdTables, OtherIds
+from specdec.engine.drawing.rows import IdTables, OtherIds
 from specdec.engine.runner import Runner
 
 

@@ -19,10 +19,10 @@ from specdec.engine.model.device_choice import (
     with_replays,
 )
 from specdec.engine.model.fused import FusedDecoder, is_fusable
-from specdec.engine.model.gate import refusing
 from specdec.engine.model.kv_budget import CAPTURE_BYTES, NOTHING, Beside, CudaMemory, affordable_kv_bytes
 from specdec.engine.model.linear import TorchWeight, make_modules_row_invariant, torch_path
 from specdec.engine.model.loader import LoadedModel, load_model
+from specdec.engine.model.model_check import refusing
 from specdec.engine.model.probe import Probe, ProbeLog, tolerance
 from specdec.engine.model.proofs.positions import FarProof
 from specdec.engine.model.ragged import RaggedModel, StepModel

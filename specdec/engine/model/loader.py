@@ -24,8 +24,8 @@ from specdec.engine.checkpoints.files import (
 from specdec.engine.checkpoints.formats import check_format
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
-from specdec.engine.model.gate import check_config
 from specdec.engine.model.kv_budget import allocated_one_by_one
+from specdec.engine.model.model_check import check_config
 from specdec.engine.model.skipping import (
     LEAST_AGREEMENT,
     agreement,

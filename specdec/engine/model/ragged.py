@@ -1,9 +1,13 @@
 """An unmodified transformers model, run over ragged batches through the paged attention function."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from specdec.engine.attention.declared_masks import declared_masks
@@ -19,12 +23,39 @@ from specdec.engine.attention.paged import (
 )
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model.gate import check_attention_calls, refusing, switch_attention
+from specdec.engine.model.model_check import check_attention_calls, refusing, switch_attention
 from specdec.engine.model.probe import Probe
-from specdec.engine.model.proofs.row_numbers import NumberedRows
 from specdec.engine.model.skipping import decoder_layers, has_attention, leaving_out
 from specdec.engine.model.tapping import tapping
 from specdec.engine.sublayers import SkippedSublayers
+
+_SORTING = "transformers.integrations."
+"""Modules that number rows to find them again: kernels of experts."""
+
+
+class NumberedRows(TorchFunctionMode):
+    """Notes where ``torch.arange`` gives as many numbers as a pass has rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self._num_rows = num_rows
+        self.places: set[str] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """See torch."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.arange and result.numel() == self._num_rows:
+            frame = sys._getframe(1)
+            name = str(frame.f_globals.get("__name__"))
+            if not name.startswith((_SORTING, "specdec.")):
+                self.places.add(f"{name.rpartition('.')[2]}:{frame.f_lineno}")
+        return result
 
 
 class StepModel(Protocol):

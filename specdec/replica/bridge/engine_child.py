@@ -18,8 +18,7 @@ import structlog
 from specdec.replica.bridge.frames import EnginePort, FrameKind, PeerGone
 from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.bridge.step_memory import StepMemory
-from specdec.service.extras import missing_extra
-from specdec.service.parent_process import die_with_parent, leave_signals_to_parent
+from specdec.service.process import die_with_parent, leave_signals_to_parent, missing_extra
 from specdec.telemetry import setup_logging
 
 _LAST_FRAMES_S = 2.0

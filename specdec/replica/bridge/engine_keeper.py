@@ -12,9 +12,9 @@ import structlog
 
 from specdec.replica.bridge.engine_process import EngineProcess
 from specdec.service.listening import StartupFailed
-from specdec.service.restarts import RestartPolicy
 from specdec.telemetry import RelayMetrics
 from specdec.v1 import common_pb2
+from specdec.wire.backoff import RestartPolicy
 
 _WINDOW_S = 600.0
 """Seconds in which restarts are counted."""

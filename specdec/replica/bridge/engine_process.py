@@ -16,7 +16,6 @@ import structlog
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from specdec.replica.bridge.abort_frames import abort_status
 from specdec.replica.bridge.engine_launch import describe_exit, launch_engine
 from specdec.replica.bridge.engine_watch import END_REASONS, EndCause, EngineWatch
 from specdec.replica.bridge.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
@@ -25,6 +24,7 @@ from specdec.replica.bridge.pulse import BEAT_INTERVAL_S, Pulse, new_pulse_file
 from specdec.replica.bridge.step_memory import StepMemory, new_step_file
 from specdec.service.settings import ReplicaServiceSettings
 from specdec.v1 import common_pb2
+from specdec.wire.reading import abort_status
 
 _RECEIVE_BYTES = 256 * 1024
 # Bytes of requests queued for an engine in a long step, above which senders wait.

@@ -16,8 +16,8 @@ from specdec import __version__
 from specdec.replica.bridge.engine_keeper import EngineKeeper
 from specdec.replica.bridge.engine_process import EngineProcess
 from specdec.replica.bridge.stream_relay import RelayedCall, StreamRelay
-from specdec.service.affinity import split_cores
 from specdec.service.listening import StartupFailed
+from specdec.service.process import split_cores
 from specdec.service.server import SetServing, run_service
 from specdec.service.settings import ReplicaServiceSettings
 from specdec.store.announcer import Announcer

@@ -9,7 +9,7 @@ import mmap
 import os
 from collections.abc import Sequence
 
-from specdec.wire.session_keys import KEY_BYTES
+from specdec.wire.error_details import KEY_BYTES
 
 MAX_KEYS = 448
 """Sessions noted for one step; a longer list is not reported, as a stream's status has room for 4 KB in gRPC. Engines

@@ -138,7 +138,7 @@ class IsolatedSteps:
         self._halves[:0] = [half for half in (suspects[:middle], suspects[middle:]) if half]
 
 
-class ApartTurns(Generic[SessionT]):
+class FaultIsolation(Generic[SessionT]):
     """Groups sessions that step together, and orders their turns."""
 
     def __init__(self, position: Callable[[SessionT], int]) -> None:

@@ -24,7 +24,7 @@ from specdec.replica.worker.role import Role, Wire
 from specdec.replica.worker.sessions import Owner, SessionT, StaleLease, may_replace
 from specdec.replica.worker.trace import SessionTrace
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.session_keys import session_key
+from specdec.wire.error_details import session_key
 
 _LOAD_INTERVAL_S = 0.25
 """Seconds between two load reports."""

@@ -15,7 +15,7 @@ from typing import TypedDict
 
 import structlog
 
-from specdec.service.parent_process import die_with_parent, leave_signals_to_parent
+from specdec.service.process import die_with_parent, leave_signals_to_parent
 from specdec.telemetry import setup_logging
 
 EXIT_REFUSED = 3

@@ -18,8 +18,8 @@ from google.rpc import code_pb2
 
 from specdec.replica.worker.errors import SessionFailure
 from specdec.replica.worker.trace import SessionTrace
+from specdec.wire.error_details import session_key
 from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
-from specdec.wire.session_keys import session_key
 
 if TYPE_CHECKING:  # without a model the grammar's libraries may not be installed
     from specdec.constraints.grammar.follower import GrammarFollower

@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-import specdec.draft_service.servicer
-import specdec.target_service.servicer
+import specdec.draft_service.__main__
+import specdec.target_service.__main__
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.coordinator.service import CoordinatorService
 from specdec.replica.bridge.engine_watch import EndCause
@@ -18,7 +18,7 @@ from tests.protocol.simulation.network import Network
 from tests.protocol.simulation.server import Server
 from tests.protocol.simulation.virtual_loop import Process
 
-_ROLES = {"target": specdec.target_service.servicer.ROLE, "draft": specdec.draft_service.servicer.ROLE}
+_ROLES = {"target": specdec.target_service.__main__.ROLE, "draft": specdec.draft_service.__main__.ROLE}
 _PORT = 50051
 ServiceT = TypeVar("ServiceT", bound=CoordinatorService | ReplicaService)
 

@@ -6,9 +6,8 @@ import asyncio
 import copy
 from collections.abc import Callable, Sequence
 
-from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
-from specdec.store.interface import Appended, Begun, JournalWrite, Lease, NewRequest, RequestKey
+from specdec.store.interface import Appended, Begun, JournalWrite, Lease, NewRequest, RequestKey, StoreUnavailable
 from specdec.store.memory import MemoryStore
 from specdec.wire.backoff import Backoff
 

@@ -19,7 +19,7 @@ from specdec.replica.bridge.frames import EnginePort, FrameKind
 from specdec.service.settings import ReplicaServiceSettings
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2
-from specdec.wire.session_keys import session_key
+from specdec.wire.error_details import session_key
 
 TOKENIZER_BYTES = 5 * 1024 * 1024 // 2
 

@@ -15,9 +15,9 @@ from bench.pairs import Pair, resolve_model
 from bench.plan import Plan
 from bench.report import file_name, versions
 from bench.systems.system import Clock
-from specdec.commands.measuring.figures import percentiles, spread
 from specdec.commands.measuring.report import Report, machine
 from specdec.commands.measuring.streams import Stream, poisson
+from specdec.commands.measuring.summary import percentiles, spread
 from specdec.commands.measuring.svg import Point, bars, lines
 from specdec.commands.measuring.tables import Table, cell
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from specdec.coordinator.replicas.discovery import Endpoint
 from specdec.coordinator.replicas.registry_view import RegistryView
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import ReplicaRecord
+from specdec.store.interface import ReplicaRecord, StoreUnavailable
 from specdec.store.memory import MemoryStore
 from specdec.v1 import common_pb2 as pb
 

@@ -17,7 +17,7 @@ from specdec.config.retired import REPLACED
 from specdec.config.sources import SettingsInvalid
 from specdec.engine.settings import EngineSettings
 from specdec.gateway.settings import GatewaySettings
-from specdec.service.affinity import parse_cores, split_cores
+from specdec.service.process import parse_cores, split_cores
 from specdec.wire.settings import client_tls_paths
 from tests.support.servers.certificates import Authority, SecretVolume
 

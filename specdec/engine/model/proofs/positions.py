@@ -23,8 +23,8 @@ from specdec.engine.attention.torch_kernels import GatherAttention
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelNotSupported
 from specdec.engine.model.beside import PassRows
-from specdec.engine.model.gate import refusing
 from specdec.engine.model.loader import LoadedModel
+from specdec.engine.model.model_check import refusing
 from specdec.engine.model.probe import tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
 

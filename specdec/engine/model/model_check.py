@@ -1,4 +1,4 @@
-"""The gate: proves at load that a model can be run through the paged cache, or says why not.
+"""Proves at load that a model can be run through the paged cache, or says why not.
 
 Most incompatibilities are silent: the model runs and its logits are wrong. So nothing is believed that a
 config or a class name says. The checks, cheapest first:

@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
-from specdec.engine.model.gate import check_config
 from specdec.engine.model.loader import load_model
+from specdec.engine.model.model_check import check_config
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from tests.support.engine.tiny_models import REFUSED, SUPPORTED, SWITCHED, llama4, save_random, save_tiny_model
