@@ -1,4 +1,4 @@
-"""Waits before a retry, and waits and limits of restarts."""
+"""Waits before a retry, and before a process that ended is started again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 _MOST_DOUBLINGS = 64
-"""Doublings of a wait, at most, so that the float does not overflow."""
+"""Doublings after which a float would overflow; the longest wait is reached long before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Backoff:
     first_s: float
     longest_s: float
     spread: tuple[float, float] = (1.0, 1.0)
-    """Random factors of a wait, so that peers that failed together do not return together."""
+    """Bounds of the random factor of each wait: peers that failed together do not retry together."""
 
     def wait_s(self, num_failures: int, longest_s: float | None = None) -> float:
         """Seconds to wait after `num_failures` (at least 1) in a row; `longest_s` may lower the limit for this call."""

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from specdec.replica.bridge.engine_launch import describe_exit, launch_engine
-from specdec.replica.bridge.engine_watch import END_REASONS, EndCause, EngineWatch
+from specdec.replica.bridge.engine_watch import END_REASONS, SILENCE_S, EndCause, EngineWatch
 from specdec.replica.bridge.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
 from specdec.replica.bridge.frame_writer import FrameWriter
 from specdec.replica.bridge.pulse import BEAT_INTERVAL_S, Pulse, new_pulse_file
@@ -295,7 +295,7 @@ class EngineProcess:
                 _tell_drafters(self.info)
                 self._ready.set()
                 settings = self._settings
-                self._watch = EngineWatch(settings.engine_silence_s, settings.engine_stall_s, self._loop.time)
+                self._watch = EngineWatch(SILENCE_S, settings.engine_stall_s, self._loop.time)
                 self._look()
             case FrameKind.FATAL:
                 self.fatal_reason = frame.payload.decode(errors="replace")

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from specdec.replica.bridge.pulse import BEAT_INTERVAL_S, PulseReading
 
+SILENCE_S = 4.0
+"""Seconds without a beat after which an engine is killed: a busy host delays a beat by a second or two."""
 _LEAST_STALL_S = 6.0
 _STALL_TURNS = 20.0
 _STALL_EXPECTED = 4.0

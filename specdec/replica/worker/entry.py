@@ -12,7 +12,7 @@ from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.loop import EngineWorker
 from specdec.replica.worker.pending_responses import ResponseLimits
 from specdec.replica.worker.role import Role, Wire
-from specdec.replica.worker.sessions import SessionT
+from specdec.replica.worker.sessions import SESSION_TTL_S, SessionT
 from specdec.v1 import common_pb2 as pb
 
 FLUSH_TIMEOUT_S = 2.0
@@ -31,7 +31,7 @@ def make_host(
     """The session host of a role on this port; `info` gets the instance id of this start."""
     info.instance_id = port.instance_id
     limits = ResponseLimits(settings.max_message_bytes, settings.stream_buffer_bytes)
-    return SessionHost[SessionT](port, wire, info.identity, settings.session_ttl_s, limits, port.steps)
+    return SessionHost[SessionT](port, wire, info.identity, SESSION_TTL_S, limits, port.steps)
 
 
 def serve(

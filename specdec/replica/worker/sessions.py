@@ -4,8 +4,9 @@ Invariants:
     * an owner has at most one live stream; a newer stream with an equal or higher lease generation replaces it;
     * a session belongs to the owner whose stream opened it, and its id is unique among all owners of the replica;
     * a session whose owner has no live stream is orphaned: it takes part in no step, and is freed after
-      ``session_ttl_s``;
-    * a session whose deadline has passed should be ended by its owner; the replica ends it ``DEADLINE_GRACE_S`` later.
+      ``SESSION_TTL_S``;
+    * a session whose deadline has passed is overdue; its owner ends it then, so the replica waits ``DEADLINE_GRACE_S``
+      before it does so itself.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
 if TYPE_CHECKING:  # without a model the grammar's libraries may not be installed
     from specdec.constraints.grammar.follower import GrammarFollower
 
+SESSION_TTL_S = 60.0
+"""Seconds that a session outlives its owner's stream: twice the time for which a coordinator waits for a target."""
 DEADLINE_GRACE_S = 1.0
 """Seconds after its deadline for which a session is left to its owner."""
 
