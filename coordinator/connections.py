@@ -16,6 +16,7 @@ from specdec.coordinator.replicas.discovery import Discovery, Endpoint, keep_fin
 from specdec.coordinator.replicas.registry_view import RegistryView
 from specdec.coordinator.replicas.roster import Roster
 from specdec.coordinator.tasks import end_tasks
+from specdec.coordinator.timings import Timings
 from specdec.wire.channel import ReplicaChannel
 from specdec.wire.tls import replica_tls_files
 from specdec.wire.tls_files import TlsFiles
@@ -28,6 +29,7 @@ class Connections:
         self,
         *,
         settings: CoordinatorSettings,
+        timings: Timings,
         owner_id: str,
         targets: TargetRecovery,
         drafts: DraftRecovery,
@@ -38,6 +40,7 @@ class Connections:
 
         Args:
             settings: the replicas' addresses, and how to connect to them.
+            timings: how long an attempt to connect may take, and the first wait after one.
             owner_id: this coordinator's name, to the replicas.
             targets: receives the events of the links to targets.
             drafts: receives the events of the links to drafts.
@@ -52,8 +55,8 @@ class Connections:
         self._link_settings = LinkSettings(
             owner_id=owner_id,
             lease_generation=1,
-            connect_timeout_s=settings.connect_timeout_s,
-            backoff_min_s=settings.reconnect_backoff_min_s,
+            connect_timeout_s=timings.connect_timeout_s,
+            backoff_min_s=timings.reconnect_first_s,
             backoff_max_s=settings.reconnect_backoff_max_s,
             max_message_bytes=settings.max_message_bytes,
         )

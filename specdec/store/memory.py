@@ -22,8 +22,8 @@ from specdec.store.interface import (
     TooManyConcurrent,
 )
 
-# Every so many seconds all that has expired is dropped.
 SWEEP_INTERVAL_S = 30.0
+"""Seconds between two sweeps, which drop all that has expired."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Request:
     generation: int
     seed: int
     params: bytes
-    # Compact, for many requests that have ended are kept.
+    # Compact: many ended requests are kept.
     token_ids: list[array[int]]
     origins: list[bytearray]
     lease_s: float = 0.0
@@ -63,14 +63,14 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _State:
-    """Values with the time at which they expire."""
+    """The store's records, with their times of expiry."""
 
     replicas: dict[tuple[str, str], tuple[float, ReplicaRecord]] = field(default_factory=dict)
     holders: dict[bytes, dict[str, float]] = field(default_factory=dict)
     requests: dict[RequestKey, _Request] = field(default_factory=dict)
-    # Those that have ended, in that order.
+    # Requests that have ended, in the order of their ends.
     ended: dict[RequestKey, None] = field(default_factory=dict)
-    # Per tenant, the requests that have, or had, a lease.
+    # Requests with a present or former lease, per tenant.
     live: dict[str, set[RequestKey]] = field(default_factory=dict)
     buckets: dict[str, _Bucket] = field(default_factory=dict)
 
@@ -269,7 +269,7 @@ class MemoryStore:
         self._state.live.setdefault(key.tenant, set()).add(key)
 
     def _num_live(self, key: RequestKey, now: float) -> int:
-        """Return how many other requests of the tenant have a live lease; forget those that have none."""
+        """Return the number of the tenant's other requests with a live lease; drop requests without one."""
         requests = self._state.requests
         live = {
             other

@@ -109,6 +109,13 @@ def test_what_is_wrong_in_a_settings_file_is_named(up: Mapping[str, Any], line: 
     assert outcomes(check_settings(up, TARGET, DRAFT))[line] is outcome
 
 
+def test_a_removed_setting_is_a_warning_that_says_what_holds_now() -> None:
+    found = list(check_settings({"target_set": ["session_ttl_s=5"]}, TARGET, DRAFT))
+    assert {finding.outcome for finding in found} == {Outcome.PASS, Outcome.WARN}
+    (warning,) = [finding for finding in found if finding.outcome is Outcome.WARN]
+    assert "session_ttl_s was removed" in str(warning) and "60 s" in str(warning)
+
+
 @pytest.mark.parametrize(
     ("ids", "more", "outcome"),
     [([1, 2], {}, Outcome.PASS), (None, {}, Outcome.WARN), (None, {"layer_ids": [1, 2]}, Outcome.PASS)],
