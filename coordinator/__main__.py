@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from specdec.config import CoordinatorSettings, settings_or_exit
-from specdec.coordinator.processes.supervisor import Supervisor
 from specdec.coordinator.service import run_coordinator
+from specdec.coordinator.supervisor import Supervisor
 from specdec.telemetry import setup_logging
 
 

@@ -95,14 +95,14 @@ class DecodeLoop:
         self._on_hedged = on_hedged
         self._on_verified = on_verified
 
-    def open(self, session: Session, target: TargetHost, draft: DraftHost | None) -> None:
+    def open_session(self, session: Session, target: TargetHost, draft: DraftHost | None) -> None:
         """Start a choice. Sessions opened in one turn leave in one frame, so that a fork finds its parent."""
         self._sessions.add(session)
         session.target.credit_position = session.num_written + self._credit_window
         session.drafting.is_coming = draft is not None
-        target.open(session)
+        target.open_session(session)
         if draft is not None:
-            draft.open(session)
+            draft.open_session(session)
 
     def on_verdict(self, session: Session, verdict: pb.Verdict) -> None:
         """A target step committed tokens. Cost: about 0.05 ms; the product's latency depends on it."""
@@ -116,7 +116,7 @@ class DecodeLoop:
             return
         num_known = session.position - verdict.start_position
         token_ids = verdict.token_ids[num_known:]
-        step = session.output.take(token_ids, _finish_of(verdict))
+        step = session.output.take_tokens(token_ids, _finish_of(verdict))
         kept = token_ids[: step.num_kept]
         origins = verdict.origins[num_known : num_known + step.num_kept]
         start = session.position
@@ -225,7 +225,7 @@ class DecodeLoop:
         for side in tuple(drafting.sides):
             draft = side.host
             if draft.identity is not None and session.position >= draft.identity.max_model_len:
-                draft.close(session, "past the draft's context")
+                draft.close_session(session, "past the draft's context")
                 continue
             if side.is_suspended and suspend:
                 continue

@@ -44,7 +44,9 @@ class Finisher:
         request.is_aborted = True
         request.end_wait()
         for session in request.sessions:
-            held_text = session.output.take((), Finish(pb.FINISH_REASON_ABORT)).text if session.finish is None else ""
+            held_text = (
+                session.output.take_tokens((), Finish(pb.FINISH_REASON_ABORT)).text if session.finish is None else ""
+            )
             if held_text:
                 request.stream.output(session.choice, held_text, session.detokenizers)
             self.finish(session, Finish(pb.FINISH_REASON_ABORT), "aborted")

@@ -81,7 +81,7 @@ class GenerateCalls:
         self.is_draining = False
         """New requests are refused."""
 
-    async def run(self, body: api.GenerateRequest, caller: RequestCaller, write: Write) -> None:
+    async def generate(self, body: api.GenerateRequest, caller: RequestCaller, write: Write) -> None:
         """Serve a call.
 
         Raises:
@@ -260,7 +260,7 @@ class GenerateCalls:
             if session.finish is None:
                 is_fork = session is not first and session.position == first.position == session.num_prompt_tokens
                 session.fork_from = first.session_id if is_fork else ""
-                self._decode_loop.open(session, target, draft)
+                self._decode_loop.open_session(session, target, draft)
 
     async def _stream(self, plan: RequestPlan, write: Write, lease: TenantLease | None = None) -> None:
         request = plan.request

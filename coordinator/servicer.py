@@ -103,7 +103,7 @@ class CoordinatorServicer:
         tenant, allowance = self._identify(context)
         trace_headers = {name: values[0] for name in TRACE_HEADERS if (values := _metadata(context, name))}
         caller = RequestCaller(tenant, deadline_s, allowance, trace_headers, held=_until_answered(context))
-        await self._generator.run(request, caller, functools.partial(write_to, context))
+        await self._generator.generate(request, caller, functools.partial(write_to, context))
 
     async def abort(self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> api.AbortResponse:
         """Ends a running request."""

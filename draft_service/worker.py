@@ -16,9 +16,9 @@ def run_engine(port: EnginePort, settings: DraftSettings) -> None:
     Only one of the two branches is imported: drafters run without torch.
     """
     if settings.drafters:
-        from specdec.draft_service.plain.process import run_plain
+        from specdec.draft_service.modelless.process import run_modelless
 
-        run_plain(port, settings, WIRE)
+        run_modelless(port, settings, WIRE)
     else:
         from specdec.draft_service.model_process import run_model
 

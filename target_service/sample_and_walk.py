@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from specdec.constraints.grammar.failure import GrammarError
 from specdec.constraints.grammar.follower import MaskWords
+from specdec.constraints.limits.faults import GrammarError
 from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.block_verification import verify_block
 from specdec.engine.sampling.rejection import verify_token

@@ -8,7 +8,7 @@ from specdec.target_service.proposals.session_drafters import DrafterStep
 from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import SessionState, TargetSession
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.message_sizes import cut, microseconds, uint32
+from specdec.wire.message_sizes import frame_slices, microseconds, uint32
 
 FORCED = "forced"
 """In place of a drafter's name, where a constraint allowed nothing else."""
@@ -106,7 +106,7 @@ def pieces_of(verdict: pb.Verdict, most_bytes: int) -> list[pb.Verdict]:
     if not verdict.logprobs or verdict.ByteSize() <= most_bytes:
         return [verdict]
     sizes = [position.ByteSize() + _TOKEN_BYTES for position in verdict.logprobs]
-    *before, rest = cut(sizes, max(1, most_bytes - _STATISTICS_BYTES))
+    *before, rest = frame_slices(sizes, max(1, most_bytes - _STATISTICS_BYTES))
     pieces = [
         pb.Verdict(
             start_position=verdict.start_position + piece.start,

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.config import TargetSettings
 from specdec.constraints.grammar.awaited import POLL_S
-from specdec.constraints.grammar.failure import GrammarError
+from specdec.constraints.limits.faults import GrammarError
 from specdec.drafting.heads.target import HeadTarget
 from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
@@ -19,8 +19,7 @@ from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.isolation import FaultIsolation, IsolatedSteps, each_or_halves
 from specdec.replica.worker.opening import check_room
 from specdec.replica.worker.sessions import Owner
-from specdec.target_service.admission.admission import Admission
-from specdec.target_service.admission.opening import new_session, sources_of
+from specdec.target_service.admission import Admission, new_session, sources_of
 from specdec.target_service.candidates import CandidateReader
 from specdec.target_service.committing import Commits
 from specdec.target_service.masks import MaskFilling, worth_a_thread_s
@@ -32,7 +31,7 @@ from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
 from specdec.target_service.proposals.swap import POLL_S as SWAP_POLL_S
 from specdec.target_service.proposals.swap import DrafterSwap
-from specdec.target_service.records.metrics import StepRecording, TargetRecorder
+from specdec.target_service.records.metrics import DeferredStepMetrics, TargetRecorder
 from specdec.target_service.records.step_record import StepObserver, StepRecord
 from specdec.target_service.records.trace import trace_end, trace_preemptions
 from specdec.target_service.sample_and_walk import Candidate, Decision, Undecided, decide
@@ -76,7 +75,7 @@ class Verifier:
         """Of the sessions that the last pass was for."""
         built.engine.before_pass = self._note_pass
         built.engine.beside_pass = self._begin_masks
-        self._recording = StepRecording(recorder)
+        self._recording = DeferredStepMetrics(recorder)
         host.before_send = self._recording.write
         self._admission = Admission(host.sessions, built.engine, built.grammars, self._fault)
         self._order = TurnTimes(self._own_draft, self._admission.by_seq.values())
@@ -94,7 +93,7 @@ class Verifier:
         host.answers.handler = self._swap
         self._intake = ProposalIntake(host, recorder)
         self._proposals = Gathering(host, self._own_draft, self.local_drafters, self._intake, recorder, self._fault)
-        self._commits = Commits(host, built.engine, recorder, self.close, self._own_draft, self.local_drafters)
+        self._commits = Commits(host, built.engine, recorder, self.close_session, self._own_draft, self.local_drafters)
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
             self._record,
@@ -104,7 +103,7 @@ class Verifier:
 
     # --- sessions
 
-    def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> TargetSession:
+    def open_session(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> TargetSession:
         """Check and admit a session. A fork of a prompt in prefill waits for it; its KV is then shared."""
         settings = self._settings
         check_room(len(self._host.sessions), settings.max_sessions)
@@ -134,7 +133,7 @@ class Verifier:
                 return
             session.has_draft = True
             is_read = self._host.is_beside and self.pacing.may_verify(session)
-            session.arrived = self._intake.read(session, body) if is_read else body
+            session.arrived = self._intake.read_proposal(session, body) if is_read else body
         elif kind == "credit":
             session.credit_position = max(session.credit_position, body.position)
             while session.sent and end_position(session.sent[0]) <= body.acknowledged_position:
@@ -143,7 +142,7 @@ class Verifier:
                 session.prompt_logprobs.credited(body)
             session.update_pause()
 
-    def close(self, session: TargetSession) -> None:
+    def close_session(self, session: TargetSession) -> None:
         """Free the sequence; its full blocks stay in the prefix cache."""
         if session.trace is not None:
             trace_end(session.trace, session)
@@ -313,7 +312,7 @@ class Verifier:
         else:
             failure = non_finite_logits(undecided.error, expected_position=session.num_tokens)
             self._engine.distrust(session.seq)
-        self.close(session)
+        self.close_session(session)
         self._host.failed(session, failure)
 
     # --- observers of steps
@@ -328,7 +327,7 @@ class Verifier:
         failure = self._host.faults.failure(error)
         if session.state is SessionState.ENDED:
             return
-        self.close(session)
+        self.close_session(session)
         self._host.failed(session, failure)
 
     def _fault_of(self, seq: Sequence, error: Exception) -> None:

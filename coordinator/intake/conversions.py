@@ -99,7 +99,7 @@ class Conversions:
             return api.DetokenizeResponse(text=text, tokens=tokens).SerializeToString()
 
         is_long = len(token_ids) > _INLINE_TOKENS
-        encoded = await self._turns.run(answer, num_bytes, tenant, weight) if is_long else answer()
+        encoded = await self._turns.run_in_turn(answer, num_bytes, tenant, weight) if is_long else answer()
         return self._held("token_ids", encoded, num_bytes, tenant, held)
 
     def _held(self, field: str, encoded: bytes, num_bytes: int, tenant: str, held: ExitStack) -> bytes:

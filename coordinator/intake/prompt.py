@@ -96,7 +96,7 @@ class PromptReader:
         encode, num_bytes = self._tokenizer.encode, 2 * sum(len(word.encode()) for word in words)
         if num_bytes <= _INLINE_BYTES:
             return read()
-        return await self._turns.run(read, num_bytes, self._tenant, self._weight)
+        return await self._turns.run_in_turn(read, num_bytes, self._tenant, self._weight)
 
     async def read_prediction(self, body: api.GenerateRequest) -> list[int]:
         """The tokens that the client expects; empty if it sent no prediction.
@@ -134,7 +134,7 @@ class PromptReader:
         def work() -> bytes:
             return answer(self._tokenizer.encode_aside(text, add_special_tokens, sys.maxsize)[1])
 
-        return await self._turns.run(work, num_bytes, self._tenant, self._weight)
+        return await self._turns.run_in_turn(work, num_bytes, self._tenant, self._weight)
 
     async def convert_chat(
         self, messages: api.ChatMessages, add_special_tokens: bool, answer: Callable[[list[int]], bytes]
@@ -147,13 +147,13 @@ class PromptReader:
             text = self._render(messages)
             return answer(self._tokenizer.encode_aside(text, add_special_tokens, sys.maxsize)[1])
 
-        return await self._turns.run(work, messages.ByteSize(), self._tenant, self._weight)
+        return await self._turns.run_in_turn(work, messages.ByteSize(), self._tenant, self._weight)
 
     async def _encode(self, text: str, num_bytes: int, add_special_tokens: bool, most: int) -> tuple[int, list[int]]:
         if num_bytes <= _INLINE_BYTES:
             token_ids = self._tokenizer.encode(text, add_special_tokens)
             return len(token_ids), token_ids
-        return await self._turns.run(
+        return await self._turns.run_in_turn(
             lambda: self._tokenizer.encode_aside(text, add_special_tokens, most), num_bytes, self._tenant, self._weight
         )
 
@@ -162,7 +162,7 @@ class PromptReader:
         if self._is_short(messages):
             text = self._render(messages)
             return await self._encode(text, len(text.encode()), False, most)
-        return await self._turns.run(
+        return await self._turns.run_in_turn(
             lambda: self._tokenizer.encode_aside(self._render(messages), False, most),
             messages.ByteSize(),
             self._tenant,

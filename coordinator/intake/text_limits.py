@@ -83,7 +83,7 @@ class TokenizingTurns:
         """Texts that wait for their turn."""
         return self._turns.num_waiting
 
-    async def run(self, work: Callable[[], _T], num_bytes: int, tenant: str, weight: float) -> _T:
+    async def run_in_turn(self, work: Callable[[], _T], num_bytes: int, tenant: str, weight: float) -> _T:
         """Run `work`, which reads `num_bytes`, in a thread.
 
         The turn lasts until the thread is done, even if cancelled.

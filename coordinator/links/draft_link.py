@@ -114,7 +114,7 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
             self._num_strays = 0
             self.reset("too many results of unknown sessions")
 
-    def open(self, session: Session) -> None:
+    def open_session(self, session: Session) -> None:
         """Open a session, or open it again, under a new epoch and with all its tokens.
 
         The message names the session's target, whose load bounds how far to draft.
@@ -146,7 +146,7 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
         commit = pb.Commit(start_position=start_position, token_ids=token_ids, suspend=suspend)
         self.send(draft_pb2.DraftEntry(session_id=session.session_id, epoch=epoch, commit=commit))
 
-    def close(self: Self, session: Session, reason: str) -> None:
+    def close_session(self: Self, session: Session, reason: str) -> None:
         """End a session."""
         self.sessions.pop(session.session_id, None)
         self._num_strays = 0

@@ -6,7 +6,7 @@ import asyncio
 from typing import Generic
 
 from specdec.coordinator.links.wire import EntryT
-from specdec.wire.message_sizes import MAX_STREAM_FRAME_BYTES, cut, frame_bytes, most_entry_bytes
+from specdec.wire.message_sizes import MAX_STREAM_FRAME_BYTES, frame_bytes, frame_slices, most_entry_bytes
 
 _MAX_QUEUED_ENTRIES = 16_384
 """Entries in a queue above which its replica must be stuck: several turns of thousands of sessions."""
@@ -66,7 +66,7 @@ class Outbox(Generic[EntryT]):
         while not self._entries and not self.has_ended:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
-        first = next(cut((size for _, size in self._entries), self._frame_bytes), slice(0, 0))
+        first = next(frame_slices((size for _, size in self._entries), self._frame_bytes), slice(0, 0))
         taken, self._entries = self._entries[first], self._entries[first.stop :]
         self._num_bytes -= sum(size for _, size in taken)
         return [entry for entry, _ in taken]

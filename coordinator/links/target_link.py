@@ -101,7 +101,7 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         """Name of the replica's prefix cache, which changes with a restart."""
         return self.instance_id or self.address
 
-    def open(self, session: Session) -> None:
+    def open_session(self, session: Session) -> None:
         """Open a session, or open it again, under a new epoch and with all its tokens."""
         side = session.target
         side.opened(self)
@@ -140,7 +140,7 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
             credit.acknowledged_prompt_logprobs_position = side.prompt.arrived
         self.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=side.epoch, credit=credit))
 
-    def close(self: Self, session: Session, reason: str) -> None:
+    def close_session(self: Self, session: Session, reason: str) -> None:
         """End a session."""
         self.sessions.pop(session.session_id, None)
         session.request.trace.session_closed(self.role, session.choice, self.address, reason)

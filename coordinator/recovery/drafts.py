@@ -244,7 +244,7 @@ class DraftRecovery:
         """Another draft gets the session."""
         self._drop(session, host, cause)
         self._observer.session_reopened("draft")
-        other.open(session)
+        other.open_session(session)
 
     def _replace(self, session: Session, host: DraftHost, cause: str) -> None:
         """Take a draft from the session; it keeps its other draft, or gets one at once if there is any."""
@@ -258,7 +258,7 @@ class DraftRecovery:
         if len(session.drafting.sides) == 1:
             self._observer.draft_dropped(cause)
             session.request.trace.draft_fallback(session.choice, cause)
-        host.close(session, cause)
+        host.close_session(session, cause)
 
     def _open(self, session: Session) -> None:
         """Give a draft to a session without one, if there is one and the session may have it."""
@@ -271,4 +271,4 @@ class DraftRecovery:
         if draft is not None:
             if drafting.num_openings:
                 self._observer.session_reopened("draft")
-            draft.open(session)
+            draft.open_session(session)

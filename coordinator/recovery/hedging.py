@@ -115,7 +115,7 @@ class Hedging:
             answer_ms=round(slow_s * 1e3, 1),
         )
         self._observer.draft_hedged(len(self._open))
-        rival.open(session)
+        rival.open_session(session)
 
     def stepped(self, session: Session) -> None:
         """A hedged session made a step."""
@@ -123,7 +123,7 @@ class Hedging:
         hedge.num_steps += 1
         second = session.drafting.sides[1]
         if self._is_overloaded():
-            second.host.close(session, "overloaded")
+            second.host.close_session(session, "overloaded")
         elif second.num_answers >= _RACE_ANSWERS or hedge.num_steps >= _MOST_STEPS:
             self.settle(session)
 
@@ -131,7 +131,7 @@ class Hedging:
         """Keep the faster of the two drafts."""
         first, second = session.drafting.sides
         winner = faster(first, second, self._clock())
-        (first if winner is second else second).host.close(session, "slower")
+        (first if winner is second else second).host.close_session(session, "slower")
 
     def closed(self, link: DraftLink, session: Session) -> None:
         """A session is closed at a draft, which ends its hedge."""
@@ -156,7 +156,7 @@ class Hedging:
         if self._open and is_strained(link):
             for hedge in list(self._open.values()):
                 if hedge.session.drafting.sides[1].host is link:
-                    link.close(hedge.session, "overloaded")
+                    link.close_session(hedge.session, "overloaded")
 
 
 def faster(first: DraftSide, second: DraftSide, now_s: float) -> DraftSide:

@@ -139,7 +139,7 @@ class TargetMoves:
         if not self.quarantine.may_open(session, target):
             return
         self._observer.session_reopened(target.role)
-        target.open(session)
+        target.open_session(session)
 
     def try_elsewhere(self, session: Session, error: SpecdecError) -> None:
         """Open a session now at another target that takes new sessions and has room; otherwise after a wait."""
@@ -197,7 +197,7 @@ class TargetMoves:
         for side in session.drafting.sides[:]:
             if side.host.is_up:
                 self._observer.session_reopened(side.host.role)
-                side.host.open(session)
+                side.host.open_session(session)
 
 
 def _note_move(session: Session, link: TargetHost, other: TargetHost) -> None:

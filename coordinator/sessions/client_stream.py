@@ -10,7 +10,7 @@ from specdec.coordinator.text.detokenizer import DetokenizerFactory
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import SpecdecError
-from specdec.wire.message_sizes import cut, text_pieces
+from specdec.wire.message_sizes import frame_slices, text_pieces
 
 _MOST_MERGED_TOKENS = 64
 """Tokens above which no delta is merged into a chunk: a write is charged and credited as a whole."""
@@ -165,7 +165,7 @@ def prompt_chunks(
     if is_joined:
         pieces: Iterable[slice] = [slice(0, len(positions))]
     else:
-        pieces = cut((position.ByteSize() + _TOKEN_ID_BYTES for position in positions), _MOST_PROMPT_BYTES)
+        pieces = frame_slices((position.ByteSize() + _TOKEN_ID_BYTES for position in positions), _MOST_PROMPT_BYTES)
     for piece in pieces:
         first, stop = start + piece.start, start + piece.stop
         shown_from = 0 if first == 1 else first

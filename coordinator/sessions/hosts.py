@@ -33,10 +33,10 @@ class SessionReplica(Protocol[SessionT_contra]):
     def is_ready(self) -> bool:
         """New sessions may be opened without restriction."""
 
-    def open(self, session: SessionT_contra) -> None:
+    def open_session(self, session: SessionT_contra) -> None:
         """Open a session, or open it again, under a new epoch and with all its tokens."""
 
-    def close(self, session: SessionT_contra, reason: str) -> None:
+    def close_session(self, session: SessionT_contra, reason: str) -> None:
         """End a session."""
 
 

@@ -169,9 +169,9 @@ class Session:
         self.drafting.cancel_retry()
         self.target.cancel_retry()
         for side in self.drafting.sides[:]:
-            side.host.close(self, reason)
+            side.host.close_session(self, reason)
         if self.target.host is not None:
-            self.target.host.close(self, reason)
+            self.target.host.close_session(self, reason)
 
     def computed_with(self, numerics_id: str) -> None:
         """Its next output is computed with these numerics."""

@@ -60,7 +60,7 @@ class ChoiceOutput:
         self._min_tokens = min_tokens
         self.num_tokens = 0
 
-    def take(self, token_ids: Sequence[int], finish: Finish | None = None) -> OutputStep:
+    def take_tokens(self, token_ids: Sequence[int], finish: Finish | None = None) -> OutputStep:
         """Add the next tokens; `finish`: the target's reason if they are the last."""
         num_spoken = len(token_ids)
         if finish is not None and finish.stop_token_id is not None and not self._keep_stop:
@@ -86,7 +86,7 @@ class ChoiceOutput:
         """Add tokens that were committed earlier, up to the choice's end if they contain it."""
         texts: list[str] = []
         for index, token_id in enumerate(token_ids):
-            step = self.take([token_id], rules.finish_after(token_id, self.num_tokens + 1))
+            step = self.take_tokens([token_id], rules.finish_after(token_id, self.num_tokens + 1))
             texts.append(step.text)
             if step.finish is not None:
                 return OutputStep(index + 1, "".join(texts), step.finish)

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from specdec.client import ClientSettings
-from specdec.commands.addresses import DEFAULT_ADDRESS as DEFAULT_ADDRESS
-from specdec.commands.addresses import check_address
+from specdec.commands.views.failures import DEFAULT_ADDRESS as DEFAULT_ADDRESS
+from specdec.commands.views.failures import check_server_address
 from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, TlsPaths, client_context
 
 API_KEY_VARIABLE = "SPECDEC_API_KEY"
@@ -21,7 +21,7 @@ _PANEL = "Connection"
 def parse_address(address: str) -> str:
     """Return the address. Raises typer.BadParameter if it is neither host:port nor a name that gRPC resolves."""
     try:
-        return check_address(address)
+        return check_server_address(address)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

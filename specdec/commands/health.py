@@ -11,8 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from specdec.commands.addresses import DEFAULT_ADDRESS, check_address
-from specdec.commands.views.failures import EXIT_CODES, EXIT_FAILURE, connect_failure
+from specdec.commands.views.failures import (
+    DEFAULT_ADDRESS,
+    EXIT_CODES,
+    EXIT_FAILURE,
+    check_server_address,
+    connect_failure,
+)
 
 _HTTP = "http://"
 _HTTP_OK = 200
@@ -62,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _address(value: str) -> str:
     try:
-        check_address(value.removeprefix(_HTTP))
+        check_server_address(value.removeprefix(_HTTP))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return value

@@ -188,10 +188,10 @@ class OpenAiApiOptions(EndpointOptions):
 
 ServiceOptions = Annotated[NgramOptions | SuffixOptions | OpenAiApiOptions, Field(discriminator="method")]
 """Options of the drafters that a draft service runs without a model."""
-PlainOptions = NgramOptions | SuffixOptions | PredictionOptions | LookaheadOptions
+ModellessOptions = NgramOptions | SuffixOptions | PredictionOptions | LookaheadOptions
 """Options of the drafters without weights."""
 DrafterOptions = Annotated[
-    PlainOptions
+    ModellessOptions
     | LayerSkipOptions
     | MedusaOptions
     | EagleOptions

@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 from specdec.config.drafter_options import (
     LookaheadOptions,
+    ModellessOptions,
     NgramOptions,
-    PlainOptions,
     PredictionOptions,
     SuffixOptions,
 )
@@ -30,7 +30,7 @@ DRAFT_MODEL_CAPABILITIES = Capabilities(
 """Capabilities of `draft_model` (`specdec.drafting.role`) with the target's tokenizer."""
 
 
-def make_drafter(options: PlainOptions) -> Drafter:
+def make_drafter(options: ModellessOptions) -> Drafter:
     """Make the drafter of these options."""
     match options:
         case NgramOptions():

@@ -49,7 +49,7 @@ def frame_bytes(message_bytes: int) -> int:
     return min(MAX_STREAM_FRAME_BYTES, most_entry_bytes(message_bytes))
 
 
-def cut(sizes: Iterable[int], most: int) -> Iterator[slice]:
+def frame_slices(sizes: Iterable[int], most: int) -> Iterator[slice]:
     """Cut entries of these sizes into frames of at most `most` bytes, in order; an entry that is larger goes alone."""
     start = num = size = 0
     for entry_bytes in sizes:

@@ -62,7 +62,7 @@ class ApiTarget:
         hold_off_ms = settings.hold_off_ms
         self._hold_off_s = _HOLD_OFF_S if hold_off_ms is None else hold_off_ms / 1000
 
-    def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> ApiSession:
+    def open_session(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> ApiSession:
         """Check and admit a session; what an endpoint cannot do is refused by field."""
         identity, eos = self._identity, tuple(self._identity.eos_token_ids)
         check_room(len(self._host.sessions), self._settings.max_sessions)
@@ -124,7 +124,7 @@ class ApiTarget:
     def owner_message(self, owner: Owner, message: Any) -> None:
         """Nothing is said beside entries."""
 
-    def close(self, session: ApiSession) -> None:
+    def close_session(self, session: ApiSession) -> None:
         """Hang up what is under way for it."""
         self._forget(session)
         self._metrics.requests.labels("closed").inc()
@@ -246,7 +246,7 @@ class ApiTarget:
         if session.num_failures < _MOST_FAILURES:
             session.due_at_s = now_s + _RETRY.wait_s(session.num_failures)
             return
-        self.close(session)
+        self.close_session(session)
         message = f"the endpoint of the model does not answer as it should: {kind}"
         code, position = code_pb2.UNAVAILABLE, session.num_tokens
         self._host.failed(session, SessionFailure(code, "API_TARGET_FAILED", message, expected_position=position))

@@ -26,7 +26,7 @@ class ProposalIntake:
         self._host = host
         self._recorder = recorder
 
-    def read(self, session: TargetSession, encoded: bytes) -> bytes | ReadProposal:
+    def read_proposal(self, session: TargetSession, encoded: bytes) -> bytes | ReadProposal:
         """All of merging that does not depend on the next verdict, for a time in which nobody waits for it.
 
         What is malformed stays as it is: `absorb` finds out, and says so when it always does.

@@ -129,7 +129,7 @@ class OwnDraft:
             body = pb.OpenSession()
             body.CopyFrom(session.body)
             body.token_ids[:] = session.token_ids
-            self.draft.open(session.session_id, session.epoch, body)
+            self.draft.open_session(session.session_id, session.epoch, body)
             self._beginners.add(session.session_id)
 
     def closed(self, session: TargetSession) -> None:
@@ -137,7 +137,7 @@ class OwnDraft:
         if self.draft is not None:
             self._untold.pop(session.session_id, None)
             self._beginners.discard(session.session_id)
-            self.draft.close(session.session_id)
+            self.draft.close_session(session.session_id)
 
     def propose(self, ready: Sequence[TargetSession], pacing: Pacing) -> float:
         """Draft for sessions whose next step is due, if that gains more than it costs; the time it takes is noted as

@@ -207,7 +207,7 @@ def _alone(label: str) -> tuple[str, ...]:
     return (label,)
 
 
-class StepRecording:
+class DeferredStepMetrics:
     """What a step adds to metrics waits until `write`, which costs most of it."""
 
     def __init__(self, recorder: TargetRecorder) -> None:

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from specdec.commands.up.cluster import free_port
-from specdec.coordinator.processes.child import reserved_port
+from specdec.coordinator.child_process import reserved_port
 from specdec.service.listening import bound_sockets
 from specdec.wire.settings import join_address
 from tests.support.services.echo_process import echo_process

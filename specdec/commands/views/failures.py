@@ -1,7 +1,13 @@
-"""Why a call failed, as an exit code and in plain words. Imports no gRPC: the probe of an HTTP service needs none."""
+"""Addresses of servers, and why a call to one failed: an exit code and plain words.
+
+Imports no gRPC: the probe of an HTTP service runs every few seconds and needs none.
+"""
 
 from __future__ import annotations
 
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+_NAME_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
+"""Schemes of names that gRPC resolves itself."""
 _CONNECT_FAILURES = {
     "Connection refused": "nothing listens there",
     "Domain name not found": "there is no such host",
@@ -15,7 +21,6 @@ _CONNECT_FAILURES = {
     "Failed parsing HTTP/2": "what listens there is no gRPC server",
 }
 """What gRPC says of a connection that does not come about, and what it means."""
-
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -33,6 +38,14 @@ EXIT_CODES = {
     "PERMISSION_DENIED": 11,
 }
 """By the name of gRPC's status."""
+
+
+def check_server_address(address: str) -> str:
+    """Return the address. Raises ValueError if it is neither host:port nor a name that gRPC resolves."""
+    host, _, port = address.rpartition(":")
+    if not address.startswith(_NAME_SCHEMES) and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    return address
 
 
 def connect_failure(message: str) -> str | None:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from specdec.constraints.grammar.compiler import Compilation, GrammarCompiler
-from specdec.constraints.grammar.failure import GrammarError
 from specdec.constraints.grammar.figures import GrammarFigures
 from specdec.constraints.grammar.follower import GrammarFollower
+from specdec.constraints.limits.faults import GrammarError
 from specdec.v1 import common_pb2 as pb
 
 _SALT_MARK = b"\0"

@@ -12,11 +12,11 @@ from google.rpc import code_pb2
 from llguidance import LLMatcher, LLTokenizer
 
 from specdec.constraints.grammar.checker import GrammarChecker
-from specdec.constraints.grammar.failure import GrammarError
 from specdec.constraints.grammar.figures import GrammarFigures
 from specdec.constraints.grammar.source import GrammarSource, TokenizerArguments, grammar_source, make_matcher
 from specdec.constraints.grammar.source import make_tokenizer as _make_tokenizer
 from specdec.constraints.grammar.structural_tags import SpecialTokens
+from specdec.constraints.limits.faults import GrammarError
 from specdec.v1 import common_pb2 as pb
 
 _MOST_CACHED = 32

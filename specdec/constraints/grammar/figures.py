@@ -7,7 +7,7 @@ from collections import Counter
 
 from google.rpc import code_pb2
 
-from specdec.constraints.grammar.failure import GrammarError
+from specdec.constraints.limits.faults import GrammarError
 
 _REASONS = {code_pb2.RESOURCE_EXHAUSTED: "busy", code_pb2.INTERNAL: "fault"}
 

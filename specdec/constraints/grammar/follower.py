@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from specdec.constraints.grammar.failure import GrammarError
 from specdec.constraints.grammar.source import shown
+from specdec.constraints.limits.faults import GrammarError
 
 MaskWords = npt.NDArray[np.uint32]
 

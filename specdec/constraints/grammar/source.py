@@ -9,9 +9,9 @@ from typing import TypedDict
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from specdec.constraints.grammar.failure import GrammarError
 from specdec.constraints.grammar.structural_tags import SpecialTokens, json_schema_grammar, structural_tag_grammar
 from specdec.constraints.limits import fault_of
+from specdec.constraints.limits.faults import GrammarError
 from specdec.constraints.limits.structural_tags import read_structural_tag
 from specdec.v1 import common_pb2 as pb
 

@@ -1,8 +1,10 @@
-"""Checks a constraint without compiling it."""
+"""Checks a constraint without compiling it, and the error for one that does not compile."""
 
 from __future__ import annotations
 
 import json
+
+from google.rpc import code_pb2
 
 from specdec.constraints.limits.structural_tags import StructuralTagFault, read_structural_tag
 from specdec.v1 import common_pb2 as pb
@@ -11,6 +13,15 @@ MAX_CONSTRAINT_BYTES = 64 * 1024
 """Bytes of a constraint; a larger one would take seconds to compile."""
 MAX_CHOICES = 1024
 _FORMS = tuple(field.name for field in pb.Constraint.DESCRIPTOR.oneofs_by_name["form"].fields)
+
+
+class GrammarError(Exception):
+    """A constraint that cannot be compiled or followed. `field` is its path; the message is for clients."""
+
+    def __init__(self, field: str, message: str, code: int = code_pb2.INVALID_ARGUMENT) -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
 
 
 def fault_of(constraint: pb.Constraint) -> tuple[str, str] | None:

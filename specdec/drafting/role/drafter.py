@@ -18,7 +18,7 @@ from typing import Any
 
 from specdec.config import DraftSettings
 from specdec.constraints.grammar.awaited import POLL_S, AwaitedGrammars
-from specdec.constraints.grammar.failure import GrammarError
+from specdec.constraints.limits.faults import GrammarError
 from specdec.drafting.role.ahead import Ahead, Round, drawn_tokens
 from specdec.drafting.role.block import MaskBlock, rounds_of
 from specdec.drafting.role.branches import Branches, extend_forced
@@ -67,7 +67,7 @@ class ModelDrafter:
                 sequences=lambda session: [head.seq for head in session.heads],
                 owner=lambda seq: self._branches.owner(seq)[0],
                 ready=self._branches.ready,
-                close=self.close,
+                close=self.close_session,
             ),
         )
         self._guesser = Guesser(built.sampler, settings.num_siblings, settings.num_sparse)
@@ -98,7 +98,7 @@ class ModelDrafter:
 
     # --- sessions
 
-    def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> DraftSession:
+    def open_session(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> DraftSession:
         """Check and admit a session. Raises SessionFailure, which names the field, or GrammarError."""
         settings = self._settings
         check_room(len(self._host.sessions), settings.max_sessions)
@@ -138,7 +138,7 @@ class ModelDrafter:
         """Take a commit. Raises SessionFailure if it leaves a gap or contradicts an earlier one."""
         self._work.entry(session, kind, body, self._commit)
 
-    def close(self, session: DraftSession) -> None:
+    def close_session(self, session: DraftSession) -> None:
         """Free the sequences; full blocks of committed tokens stay in the prefix cache."""
         self._work.ending(session)
         self._grammars.drop(session)

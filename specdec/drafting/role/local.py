@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from specdec.config import DraftSettings
-from specdec.constraints.grammar.failure import GrammarError
+from specdec.constraints.limits.faults import GrammarError
 from specdec.drafting.role.drafter import ModelDrafter
 from specdec.drafting.role.growth import GrowthPolicy
 from specdec.drafting.role.metrics import DraftRecorder
@@ -91,12 +91,12 @@ class LocalDraft:
         """Whether it has failed too often."""
         return self._num_faults >= _MOST_FAULTS
 
-    def open(self, session_id: str, epoch: int, body: pb.OpenSession) -> None:
+    def open_session(self, session_id: str, epoch: int, body: pb.OpenSession) -> None:
         """Draft for a session from now on, unless the draft refuses it (its context may be too long)."""
         if self.is_off:
             return
         try:
-            session = self._drafter.open(self._owner, session_id, epoch, body)
+            session = self._drafter.open_session(self._owner, session_id, epoch, body)
         except Exception as error:
             self._note(error)
             return
@@ -114,16 +114,16 @@ class LocalDraft:
             )
         except Exception as error:
             self._note(error)
-            self.close(session_id)
+            self.close_session(session_id)
 
-    def close(self, session_id: str) -> None:
+    def close_session(self, session_id: str) -> None:
         """Forget a session that has ended or loses its draft."""
         session = self._host.sessions.get(session_id)
         if session is None:
             return
         self._host.sessions.remove(session)
         if session.heads:
-            self._drafter.close(session)
+            self._drafter.close_session(session)
 
     def work(self, appetite: Appetite) -> float:
         """Draft round by round for all sessions below `appetite`, and deliver their proposals.
@@ -165,7 +165,7 @@ class LocalDraft:
 
     def _drop(self, session: DraftSession) -> None:
         try:
-            self.close(session.session_id)
+            self.close_session(session.session_id)
         except Exception as error:
             _log.error("draft_not_freed", **session.log_fields, error=repr(error))
 

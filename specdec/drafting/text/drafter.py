@@ -70,13 +70,13 @@ class TextDrafter:
                 sequences=lambda session: [session.seq] if session.seq.seq_id in self._owners else [],
                 owner=lambda seq: self._owners[seq.seq_id],
                 ready=lambda: [session for session in self._owners.values() if session.seq.is_ready],
-                close=self.close,
+                close=self.close_session,
             ),
         )
 
     # --- sessions
 
-    def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> TextSession:
+    def open_session(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> TextSession:
         """Check and admit a session. Raises SessionFailure, which names the field."""
         check_room(len(self._host.sessions), self._settings.max_sessions)
         opening = read_opening(body, self._identity, self._settings)
@@ -118,7 +118,7 @@ class TextDrafter:
         """Take a commit. Raises SessionFailure if it leaves a gap or contradicts an earlier one."""
         self._work.entry(session, kind, body, self._commit)
 
-    def close(self, session: TextSession) -> None:
+    def close_session(self, session: TextSession) -> None:
         """Free the sequence; full blocks of committed text stay in the prefix cache."""
         self._work.ending(session)
         del self._owners[session.seq.seq_id]

@@ -6,7 +6,7 @@ import structlog
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from specdec.constraints.grammar.failure import GrammarError
+from specdec.constraints.limits.faults import GrammarError
 from specdec.engine.errors import KVInvariantError, NonFiniteLogits
 
 _DEVICE_WORDS = ("CUDA", "cuBLAS", "cuDNN", "NCCL", "out of memory")

@@ -173,11 +173,11 @@ class EngineWorker(Generic[SessionT]):
             self._abort_not_read(stream_id)
 
     def _end(self, session: SessionT, reason: str) -> None:
-        self._role.close(session)
+        self._role.close_session(session)
         self._host.ended(session, reason)
 
     def _fail(self, session: SessionT, failure: SessionFailure) -> None:
-        self._role.close(session)
+        self._role.close_session(session)
         self._host.failed(session, failure)
 
     def _timeout_s(self, until_step_s: float | None, now_s: float) -> float:
@@ -373,7 +373,7 @@ class EngineWorker(Generic[SessionT]):
         try:
             if current is not None and not self._replace(current, owner, entry):
                 return
-            session = self._role.open(owner, entry.session_id, entry.epoch, entry.open)
+            session = self._role.open_session(owner, entry.session_id, entry.epoch, entry.open)
         except Exception as error:
             self._host.refuse(stream_id, entry.session_id, entry.epoch, self._host.faults.failure(error))
             return

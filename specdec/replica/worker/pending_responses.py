@@ -17,7 +17,7 @@ from specdec.replica.bridge.frames import EnginePort, FrameKind, report_unit
 from specdec.replica.worker.errors import SessionFailure, stream_status
 from specdec.replica.worker.role import Wire
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.message_sizes import cut, frame_bytes, most_bytes, most_entry_bytes
+from specdec.wire.message_sizes import frame_bytes, frame_slices, most_bytes, most_entry_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class PendingResponses:
         if len(message) <= most:
             return [message]
         kept, sizes = self._that_fit(stream_id, stream, results, too_large)
-        messages = [self._wire.response(results=kept[piece]).SerializeToString() for piece in cut(sizes, most)]
+        messages = [self._wire.response(results=kept[piece]).SerializeToString() for piece in frame_slices(sizes, most)]
         return [first.SerializeToString(), *messages] if first.ByteSize() else messages
 
     def _that_fit(

@@ -15,7 +15,7 @@ class Role(Protocol[SessionT]):
     Once a turn, after all arrived frames, the loop calls `absorb_proposals`, then `wait_s`, and `step` if one is due.
     """
 
-    def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> SessionT:
+    def open_session(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> SessionT:
         """Make a session; raises SessionFailure."""
 
     def position(self, session: SessionT) -> int:
@@ -27,7 +27,7 @@ class Role(Protocol[SessionT]):
     def owner_message(self, owner: Owner, message: Any) -> None:
         """Handle a frame's fields besides its entries."""
 
-    def close(self, session: SessionT) -> None:
+    def close_session(self, session: SessionT) -> None:
         """Free what the session holds."""
 
     def update_pause(self, session: SessionT) -> None:

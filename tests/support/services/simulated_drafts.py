@@ -86,10 +86,10 @@ class SimulatedTarget:
         self.ends: dict[str, int] = {}
         """Where the proposal that reaches furthest ends, by session id."""
 
-    def open(self, session: Session) -> None:
+    def open_session(self, session: Session) -> None:
         session.target.opened(self)
 
-    def close(self, session: Session, reason: str) -> None:
+    def close_session(self, session: Session, reason: str) -> None:
         self.ends.pop(session.session_id, None)
 
     def relay(self, session: Session, proposal: bytes) -> None:
@@ -178,7 +178,7 @@ class World:
             detokenizers=self._detokenizers,
         )
         session.request.start([session])
-        self.loop.open(session, self.target, draft)
+        self.loop.open_session(session, self.target, draft)
         return session
 
     def at(self, due_s: float, do: Callable[[], object]) -> None:

@@ -9,8 +9,8 @@ import pytest
 from google.rpc import code_pb2
 
 from specdec.constraints.grammar.compiler import GrammarCompiler
-from specdec.constraints.grammar.failure import GrammarError
 from specdec.constraints.limits import MAX_CHOICES, MAX_CONSTRAINT_BYTES
+from specdec.constraints.limits.faults import GrammarError
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.grammars import compiled, follower, ids, json_schema, wait_for
 from tests.support.for_each import for_each

@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry
 
 from specdec.constraints.grammar.awaited import AwaitedGrammars
 from specdec.constraints.grammar.compiler import GrammarCompiler
-from specdec.constraints.grammar.failure import GrammarError
 from specdec.constraints.grammar.figures import GrammarFigures, reason_of
 from specdec.constraints.grammar.follower import GrammarFollower
+from specdec.constraints.limits.faults import GrammarError
 from specdec.replica.worker.engine_gauges import EngineGauges
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2 as pb

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from specdec.constraints.grammar.compiler import GrammarCompiler
-from specdec.constraints.grammar.failure import GrammarError
 from specdec.constraints.grammar.follower import GrammarFollower, NodeMask
+from specdec.constraints.limits.faults import GrammarError
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.grammars import EOS, TOKENIZER, compiled, follower, ids, json_schema
 

@@ -9,10 +9,10 @@ import pytest
 from google.rpc import code_pb2
 
 from specdec.constraints.grammar.compiler import GrammarCompiler
-from specdec.constraints.grammar.failure import GrammarError
 from specdec.constraints.grammar.follower import GrammarFollower
 from specdec.constraints.grammar.structural_tags import SpecialTokens
 from specdec.constraints.limits import MAX_CONSTRAINT_BYTES, fault_of
+from specdec.constraints.limits.faults import GrammarError
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.grammars import EOS, TOKENIZER, VOCAB_SIZE, compiled, follower, ids, wait_for
 from tests.support.for_each import for_each

@@ -37,29 +37,29 @@ def ids(text: str) -> list[int]:
 
 def test_tokens_past_a_stop_string_are_not_kept() -> None:
     output = ChoiceOutput(Letters(), ["cd"])
-    assert output.take(ids("abc")).text == "ab"
-    step = output.take(ids("dzz"), Finish(pb.FINISH_REASON_LENGTH))
+    assert output.take_tokens(ids("abc")).text == "ab"
+    step = output.take_tokens(ids("dzz"), Finish(pb.FINISH_REASON_LENGTH))
     assert (step.num_kept, step.text) == (1, "")
     assert step.finish == Finish(pb.FINISH_REASON_STOP, stop_string="cd")
 
 
 def test_text_held_back_for_a_stop_string_comes_out_when_the_choice_ends_otherwise() -> None:
     output = ChoiceOutput(Letters(), ["cd"])
-    step = output.take(ids("abc"), Finish(pb.FINISH_REASON_LENGTH))
+    step = output.take_tokens(ids("abc"), Finish(pb.FINISH_REASON_LENGTH))
     assert (step.num_kept, step.text) == (3, "abc")
 
 
 def test_a_stop_string_before_min_tokens_is_text() -> None:
     output = ChoiceOutput(Letters(), ["b"], min_tokens=3)
-    assert output.take(ids("ab")).text == "ab"
-    step = output.take(ids("cb"))
+    assert output.take_tokens(ids("ab")).text == "ab"
+    step = output.take_tokens(ids("cb"))
     assert (step.num_kept, step.text) == (2, "c")
 
 
 @pytest.mark.parametrize(("keep", "text"), [(False, "ab"), (True, "abz")])
 def test_a_stop_tokens_text_is_left_out_unless_stops_are_kept(keep: bool, text: str) -> None:
     output = ChoiceOutput(Letters(), [], keep_stop=keep)
-    step = output.take(ids("abz"), Finish(pb.FINISH_REASON_STOP, stop_token_id=25))
+    step = output.take_tokens(ids("abz"), Finish(pb.FINISH_REASON_STOP, stop_token_id=25))
     assert (step.num_kept, step.text) == (3, text)
 
 
@@ -84,7 +84,7 @@ def stream(
     output, kept, text = ChoiceOutput(Letters(), stops, min_tokens=4), 0, ""
     borders = [c for c in cuts if c < ends] + [ends]
     for start, end in zip([0, *borders], borders, strict=False):
-        step = output.take(token_ids[start:end], finish if end == ends else None)
+        step = output.take_tokens(token_ids[start:end], finish if end == ends else None)
         kept, text = kept + step.num_kept, text + step.text
         if step.finish is not None:
             return kept, text, step.finish

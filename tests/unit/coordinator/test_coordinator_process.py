@@ -11,8 +11,8 @@ import pytest
 from pydantic import SecretStr
 
 from specdec.config import CoordinatorSettings
-from specdec.coordinator.processes.child import CoordinatorProcess, as_json, reserved_port
-from specdec.coordinator.processes.supervisor import process_settings
+from specdec.coordinator.child_process import CoordinatorProcess, as_json, reserved_port
+from specdec.coordinator.supervisor import process_settings
 from specdec.service.listening import StartupFailed
 
 HOST = "127.0.0.1"

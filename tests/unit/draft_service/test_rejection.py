@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 
 from specdec.config import DraftSettings
 from specdec.config.drafter_options import NgramOptions
-from specdec.draft_service.plain.recorder import PlainRecorder
-from specdec.draft_service.plain.role import PlainDrafting
-from specdec.draft_service.plain.session import PlainSession
+from specdec.draft_service.modelless.metrics import ModellessRecorder
+from specdec.draft_service.modelless.role import ModellessDrafting
+from specdec.draft_service.modelless.session import ModellessSession
 from specdec.drafting.interface import Capabilities, Context, Offer, Room
 from specdec.drafting.registry import make_drafter
 from specdec.replica.worker.sessions import Owner
@@ -52,18 +52,18 @@ class PlainDraft:
     """A draft service's role, told what the target has committed, and heard whenever it proposes."""
 
     def __init__(self, identity: pb.ModelIdentity, likely: Sequence[int]) -> None:
-        self.heard = Heard[PlainSession]()
+        self.heard = Heard[ModellessSession]()
         settings = DraftSettings(drafters=(NgramOptions(),), target="127.0.0.1:1", max_sessions=NUM_SAMPLES)
-        recorder = PlainRecorder(DraftMetrics(CollectorRegistry()))
+        recorder = ModellessRecorder(DraftMetrics(CollectorRegistry()))
         drafters = [Oracle(likely), make_drafter(NgramOptions(prompt_lookup_min=1))]
-        self.role = PlainDrafting(self.heard, drafters, identity, settings, recorder)  # type: ignore[arg-type]
-        self._sessions: dict[str, PlainSession] = {}
+        self.role = ModellessDrafting(self.heard, drafters, identity, settings, recorder)  # type: ignore[arg-type]
+        self._sessions: dict[str, ModellessSession] = {}
 
     def propose(self, session_id: str, body: pb.OpenSession, tokens: list[int]) -> list[bytes]:
         """What it has to say after these tokens."""
         session = self._sessions.get(session_id)
         if session is None:
-            session = self.role.open(Owner("o", 0, 1), session_id, 1, body)
+            session = self.role.open_session(Owner("o", 0, 1), session_id, 1, body)
             self._sessions[session_id] = session
             self.heard.sessions.add(session)
         known = session.num_committed

@@ -7,10 +7,10 @@ from prometheus_client import CollectorRegistry
 
 from specdec.config import DraftSettings
 from specdec.config.drafter_options import NgramOptions
-from specdec.draft_service.plain.proposals import main_chain, merged, named
-from specdec.draft_service.plain.recorder import PlainRecorder
-from specdec.draft_service.plain.role import PlainDrafting
-from specdec.draft_service.plain.session import PlainSession
+from specdec.draft_service.modelless.metrics import ModellessRecorder
+from specdec.draft_service.modelless.proposals import main_chain, merged, named
+from specdec.draft_service.modelless.role import ModellessDrafting
+from specdec.draft_service.modelless.session import ModellessSession
 from specdec.drafting.interface import Capabilities, Context, Drafter, Offer, Room
 from specdec.drafting.registry import make_drafter
 from specdec.replica.worker.errors import SessionFailure
@@ -41,18 +41,18 @@ class Broken:
 
 class World:
     def __init__(self, *drafters: Drafter) -> None:
-        self.heard = Heard[PlainSession]()
+        self.heard = Heard[ModellessSession]()
         settings = DraftSettings(drafters=(NgramOptions(),), target="127.0.0.1:1", max_ahead_tokens=4)
-        recorder = PlainRecorder(DraftMetrics(CollectorRegistry()))
+        recorder = ModellessRecorder(DraftMetrics(CollectorRegistry()))
         made = [*drafters, make_drafter(NgramOptions())]
-        self.role = PlainDrafting(self.heard, made, IDENTITY, settings, recorder)  # type: ignore[arg-type]
+        self.role = ModellessDrafting(self.heard, made, IDENTITY, settings, recorder)  # type: ignore[arg-type]
 
-    def open(self, *, rejection: bool = False, max_tokens: int = 20) -> PlainSession:
+    def open(self, *, rejection: bool = False, max_tokens: int = 20) -> ModellessSession:
         body = pb.OpenSession(token_ids=TEXT, num_prompt_tokens=len(TEXT))
         body.sampling.temperature, body.sampling.top_p, body.sampling.repetition_penalty = 1.0, 1.0, 1.0
         body.sampling.max_tokens = max_tokens
         body.verify_mode = pb.VERIFY_MODE_REJECTION if rejection else pb.VERIFY_MODE_COUPLED
-        session = self.role.open(Owner("o", 0, 1), "s", 1, body)
+        session = self.role.open_session(Owner("o", 0, 1), "s", 1, body)
         self.heard.sessions.add(session)
         return session
 

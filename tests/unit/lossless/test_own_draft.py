@@ -175,7 +175,7 @@ def test_a_prompt_that_is_too_long_for_the_draft_is_decoded_plainly(plainly: Pla
 def test_what_is_not_known_of_a_session_is_no_fault(own: LocalPair) -> None:
     draft: LocalDraft = own.local_draft
     draft.commit("unknown", 0, [1], suspend=False)
-    draft.close("unknown")
+    draft.close_session("unknown")
     assert not draft.is_off
 
 

@@ -14,7 +14,7 @@ FLOORS = {
         coordinator draft_service gateway target_service
     """,
     "specdec.commands": """
-        addresses field_flags keys request_options shipped_pair views
+        field_flags keys request_options shipped_pair views
         connection errors health measuring
         drafters generate inputs models
         debug up
@@ -84,8 +84,8 @@ FLOORS = {
         grammar
     """,
     "specdec.constraints.grammar": """
-        failure structural_tags
-        figures source
+        figures structural_tags
+        source
         checker checker_child follower
         compiler
         awaited
@@ -105,7 +105,9 @@ FLOORS = {
         connections generation
         servicer
         service
-        processes
+        child_main
+        child_process
+        supervisor
         __main__
     """,
     "specdec.coordinator.intake": """
@@ -119,11 +121,11 @@ FLOORS = {
     """,
     "specdec.draft_service": """
         __main__ target_facts
-        model_process plain
+        model_process modelless
         worker
     """,
-    "specdec.draft_service.plain": """
-        proposals recorder session
+    "specdec.draft_service.modelless": """
+        metrics proposals session
         role
         process
     """,
@@ -258,7 +260,7 @@ FLOORS = {
         worker
     """,
     "specdec.target_service.admission": """
-        admission opening
+
     """,
     "specdec.target_service.api": """
         answers session

@@ -245,4 +245,4 @@ def test_processes_that_services_start_are_followed() -> None:
     assert {"specdec.replica.bridge.engine_child", "specdec.target_service.model_process"} <= set(
         foreign_imports(ROOT, PACKAGES, "specdec.target_service.__main__")
     )
-    assert "specdec.coordinator.processes.child_main" in foreign_imports(ROOT, PACKAGES, "specdec.coordinator.__main__")
+    assert "specdec.coordinator.child_main" in foreign_imports(ROOT, PACKAGES, "specdec.coordinator.__main__")

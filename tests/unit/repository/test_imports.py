@@ -115,7 +115,7 @@ def test_servicer_processes_load_no_tensors(service: str) -> None:
 
 def test_a_draft_without_a_model_needs_nothing_that_models_need() -> None:
     assert (
-        libraries_loaded_by("specdec.draft_service.plain.process", (*TENSORS, "numpy", "llguidance", "accelerate"))
+        libraries_loaded_by("specdec.draft_service.modelless.process", (*TENSORS, "numpy", "llguidance", "accelerate"))
         == ""
     )
 

@@ -15,8 +15,8 @@ from specdec.wire.message_sizes import (
     MAX_PROPOSAL_BYTES,
     MIN_MESSAGE_BYTES,
     MOST_MESSAGE_BYTES,
-    cut,
     frame_bytes,
+    frame_slices,
     most_bytes,
     most_entry_bytes,
     opening_bytes,
@@ -34,7 +34,7 @@ UINT32_MAX = 2**32 - 1
 def test_frames_have_all_entries_in_order_and_are_bounded_unless_one_alone_is_larger(
     sizes: list[int], most: int
 ) -> None:
-    frames = list(cut(sizes, most))
+    frames = list(frame_slices(sizes, most))
     assert [index for frame in frames for index in range(frame.start, frame.stop)] == list(range(len(sizes)))
     for frame in frames:
         size = sum(sizes[frame]) + ENTRY_OVERHEAD_BYTES * (frame.stop - frame.start)
@@ -44,7 +44,7 @@ def test_frames_have_all_entries_in_order_and_are_bounded_unless_one_alone_is_la
 
 @given(st.lists(st.integers(1, 300), min_size=1), st.integers(310, 2000))
 def test_no_frame_could_have_taken_the_first_entry_of_the_next(sizes: list[int], most: int) -> None:
-    frames = list(cut(sizes, most))
+    frames = list(frame_slices(sizes, most))
     for frame, after in itertools.pairwise(frames):
         size = sum(sizes[frame]) + ENTRY_OVERHEAD_BYTES * (frame.stop - frame.start)
         assert size + sizes[after.start] + ENTRY_OVERHEAD_BYTES > most

@@ -12,7 +12,7 @@ from specdec.config import TargetSettings
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.sequence import Sequence
 from specdec.replica.worker.sessions import Owner
-from specdec.target_service.admission.opening import new_session
+from specdec.target_service.admission import new_session
 from specdec.target_service.masks import MaskFilling
 from specdec.target_service.sample_and_walk import Candidate, decide
 from specdec.target_service.session import TargetSession

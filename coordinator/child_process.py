@@ -16,7 +16,7 @@ import structlog
 from pydantic import SecretStr
 
 from specdec.config import CoordinatorSettings
-from specdec.coordinator.processes.child_main import SERVING_LINE, ChildInstructions
+from specdec.coordinator.child_main import SERVING_LINE, ChildInstructions
 from specdec.service.listening import StartupFailed, bound_sockets
 from specdec.telemetry import forget_gauges
 from specdec.wire.settings import join_address
@@ -51,7 +51,7 @@ class CoordinatorProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "specdec.coordinator.processes.child_main", str(self.index)),
+                *(sys.executable, "-m", "specdec.coordinator.child_main", str(self.index)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=environment,

@@ -13,9 +13,9 @@ from typing import Any
 import structlog
 
 from specdec.config import DraftSettings
-from specdec.draft_service.plain.proposals import Named, main_chain, make_proposal, merged, named
-from specdec.draft_service.plain.recorder import PlainRecorder
-from specdec.draft_service.plain.session import Part, PlainSession, new_session
+from specdec.draft_service.modelless.metrics import ModellessRecorder
+from specdec.draft_service.modelless.proposals import Named, main_chain, make_proposal, merged, named
+from specdec.draft_service.modelless.session import ModellessSession, Part, new_session
 from specdec.drafting.endpoints.drafter import EndpointSession, OpenAiApi
 from specdec.drafting.interface import Drafter, Room
 from specdec.drafting.role.commits import CommitConflict, check_no_commit_is_lost, num_known
@@ -30,16 +30,16 @@ _POLL_S = 0.004
 _log = structlog.get_logger("specdec.draft")
 
 
-class PlainDrafting:
+class ModellessDrafting:
     """Follows commits and proposes what its drafters offer."""
 
     def __init__(
         self,
-        host: SessionHost[PlainSession],
+        host: SessionHost[ModellessSession],
         drafters: Sequence[Drafter],
         identity: pb.ModelIdentity,
         settings: DraftSettings,
-        recorder: PlainRecorder,
+        recorder: ModellessRecorder,
     ) -> None:
         self._host = host
         self._drafters = list(drafters)
@@ -52,7 +52,7 @@ class PlainDrafting:
             api.on_fault = recorder.api_fault
         recorder.serves(identity)
 
-    def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> PlainSession:
+    def open_session(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> ModellessSession:
         """Check and admit a session. Raises SessionFailure, which names the field."""
         check_room(len(self._host.sessions), self._settings.max_sessions)
         session = new_session(owner, session_id, epoch, body, self._identity, self._settings)
@@ -67,11 +67,11 @@ class PlainDrafting:
         self._recorder.opened()
         return session
 
-    def position(self, session: PlainSession) -> int:
+    def position(self, session: ModellessSession) -> int:
         """Number of committed tokens."""
         return session.num_committed
 
-    def entry(self, session: PlainSession, kind: str, body: Any) -> None:
+    def entry(self, session: ModellessSession, kind: str, body: Any) -> None:
         """Take a commit. Raises SessionFailure if it leaves a gap or contradicts an earlier one."""
         if kind != "commit":
             return
@@ -83,7 +83,7 @@ class PlainDrafting:
     def owner_message(self, owner: Owner, message: Any) -> None:
         """Ignored: an offer costs almost nothing, so depth does not depend on load."""
 
-    def close(self, session: PlainSession) -> None:
+    def close_session(self, session: ModellessSession) -> None:
         """End the drafters' parts."""
         for part in session.parts:
             try:
@@ -93,14 +93,14 @@ class PlainDrafting:
         session.parts.clear()
         self._recorder.closed()
 
-    def update_pause(self, session: PlainSession) -> None:
+    def update_pause(self, session: ModellessSession) -> None:
         """Stop endpoint calls while the session's owner cannot be reached; propose again afterwards."""
         if session.may_step:
             session.is_due = True
         else:
             self._quieten(session)
 
-    def resend(self, session: PlainSession, seen: pb.AttachedSession) -> None:
+    def resend(self, session: ModellessSession, seen: pb.AttachedSession) -> None:
         """Propose again: the last proposal may be lost. Raises SessionFailure if commits were lost."""
         check_no_commit_is_lost(session.num_committed, seen)
         session.told, session.is_due = (0, 0, False), True
@@ -137,7 +137,7 @@ class PlainDrafting:
             num_waiting_tokens=0,
         )
 
-    def _commit(self, session: PlainSession, start: int, token_ids: list[int]) -> None:
+    def _commit(self, session: ModellessSession, start: int, token_ids: list[int]) -> None:
         try:
             overlap = num_known(session.token_ids, session.num_committed, start, token_ids, self._identity.vocab_size)
         except CommitConflict:
@@ -147,7 +147,7 @@ class PlainDrafting:
         session.committed_at_s = time.monotonic()
         session.is_due = True
 
-    def _propose(self, session: PlainSession) -> None:
+    def _propose(self, session: ModellessSession) -> None:
         depth = min(session.max_depth, session.most_tokens - session.num_committed)
         room = Room(self._settings.max_proposal_nodes, depth)
         offers: list[Named] = []
@@ -175,7 +175,7 @@ class PlainDrafting:
         self._recorder.proposal(told[1], waited_s)
         self._host.emit(session, proposal=proposal.SerializeToString())
 
-    def _quieten(self, session: PlainSession) -> None:
+    def _quieten(self, session: ModellessSession) -> None:
         """Close paid streams that cannot be used now."""
         for api in _apis(session):
             api.close(session.context)
@@ -190,9 +190,9 @@ class PlainDrafting:
             session.parts = [part for part in session.parts if part.name != name]
 
 
-def _may_propose(session: PlainSession) -> bool:
+def _may_propose(session: ModellessSession) -> bool:
     return session.may_step and not session.is_suspended and session.max_depth > 0
 
 
-def _apis(session: PlainSession) -> list[EndpointSession]:
+def _apis(session: ModellessSession) -> list[EndpointSession]:
     return [part.drafter for part in session.parts if isinstance(part.drafter, EndpointSession)]

@@ -1,4 +1,4 @@
-"""One of several coordinator processes: `python -m specdec.coordinator.processes.child_main INDEX`.
+"""One of several coordinator processes: `python -m specdec.coordinator.child_main INDEX`.
 
 `CoordinatorProcess` starts it. It reads its instructions from standard input, and prints a line when it serves. The
 argument is only for people who list processes.

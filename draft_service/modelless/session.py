@@ -22,7 +22,7 @@ class Part:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class PlainSession(EngineSession):
+class ModellessSession(EngineSession):
     """One choice of a request, as the drafters see it."""
 
     context: Context
@@ -52,14 +52,14 @@ class PlainSession(EngineSession):
 
 def new_session(
     owner: Owner, session_id: str, epoch: int, body: pb.OpenSession, identity: pb.ModelIdentity, settings: DraftSettings
-) -> PlainSession:
+) -> ModellessSession:
     """Check an OpenSession and make its session. Raises SessionFailure, which names the field."""
     eos = tuple(identity.eos_token_ids)
     check_open(body, vocab_size=identity.vocab_size, max_model_len=identity.max_model_len, eos_token_ids=eos)
     params = sampling_params(body, eos)
     wanted = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
     token_ids = list(body.token_ids)
-    return PlainSession(
+    return ModellessSession(
         session_id=session_id,
         epoch=epoch,
         owner=owner,

@@ -9,7 +9,7 @@ from specdec.v1 import common_pb2 as pb
 _DIGEST_DIGITS = 12
 
 
-class PlainRecorder:
+class ModellessRecorder:
     """Updates a draft's metrics, except those of steps, caches and grammars."""
 
     def __init__(self, metrics: DraftMetrics) -> None:

@@ -8,9 +8,9 @@ from prometheus_client import REGISTRY
 from specdec import __version__
 from specdec.config import DraftSettings
 from specdec.config.drafter_options import OpenAiApiOptions
-from specdec.draft_service.plain.recorder import PlainRecorder
-from specdec.draft_service.plain.role import PlainDrafting
-from specdec.draft_service.plain.session import PlainSession
+from specdec.draft_service.modelless.metrics import ModellessRecorder
+from specdec.draft_service.modelless.role import ModellessDrafting
+from specdec.draft_service.modelless.session import ModellessSession
 from specdec.draft_service.target_facts import NoTargetFacts, TargetFacts, ask_target
 from specdec.drafting.endpoints.drafter import OpenAiApi
 from specdec.drafting.interface import Drafter
@@ -24,7 +24,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.wire.tls_files import TlsFilesBroken
 
 
-def run_plain(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
+def run_modelless(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
     """Propose until the servicer ends or says stop."""
     try:
         facts = ask_target(settings)
@@ -38,8 +38,8 @@ def run_plain(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
         max_message_bytes=settings.max_message_bytes,
         drafters=[drafter.name for drafter in drafters],
     )
-    host: SessionHost[PlainSession] = make_host(port, settings, wire, info)
-    role = PlainDrafting(host, drafters, info.identity, settings, PlainRecorder(DraftMetrics(REGISTRY)))
+    host: SessionHost[ModellessSession] = make_host(port, settings, wire, info)
+    role = ModellessDrafting(host, drafters, info.identity, settings, ModellessRecorder(DraftMetrics(REGISTRY)))
     structlog.get_logger("specdec.draft").info("plain_draft", drafters=list(info.drafters), target=settings.target)
     serve(port, settings, wire, info, host, role)
 

@@ -28,7 +28,7 @@ from pydantic import SecretStr
 
 from specdec import __version__
 from specdec.config import CoordinatorSettings
-from specdec.coordinator.processes.child import CoordinatorProcess, reserved_port
+from specdec.coordinator.child_process import CoordinatorProcess, reserved_port
 from specdec.coordinator.servicer import SERVICE_NAME
 from specdec.service.listening import StartupFailed
 from specdec.service.metrics_endpoint import metrics_endpoint

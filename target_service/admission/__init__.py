@@ -1,1 +1,0 @@
-"""From what an owner opens to a sequence in the engine."""
