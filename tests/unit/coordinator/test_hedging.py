@@ -272,10 +272,10 @@ async def test_what_comes_from_an_earlier_opening_is_dropped_though_another_draf
     one, two = world.drafts(FAST_S, FAST_S)
     session = world.open(one)
     first_epoch = session.drafting.epoch_at(one)
-    one.close(session, "for the test")
-    two.open(session)
-    two.close(session, "for the test")
-    one.open(session)
+    one.close_session(session, "for the test")
+    two.open_session(session)
+    two.close_session(session, "for the test")
+    one.open_session(session)
     assert session.drafting.epoch_at(one) > first_epoch
 
 
