@@ -35,10 +35,10 @@ from bench.pairs import resolve_pair
 from bench.prompts import held_out_prompts
 from bench.report import file_name, versions
 from bench.round.stamps import STAGES, Key, between, read_stamps, rounds
-from specdec.commands.measuring.figures import spread
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report, machine
 from specdec.commands.measuring.requests import Sampling, run_group
+from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.tables import Table
 from specdec.commands.up.cluster import Cluster
 
