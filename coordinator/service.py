@@ -284,7 +284,7 @@ class CoordinatorService:
         except KeyFileInvalid as error:
             raise StartupFailed(f"api_keys_file: {self._settings.api_keys_file} {error}") from error
         if not self._settings.serves_tls:
-            _log.warning("api_keys_without_tls", note="keys travel unencrypted: set tls_dir or tls_cert_file")
+            _log.warning("api_keys_without_tls", note="keys travel unencrypted: set tls_dir")
 
     def _build_journal(self, is_shared: bool) -> Journal:
         settings = JournalSettings(

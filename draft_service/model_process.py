@@ -21,7 +21,7 @@ from specdec.wire.tls_files import TlsFilesBroken
 
 
 def run_model(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
-    """Draft until the servicer goes or says stop."""
+    """Draft until the servicer ends or says stop."""
     recorder = DraftRecorder(DraftMetrics(REGISTRY))
     texts: list[Translated] = []
 

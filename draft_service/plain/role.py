@@ -176,7 +176,7 @@ class PlainDrafting:
         self._host.emit(session, proposal=proposal.SerializeToString())
 
     def _quieten(self, session: PlainSession) -> None:
-        """Close paid streams while nobody can use them."""
+        """Close paid streams that cannot be used now."""
         for api in _apis(session):
             api.close(session.context)
 

@@ -95,12 +95,12 @@ def text_pieces(text: str, most: int) -> Iterator[str]:
 
 
 def uint32(value: float) -> int:
-    """The nearest number that a uint32 field holds; 0 for what is no number. Protobuf raises for others."""
+    """The nearest value of a uint32 field; 0 for NaN. Protobuf raises for others."""
     if math.isnan(value):
         return 0
     return int(min(max(value, 0), UINT32_MAX))
 
 
 def microseconds(seconds: float) -> int:
-    """A time for a uint32 field of microseconds: 71 minutes are the most it can say."""
+    """A time for a uint32 field of microseconds, at most 71 minutes."""
     return uint32(seconds * 1e6)

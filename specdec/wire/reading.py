@@ -33,10 +33,10 @@ _CONTINUES = 0x80
 _T = TypeVar("_T")
 _ChannelT = TypeVar("_ChannelT", grpc.Channel, grpc.aio.Channel)
 _NEVER = {grpc.StatusCode.OK.value[0], grpc.StatusCode.UNKNOWN.value[0]}
-"""No engine ends a stream well, nor without a reason."""
+"""Codes that no sound engine sends: it ends a stream only with an error and a reason."""
 _ERROR_CODES = {code.value[0] for code in grpc.StatusCode} - _NEVER
 _MOST_BYTES = 4096
-"""A peer that is sent more in its trailers sees none of it."""
+"""Bytes of a status, at most: gRPC drops larger trailers."""
 _log = structlog.get_logger(__name__)
 
 
@@ -223,14 +223,14 @@ class _ParsingChannel:
 
 
 def abort_status(payload: bytes) -> status_pb2.Status:
-    """The status in a STREAM_ABORT frame, cut to what trailers hold; Internal where it is no error's. Never raises."""
+    """The status in a STREAM_ABORT frame, cut to the size of trailers; Internal if it is no error. Never raises."""
     try:
         status = status_pb2.Status.FromString(payload)
     except DecodeError:
         status = status_pb2.Status()
     if status.code not in _ERROR_CODES:
         _log.warning("abort_without_status", code=status.code, num_bytes=len(payload))
-        return to_status(Internal("the engine ended the stream, and did not say why", reason="MALFORMED_ANSWER"))
+        return to_status(Internal("the engine ended the stream without a reason", reason="MALFORMED_ANSWER"))
     if status.ByteSize() > _MOST_BYTES:
         status.message = cut(status.message)
         if status.ByteSize() > _MOST_BYTES:

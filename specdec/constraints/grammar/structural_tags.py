@@ -1,8 +1,8 @@
 """Turns a structural tag into llguidance's grammars: one Lark grammar, and others for its parts.
 
 Free text before an end is one lazy lexeme, which stops at the first complete end. Before a special token, which no text
-contains, it is a greedy lexeme. Regular expressions before the end of a tag are written likewise. See "Tool calling" in
-the description of llguidance's syntax (https://github.com/guidance-ai/llguidance).
+contains, it is a greedy lexeme. Regular expressions before the end of a tag are written in the same way. See "Tool
+calling" in the description of llguidance's syntax (https://github.com/guidance-ai/llguidance).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Drafts a block of tokens in one pass, with masks for unknown tokens (PARD, arXiv:2504.18583).
 
-A model trained for it predicts at a mask the token after it, from the tokens before the masks. The masks hang below a
-head's last token as nodes that are never accepted, so that no committed token attends to one.
+A model trained for it predicts at a mask the token after it, from the tokens before the masks. The masks are nodes
+below a head's last token that are never accepted, so that no committed token attends to one.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from specdec.v1 import common_pb2 as pb
 
 _MOST_FAULTS = 3
 _NEVER_BRANCHES = 2.0
-"""A score that no guess reaches: branches prepare for a verdict, and here none is computed meanwhile."""
+"""A score that no guess reaches: branches prepare for a pending verdict, and here there is none."""
 _ROUND_WEIGHT = 0.1
 """Weight of a new observation in a round's mean time."""
 _log = structlog.get_logger("specdec.replica.worker")

@@ -201,7 +201,7 @@ def test_secret_is_not_shown_by_repr() -> None:
         (["--metrics-tls"], "metrics_tls needs tls_dir"),
         (["--redis-tls-dir", "/none"], "redis_tls_dir needs redis_url"),
         (["--redis-url=rediss://h:1", "--redis-tls-dir=/none"], "redis_tls_dir: the folder /none has no file ca.crt"),
-        (["--engine-cores", "3-1"], "counts down"),
+        (["--engine-cores", "3-1"], "a falling range"),
         (["--engine-cores", "some"], "not auto, off or a list"),
     ],
 )
