@@ -97,12 +97,12 @@ helm:
 # In an environment of its own: it pins what it needs.
 $(CHECKOV):
 	@"$(PYTHON)" -m venv .tools/checkov
-	.tools/checkov/bin/pip install --quiet --disable-pip-version-check checkov==$(CHECKOV_VERSION)
+	.tools/checkov/bin/pip install --quiet --no-compile --disable-pip-version-check checkov==$(CHECKOV_VERSION)
 
 # The same.
 $(SCHEMATHESIS):
 	@"$(PYTHON)" -m venv .tools/schemathesis
-	.tools/schemathesis/bin/pip install --quiet --disable-pip-version-check schemathesis==$(SCHEMATHESIS_VERSION)
+	.tools/schemathesis/bin/pip install --quiet --no-compile --disable-pip-version-check schemathesis==$(SCHEMATHESIS_VERSION)
 
 .tools/clients/%/.installed: tests/clients/%.txt $(STAMP)
 	@tests/clients/install.sh $*
@@ -111,7 +111,7 @@ $(COMPOSE):
 	@tests/install-docker-compose.sh .tools
 
 .PHONY: tools
-tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(CHECKOV) $(SCHEMATHESIS) $(COMPOSE) $(CLIENTS)  ## Install buf, helm, checkov, clients of the gateway and others in .tools.
+tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(SCHEMATHESIS) $(COMPOSE) $(CLIENTS)  ## Install buf, helm, clients of the gateway and others in .tools.
 
 # $(1): programs; what is missing is installed, from the Debian package that has it.
 define install_programs
@@ -176,7 +176,7 @@ test-isa: $(STAMP)  ## Run the tests of numerics under each instruction set that
 	@$(BIN)/python -m tests.support.engine.isa_selections $(ISA_ARGS)
 
 .PHONY: test-long
-test-long: $(STAMP) tools servers $(LONG_CLIENTS)  ## Run the tests that take minutes.
+test-long: $(STAMP) tools servers $(CHECKOV) $(LONG_CLIENTS)  ## Run the tests that take minutes.
 	@$(BIN)/pytest tests -m "long and not gpu" --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
 
 .PHONY: defects
