@@ -12,7 +12,7 @@ from specdec.engine.outputs import ItemOutput, StepOutput
 from specdec.engine.tree import TokenTree
 from specdec.replica.worker.host import SessionHost
 from specdec.target_service.admission.admission import Admission
-from specdec.target_service.decide import Candidate, Undecided
+from specdec.target_service.sample_and_walk import Candidate, Undecided
 from specdec.target_service.session import TargetSession
 
 

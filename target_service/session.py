@@ -13,7 +13,7 @@ from specdec.replica.worker.sessions import EngineSession
 from specdec.target_service.policy.acceptance import OwnRecord
 from specdec.target_service.policy.gate_state import GateState
 from specdec.target_service.policy.hold_off import HoldOff, MissRecord
-from specdec.target_service.policy.marginal_gains import Asked
+from specdec.target_service.policy.marginal_gains import DrafterCall
 from specdec.target_service.policy.urgency import urgency
 from specdec.target_service.prompt_logprobs import PromptLogprobs
 from specdec.target_service.tree.speculation_tree import ReadProposal, SpeculationTree
@@ -102,7 +102,7 @@ class TargetSession(EngineSession):
     """Text that its client expects."""
     own_records: dict[str, OwnRecord] = field(default_factory=dict)
     """What became of what each source proposed for it."""
-    asked: list[Asked] = field(default_factory=list)
+    drafter_calls: list[DrafterCall] = field(default_factory=list)
     """Calls of the target's own sources for its next step."""
     num_walks: int = 0
     """Steps that have decided tokens of it."""

@@ -14,35 +14,33 @@ from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
 from specdec.replica.worker.build import BuiltEngine
-from specdec.replica.worker.clamping import microseconds
 from specdec.replica.worker.errors import constraint_failure, non_finite_logits
 from specdec.replica.worker.host import SessionHost
-from specdec.replica.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
+from specdec.replica.worker.isolation import FaultIsolation, IsolatedSteps, each_or_halves
 from specdec.replica.worker.opening import check_room
 from specdec.replica.worker.sessions import Owner
 from specdec.target_service.admission.admission import Admission
 from specdec.target_service.admission.opening import new_session, sources_of
 from specdec.target_service.candidates import CandidateReader
-from specdec.target_service.commits import Commits
-from specdec.target_service.decide import Candidate, Decision, Undecided, decide
+from specdec.target_service.committing import Commits
 from specdec.target_service.masks import MaskFilling, worth_a_thread_s
 from specdec.target_service.pacing.pacing import Pacing
 from specdec.target_service.policy.gate_state import Phase
 from specdec.target_service.proposals.gathering import Gathering
 from specdec.target_service.proposals.intake import ProposalIntake
+from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
-from specdec.target_service.proposals.panel import DrafterPanel
 from specdec.target_service.proposals.swap import POLL_S as SWAP_POLL_S
 from specdec.target_service.proposals.swap import DrafterSwap
-from specdec.target_service.records.metrics import TargetRecorder
-from specdec.target_service.records.progress import describe_progress, due_for_progress
-from specdec.target_service.records.recording import StepRecording
+from specdec.target_service.records.metrics import StepRecording, TargetRecorder
 from specdec.target_service.records.step_record import StepObserver, StepRecord
 from specdec.target_service.records.trace import trace_end, trace_preemptions
+from specdec.target_service.sample_and_walk import Candidate, Decision, Undecided, decide
 from specdec.target_service.session import SessionState, TargetSession
-from specdec.target_service.turns import TurnTimes
-from specdec.target_service.verdicts import end_position
+from specdec.target_service.turn_times import TurnTimes
+from specdec.target_service.verdicts import describe_progress, due_for_progress, end_position
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import microseconds
 
 _BESIDE_SHARE = 0.75
 """For so much of a step's expected time frames are taken while a device computes it: sampling is to be launched before
@@ -72,7 +70,7 @@ class Verifier:
         self._identity = built.info.identity
         self._settings = settings
         self._recorder = recorder
-        self._apart = ApartTurns[TargetSession](lambda session: session.num_tokens)
+        self._apart = FaultIsolation[TargetSession](lambda session: session.num_tokens)
         self._masks = MaskFilling(worth_a_thread_s(self._identity.device))
         self._pass_keys: list[bytes] = []
         """Of the sessions that the last pass was for."""
@@ -81,26 +79,26 @@ class Verifier:
         self._recording = StepRecording(recorder)
         host.before_send = self._recording.write
         self._admission = Admission(host.sessions, built.engine, built.grammars, self._fault)
-        self._turns = TurnTimes(self._own_draft, self._admission.by_seq.values())
+        self._order = TurnTimes(self._own_draft, self._admission.by_seq.values())
         self._compiler = built.grammars
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._admission, self._fault)
         heads = None if built.model is None else HeadTarget(built.model, built.engine, built.sampler)
-        self.panel = DrafterPanel(settings.drafters, recorder, heads)
+        self.local_drafters = LocalDrafters(settings.drafters, recorder, heads)
         """The drafters of its own; they may be changed while sessions run."""
         hold_off_ms = 0.0 if self._own_draft.is_there else settings.hold_off_ms
         # With heads it is known only now which steps are captured, and whether that went well.
         self.pacing = Pacing(hold_off_ms, is_gated=settings.adaptive_speculation, row_edges=built.row_edges)
         self.pacing.gate.computes_prompts = self._own_draft.is_there
-        self._swap = DrafterSwap(self.panel, host.answers, self._on_drafters, settings.load_timeout_s)
+        self._swap = DrafterSwap(self.local_drafters, host.answers, self._on_drafters, settings.load_timeout_s)
         host.answers.handler = self._swap
         self._intake = ProposalIntake(host, recorder)
-        self._proposals = Gathering(host, self._own_draft, self.panel, self._intake, recorder, self._fault)
-        self._commits = Commits(host, built.engine, recorder, self.close, self._own_draft, self.panel)
+        self._proposals = Gathering(host, self._own_draft, self.local_drafters, self._intake, recorder, self._fault)
+        self._commits = Commits(host, built.engine, recorder, self.close, self._own_draft, self.local_drafters)
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
             self._record,
-            lambda step: self._turns.observe(step, self.pacing),
+            lambda step: self._order.observe(step, self.pacing),
         )
         recorder.serves(self._identity)
 
@@ -117,7 +115,7 @@ class Verifier:
             body,
             identity=self._identity,
             settings=settings,
-            drafters=self.panel.names,
+            drafters=self.local_drafters.names,
             now_s=time.monotonic(),
             piece_bytes=self._host.piece_bytes(owner),
         )
@@ -150,7 +148,7 @@ class Verifier:
         if session.trace is not None:
             trace_end(session.trace, session)
         self._own_draft.closed(session)
-        self.panel.closed(session)
+        self.local_drafters.closed(session)
         self._admission.end(session)
         if not (session.sent and session.sent[-1].finish_reason):
             self._recorder.aborted()
@@ -193,18 +191,18 @@ class Verifier:
             num_waiting_tokens=self._engine.num_waiting_tokens(),
             draft_credit=credit,
             step_us=microseconds(self.pacing.clock.rows.predict(max(1, stats.running))),
-            drafters=pb.DrafterNames(names=self.panel.names, options=self.panel.told_options),
+            drafters=pb.DrafterNames(names=self.local_drafters.names, options=self.local_drafters.told_options),
         )
 
     # --- steps
 
     def absorb_proposals(self, now_s: float) -> None:
         """A turn begins: proposals that have arrived join their trees, and the next step's hold-offs are planned."""
-        self._turns.due_at_s = now_s
+        self._order.due_at_s = now_s
         self._swap.poll()
         self._admission.poll()
         self._proposals.draft(self._admission.ready(), self.pacing)
-        self._turns.began_s = time.monotonic()
+        self._order.began_s = time.monotonic()
         self._proposals.gather(self._admission.ready(), self.pacing, now_s)
         for group in self._groups():
             try:
@@ -227,14 +225,14 @@ class Verifier:
         groups = self._groups()
         group, only = groups[0], None
         if len(groups) > 1:
-            group = next((each for each in groups if self.pacing.wait_s(each, self._turns.due_at_s) == 0), group)
+            group = next((each for each in groups if self.pacing.wait_s(each, self._order.due_at_s) == 0), group)
             only = {session.seq.seq_id for session in group}
         self._apart.take(group)
         if self._host.sends_later and any(session.state is SessionState.PREFILL for session in group):
             self._host.send_results()  # kernels of a prompt are launched one by one: nobody waits for that
         self._host.sends_later = False
         try:
-            self.pacing.count_vain_waits(group, self._turns.due_at_s)
+            self.pacing.count_vain_waits(group, self._order.due_at_s)
             chosen = self.pacing.choose_trees(group, started_s)
         except Exception as error:
             chosen = self._give_up_trees(group, error)
@@ -260,10 +258,10 @@ class Verifier:
         decisions = each_or_halves(
             candidates, decide_some, lambda candidate, error: self._fault(candidate.session, error)
         )
-        self.panel.read(decisions)
-        self.panel.charge(decisions, output.num_tokens, self.pacing.clock.rows)
+        self.local_drafters.read(decisions)
+        self.local_drafters.charge(decisions, output.num_tokens, self.pacing.clock.rows)
         self._recorder.masks(self._masks.fill_s, self._masks.wait_s)
-        self.panel.feed(output, decisions, by_seq)
+        self.local_drafters.feed(output, decisions, by_seq)
         elapsed_s = time.monotonic() - started_s
         record = StepRecord.of(
             output,
@@ -271,18 +269,18 @@ class Verifier:
             by_seq,
             self.pacing.gate,
             preempted=preempted,
-            due_at_s=self._turns.due_at_s,
+            due_at_s=self._order.due_at_s,
             elapsed_s=elapsed_s,
         )
         for decision in decisions:
             try:
-                self._commits.commit(decision, self.pacing, started_s, elapsed_s, self._turns.due_at_s)
+                self._commits.commit(decision, self.pacing, started_s, elapsed_s, self._order.due_at_s)
             except Exception as error:
                 self._fault(decision.candidate.session, error)
         for each in undecided:
             self._fail_undecided(each)
         self._host.sends_later = self._steps_at_once()
-        record.turn_s = time.monotonic() - self._turns.began_s
+        record.turn_s = time.monotonic() - self._order.began_s
         for observe in self._observers:
             observe(record)
 
@@ -301,7 +299,7 @@ class Verifier:
 
     def _steps_at_once(self) -> bool:
         """Whether the next step can be launched before what this one decided is sent: nothing drafts here first."""
-        if self._engine.launch_pass is None or self._own_draft.is_there or self.panel.has_drafters:
+        if self._engine.launch_pass is None or self._own_draft.is_there or self.local_drafters.has_drafters:
             return False
         return bool(self._admission.ready())
 
@@ -368,5 +366,5 @@ class Verifier:
         for name in new:
             self.pacing.expectations.forget(name)
         for session in self._host.sessions:
-            session.sources = sources_of(session.body, session.wanted_drafters, self.panel.names)
+            session.sources = sources_of(session.body, session.wanted_drafters, self.local_drafters.names)
             session.gate = None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.tree import ROOT
 from specdec.target_service.policy.acceptance import Acceptance, OwnRecord
-from specdec.target_service.policy.marginal_gains import Asked, Left, MarginalGains
+from specdec.target_service.policy.marginal_gains import DrafterCall, Headroom, MarginalGains
 from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.session import TargetSession
 from specdec.target_service.tree.speculation_tree import Node
@@ -40,7 +40,7 @@ class Expectations:
         for node, parent, depth in zip(session.tree.nodes, tokens.parents, tokens.depths, strict=True):
             if depth > max_depth:
                 rate = 0.0
-            elif is_rejection and not node.is_passing:
+            elif is_rejection and not node.is_local:
                 # What is verified must not depend on the tokens drawn, so not on their scores either.
                 rate = self.acceptance.depth_rate
             else:
@@ -57,30 +57,30 @@ class Expectations:
 
     # --- sources
 
-    def left_to_gain(self, session: TargetSession) -> Left:
+    def headroom(self, session: TargetSession) -> Headroom:
         """Tokens that the session's next step could accept beyond what is expected of its tree."""
         limit = most_accepted(session)
         if not len(session.tree):
-            return Left(limit, limit)
+            return Headroom(limit, limit)
         scores = self.path_scores(session, limit)
-        return Left(max(0.0, limit - sum(sorted(scores, reverse=True)[:limit])), limit)
+        return Headroom(max(0.0, limit - sum(sorted(scores, reverse=True)[:limit])), limit)
 
     def worth_per_s(self, source: str, cost_s: float, limit: int) -> float:
         """Tokens that a source gains per second that asking it takes, where nobody has proposed anything yet."""
-        return self.marginal.expected(source, Left(limit, limit)) / max(cost_s, _LEAST_COST_S)
+        return self.marginal.expected(source, Headroom(limit, limit)) / max(cost_s, _LEAST_COST_S)
 
-    def is_worth_asking(self, source: str, asks: Iterable[tuple[TargetSession, Left]], cost_s: float) -> bool:
+    def is_worth_asking(self, source: str, asks: Iterable[tuple[TargetSession, Headroom]], cost_s: float) -> bool:
         """Whether one call for all these sessions, which takes so long, gains more tokens than are decoded meanwhile.
 
         Who is asked first always is: whether that pays, others decide. So is everybody in rejection mode, where what is
         proposed must not depend on tokens that were drawn, and now and then.
         """
         gained = 0.0
-        for session, left in asks:
+        for session, headroom in asks:
             is_first = not len(session.tree) or session.mode is VerifyMode.REJECTION
-            if left.limit and (is_first or session.num_walks % _ASK_ALL_STEPS == 0):
+            if headroom.limit and (is_first or session.num_walks % _ASK_ALL_STEPS == 0):
                 return True
-            gained += self.marginal.expected(source, left)
+            gained += self.marginal.expected(source, headroom)
         return gained > cost_s * self.tokens_per_s
 
     def observe_rate(self, num_tokens: int, turn_s: float) -> None:
@@ -101,7 +101,7 @@ class Expectations:
         branched: dict[int, bool] = {}
         for node in chosen:
             parent = session.tree.tokens.parents[node]
-            if parent in reached and not session.tree.nodes[node].is_passing:
+            if parent in reached and not session.tree.nodes[node].is_local:
                 branched[parent] = branched.get(parent, False) or node in accepted
         for went_on in branched.values():
             self.acceptance.observe_depth(went_on)
@@ -126,9 +126,9 @@ class Expectations:
 
     def _observe_sources(self, session: TargetSession, accepted: Set[int]) -> None:
         if session.grammar is None:  # what is dropped from a tree has its nodes numbered anew
-            for asked in session.asked:
-                self.marginal.observe(asked, accepted)
-        session.asked.clear()
+            for call in session.drafter_calls:
+                self.marginal.observe(call, accepted)
+        session.drafter_calls.clear()
 
     def forget(self, source: str) -> None:
         """Another one has its name."""
@@ -136,9 +136,9 @@ class Expectations:
         self.marginal.forget(source)
 
 
-def note_asked(session: TargetSession, source: str, left: Left, num_nodes_before: int) -> None:
+def note_call(session: TargetSession, source: str, headroom: Headroom, num_nodes_before: int) -> None:
     """A source was asked for a session, whose tree had so many nodes before, when so much was left to be gained."""
-    session.asked.append(Asked(source, left, range(num_nodes_before, len(session.tree))))
+    session.drafter_calls.append(DrafterCall(source, headroom, range(num_nodes_before, len(session.tree))))
 
 
 def most_accepted(session: TargetSession) -> int:

@@ -238,7 +238,7 @@ class Pacing:
         """Whether there is no need to wait for a draft: it has proposed something, or others offer a token at least."""
         tree = session.tree
         return len(tree) > 0 and (
-            not tree.is_passing or sum(self.expectations.path_scores(session, session.max_nodes)) >= _ENOUGH_TOKENS
+            not tree.is_local or sum(self.expectations.path_scores(session, session.max_nodes)) >= _ENOUGH_TOKENS
         )
 
 

@@ -68,9 +68,9 @@ class SpeculationGate:
     _num_at_once: int = 1
     """Sessions that are probed together: twice as many after each probe that found a gain."""
     _min_gain_tokens: float = 0.0
-    _priced_for: int = 0
+    _demanded_for: int = 0
     """Sessions that this is of; 0: steps were observed since."""
-    _node_price: float = 0.0
+    _node_tokens: float = 0.0
     """Tokens of the batch that could be decoded while one more node is verified."""
 
     def admit(self, kind: str, now_s: float) -> GateState:
@@ -120,7 +120,7 @@ class SpeculationGate:
         state.is_measured = True
         state.num_without_acceptance = 0 if num_accepted else state.num_without_acceptance + 1
         weight = WEIGHT if state.phase is Phase.ON else 1 / state.num_counted
-        gain = num_accepted - num_nodes * self._node_price
+        gain = num_accepted - num_nodes * self._node_tokens
         state.gain += weight * (gain - state.gain)
         self._learn(state.kind, gain, WEIGHT)
         if not self.is_gating:
@@ -168,7 +168,7 @@ class SpeculationGate:
         if not states:
             return
         self.expect(len(states))
-        self._priced_for = 0
+        self._demanded_for = 0
         speculate = [
             is_free or self.is_open(state)
             for state, is_free in zip(states, are_free or [False] * len(states), strict=True)
@@ -184,7 +184,7 @@ class SpeculationGate:
             return
         plain_s = self.clock.plain_s(len(states))
         if plain_s is not None:
-            self._node_price = len(states) * row_s / plain_s
+            self._node_tokens = len(states) * row_s / plain_s
             self._book(states, speculate, num_tokens, step_s, plain_s)
             self._hold_to_bounds({state.kind for state in states if state is not None}, waiting, plain_s, now_s)
         if self._references.num_left:
@@ -258,9 +258,9 @@ class SpeculationGate:
 
     def _pays(self, gain: float, speed_up: float) -> bool:
         """Whether `gain` accepted tokens per step, at what they cost at the present load, are so much faster."""
-        if self._priced_for != self._num_sessions:
+        if self._demanded_for != self._num_sessions:
             self._min_gain_tokens = self.clock.min_gain_tokens(self._num_sessions)
-            self._priced_for = self._num_sessions
+            self._demanded_for = self._num_sessions
         return 1 + gain >= speed_up * (1 + self._min_gain_tokens)
 
     def _learn(self, kind: str, gain: float, weight: float) -> None:

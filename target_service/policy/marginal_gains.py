@@ -20,7 +20,7 @@ _DECAY = 0.98
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Headroom:
     """What one more source could gain in a step."""
 
     tokens: float
@@ -30,11 +30,11 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DrafterCall:
     """A call of one source, for one session and step."""
 
     source: str
-    left: Left
+    headroom: Headroom
     """When it was asked."""
     new_nodes: range
     """Of the session's tree: those that nobody had proposed."""
@@ -43,7 +43,7 @@ class Asked:
 @dataclass(slots=True)
 class _Band:
     gained: float = _PRIOR_SHARE * _PRIOR_TOKENS
-    left: float = _PRIOR_TOKENS
+    headroom: float = _PRIOR_TOKENS
 
 
 @dataclass(slots=True)
@@ -54,21 +54,21 @@ class MarginalGains:
         default_factory=lambda: defaultdict(lambda: [_Band() for _ in range(_NUM_BANDS)])
     )
 
-    def expected(self, source: str, left: Left) -> float:
+    def expected(self, source: str, headroom: Headroom) -> float:
         """Tokens that a call of `source` brings where so many are left to be gained."""
-        band = self._bands[source][_band_of(left)]
-        return left.tokens * band.gained / band.left
+        band = self._bands[source][_headroom_band(headroom)]
+        return headroom.tokens * band.gained / band.headroom
 
-    def observe(self, asked: Asked, accepted: Set[int]) -> None:
+    def observe(self, call: DrafterCall, accepted: Set[int]) -> None:
         """A step is over for which a source was asked; `accepted`: nodes of the tree."""
-        band = self._bands[asked.source][_band_of(asked.left)]
-        band.gained = band.gained * _DECAY + sum(node in accepted for node in asked.new_nodes)
-        band.left = band.left * _DECAY + asked.left.tokens
+        band = self._bands[call.source][_headroom_band(call.headroom)]
+        band.gained = band.gained * _DECAY + sum(node in accepted for node in call.new_nodes)
+        band.headroom = band.headroom * _DECAY + call.headroom.tokens
 
     def forget(self, source: str) -> None:
         """Another one has its name."""
         self._bands.pop(source, None)
 
 
-def _band_of(left: Left) -> int:
-    return max(0, min(int(_NUM_BANDS * left.tokens / left.limit), _NUM_BANDS - 1)) if left.limit > 0 else 0
+def _headroom_band(headroom: Headroom) -> int:
+    return max(0, min(int(_NUM_BANDS * headroom.tokens / headroom.limit), _NUM_BANDS - 1)) if headroom.limit > 0 else 0

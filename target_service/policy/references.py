@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specdec.target_service.policy.budget import SHARE
-from specdec.target_service.policy.step_clock import LEAST_STEPS, StepClock, band_of
+from specdec.target_service.policy.step_clock import LEAST_STEPS, StepClock, load_band
 
 _NUM_STEPS = 8
 """Steps of a reference."""
@@ -36,7 +36,7 @@ class Settling:
 
 @dataclass(slots=True)
 class References:
-    """One at a time, and for each number of sessions, as `band_of` has them, as often as the budget's share allows."""
+    """One at a time, and for each number of sessions, as `load_band` has them, as often as the budget allows."""
 
     num_left: int = 0
     """Steps of the one that is under way."""
@@ -47,7 +47,7 @@ class References:
         """Begin one if it is due. A step of so many sessions has speculated."""
         plain_s = clock.plain_s(num_sessions)
         if plain_s is None:
-            due_s = self._due_s.setdefault(band_of(num_sessions), now_s + LEAST_STEPS * step_s)
+            due_s = self._due_s.setdefault(load_band(num_sessions), now_s + LEAST_STEPS * step_s)
         else:
             due_s = clock.plain_seen_s(num_sessions) + (_SETTLING_S + _NUM_STEPS * plain_s) / SHARE
         if now_s < due_s:

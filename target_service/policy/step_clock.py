@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from specdec.target_service.policy.means import WEIGHT, Mean
 from specdec.target_service.policy.step_time import StepTimeModel
 
-_PRIOR_PRICE, _PRIOR_WEIGHT = 0.05, 0.01
+_PRIOR_MIN_GAIN, _PRIOR_WEIGHT = 0.05, 0.01
 """Share of a plain step that speculation of all sessions adds to it, before any was measured; and the weight of that
 against one step in which all speculate."""
 LEAST_STEPS = 3
@@ -42,10 +42,10 @@ class _Band:
         self.products_s = kept * self.products_s + share * believed_s
         return believed_s
 
-    def price(self) -> float:
+    def min_gain_tokens(self) -> float:
         """Least squares, through no cost at no share."""
         cost = self.products_s / self.plain_s.value - self.shares
-        return max(0.0, (cost + _PRIOR_WEIGHT * _PRIOR_PRICE) / (self.squares + _PRIOR_WEIGHT))
+        return max(0.0, (cost + _PRIOR_WEIGHT * _PRIOR_MIN_GAIN) / (self.squares + _PRIOR_WEIGHT))
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class StepClock:
 
         Returns what is believed of that: a machine that stood still says nothing of speculation.
         """
-        band = self._bands.setdefault(band_of(num_sessions), _Band())
+        band = self._bands.setdefault(load_band(num_sessions), _Band())
         if share > 0:
             return band.observe_speculating(share, turn_s)
         band.plain_seen_s = now_s
@@ -68,12 +68,12 @@ class StepClock:
 
     def plain_s(self, num_sessions: int) -> float | None:
         """Seconds of a step of `num_sessions` in which nobody speculates; None: not measured."""
-        band = self._measured(band_of(num_sessions))
+        band = self._measured(load_band(num_sessions))
         return None if band is None else band.plain_s.value
 
     def plain_seen_s(self, num_sessions: int) -> float:
         """When such a step was last seen."""
-        band = self._measured(band_of(num_sessions))
+        band = self._measured(load_band(num_sessions))
         return -math.inf if band is None else band.plain_seen_s
 
     def expected_plain_s(self, num_sessions: int) -> float:
@@ -87,17 +87,17 @@ class StepClock:
         If all speculate a step takes ``1 + min_gain_tokens`` times as long as if none does. What was not measured at a
         load is taken from the nearest one.
         """
-        wanted = band_of(num_sessions)
+        wanted = load_band(num_sessions)
         known = [number for number in self._bands if self._measured(number) is not None]
         if not known:
-            return _PRIOR_PRICE
-        return self._bands[min(known, key=lambda number: abs(number - wanted))].price()
+            return _PRIOR_MIN_GAIN
+        return self._bands[min(known, key=lambda number: abs(number - wanted))].min_gain_tokens()
 
     def _measured(self, number: int) -> _Band | None:
         band = self._bands.get(number)
         return band if band is not None and band.plain_s.num_seen >= LEAST_STEPS else None
 
 
-def band_of(num_sessions: int) -> int:
+def load_band(num_sessions: int) -> int:
     """Numbers of sessions that are taken for the same: each up to four, then two bands for each doubling."""
     return num_sessions if num_sessions <= 4 else 4 + math.ceil(2 * math.log2(num_sessions / 4))

@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from specdec.drafting.interface import DrawReader
-from specdec.target_service.decide import Decision
 from specdec.target_service.proposals.deadline import Deadline, Overdue
-from specdec.target_service.proposals.part import DrafterPart
+from specdec.target_service.proposals.session_drafters import DrafterInSession
+from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import TargetSession
 
 
 def tell_drawn(
     decisions: Sequence[Decision],
     readers: Collection[str],
-    parts_of: Callable[[TargetSession], Iterable[DrafterPart]],
+    drafters_of: Callable[[TargetSession], Iterable[DrafterInSession]],
     deadline: Deadline,
 ) -> list[tuple[str, BaseException]]:
     """Tell the drafters named that were asked for the step. Returns those that failed, with their errors."""
     failed: dict[str, BaseException] = {}
     for decision in decisions if readers else ():
-        for part in parts_of(decision.candidate.session):
-            if part.name not in readers or part.name in failed or part.step is None:
+        for drafter in drafters_of(decision.candidate.session):
+            if drafter.name not in readers or drafter.name in failed or drafter.step is None:
                 continue
-            reader: DrawReader = part.drafter  # type: ignore[assignment]
+            reader: DrawReader = drafter.proposer  # type: ignore[assignment]
             try:
                 with deadline:
                     reader.drawn(_drawn(decision))
             except (Exception, Overdue) as error:
-                failed[part.name] = error
+                failed[drafter.name] = error
     return list(failed.items())
 
 

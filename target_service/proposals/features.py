@@ -9,7 +9,7 @@ import torch
 
 from specdec.drafting.heads.session import Features
 from specdec.engine.outputs import ItemOutput, StepOutput
-from specdec.target_service.decide import Decision
+from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import TargetSession
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.replica.worker.host import SessionHost
-from specdec.target_service.pacing.expectations import most_accepted, note_asked
+from specdec.target_service.pacing.expectations import most_accepted, note_call
 from specdec.target_service.pacing.pacing import Pacing
 from specdec.target_service.proposals.intake import ProposalIntake
 from specdec.target_service.proposals.legal import drop_illegal, hang_forced
+from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
-from specdec.target_service.proposals.panel import DrafterPanel
 from specdec.target_service.records.metrics import TargetRecorder
 from specdec.target_service.session import SessionState, TargetSession
 from specdec.wire.sampling_params import VerifyMode
@@ -28,14 +28,14 @@ class Gathering:
         self,
         host: SessionHost[TargetSession],
         own_draft: OwnDraft,
-        panel: DrafterPanel,
+        local_drafters: LocalDrafters,
         intake: ProposalIntake,
         recorder: TargetRecorder,
         fault: Callable[[TargetSession, Exception], None],
     ) -> None:
         self._host = host
         self._own_draft = own_draft
-        self._panel = panel
+        self._local_drafters = local_drafters
         self._intake = intake
         self._recorder = recorder
         self._fault = fault
@@ -67,9 +67,9 @@ class Gathering:
             if session.state is SessionState.ENDED:
                 continue
             if session.session_id in self._own_draft.asked:
-                left, num_nodes = pacing.expectations.left_to_gain(session), len(session.tree)
+                headroom, num_nodes = pacing.expectations.headroom(session), len(session.tree)
                 self._absorb(session, pacing, now_s)
-                note_asked(session, DRAFT_MODEL, left, num_nodes)
+                note_call(session, DRAFT_MODEL, headroom, num_nodes)
             elif session.arrived is not None:
                 self._absorb(session, pacing, now_s)
         self._own_draft.asked.clear()
@@ -81,7 +81,7 @@ class Gathering:
         self._try(session, lambda one: self._intake.absorb(one, pacing, now_s))
 
     def _ask(self, sessions: Sequence[TargetSession], pacing: Pacing, least_worth: float) -> None:
-        self._panel.propose(sessions, pacing, least_worth)
+        self._local_drafters.propose(sessions, pacing, least_worth)
         for session in sessions:
             if session.grammar is not None:
                 self._try(session, drop_illegal)

@@ -151,7 +151,7 @@ class OwnDraft:
         if self.draft is None or not wanted:
             return 0.0
         expectations = pacing.expectations
-        asks = [(session, expectations.left_to_gain(session)) for session in wanted]
+        asks = [(session, expectations.headroom(session)) for session in wanted]
         if not expectations.is_worth_asking(DRAFT_MODEL, asks, self.cost_s):
             return 0.0
         began_s = time.monotonic()

@@ -20,7 +20,7 @@ from specdec.drafting.interface import Drafter, OfNoUse
 from specdec.engine.errors import ModelLoadError
 from specdec.replica.bridge.engine_answers import EngineAnswers
 from specdec.replica.worker.errors import SessionFailure, invalid
-from specdec.target_service.proposals.panel import DrafterPanel
+from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.v1 import target_pb2
 
 POLL_S = 0.02
@@ -86,14 +86,14 @@ class DrafterSwap:
 
     def __init__(
         self,
-        panel: DrafterPanel,
+        local_drafters: LocalDrafters,
         answers: EngineAnswers,
         on_changed: Callable[[Collection[str]], None],
         load_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_changed` is told after each change which drafters are new; heads may take `load_timeout_s` to load."""
-        self._panel = panel
+        self._local_drafters = local_drafters
         self._answers = answers
         self._on_changed = on_changed
         self._load_timeout_s = load_timeout_s
@@ -112,11 +112,11 @@ class DrafterSwap:
         wanted, timeout_s = self._read(request)
         if self._change is not None:
             raise _busy("the drafters are being set by somebody else")
-        new = [options for options in wanted if not self._panel.has(options)]
+        new = [options for options in wanted if not self._local_drafters.has(options)]
         heads = [options for options in new if isinstance(options, HeadOptions)]
         if heads and self._load is not None and not self._load.is_over:
             raise _busy(f"{self._load.name} was given up, but has not ended to load: until then there is no other head")
-        self._load = _Load(self._panel.make, heads) if heads else self._load
+        self._load = _Load(self._local_drafters.make, heads) if heads else self._load
         self._change = _Change(
             call_id,
             [options.method for options in wanted],
@@ -179,17 +179,19 @@ class DrafterSwap:
             made |= change.load.made
         for options in change.others:
             try:
-                made[options.method] = options, self._panel.make(options)
+                made[options.method] = options, self._local_drafters.make(options)
             except (ModelLoadError, OfNoUse) as error:
                 raise _refused(options.method, error) from error
-        before = self._panel.names
+        before = self._local_drafters.names
         try:
-            self._panel.replace(change.names, made)
+            self._local_drafters.replace(change.names, made)
         except ModelLoadError as error:
             raise _refused("", error) from error
-        _log.info("drafters_set", drafters=self._panel.names, before=before, new=sorted(made))
+        _log.info("drafters_set", drafters=self._local_drafters.names, before=before, new=sorted(made))
         self._on_changed(made)
-        asked = target_pb2.SetDraftersResponse(drafters=self._panel.names, drafter_options=self._panel.told_options)
+        asked = target_pb2.SetDraftersResponse(
+            drafters=self._local_drafters.names, drafter_options=self._local_drafters.told_options
+        )
         self._answers.answer(change.call_id, asked)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from specdec.target_service.decide import Decision
 from specdec.target_service.policy.step_time import StepTimeModel
-from specdec.target_service.proposals.part import DrafterPart
+from specdec.target_service.proposals.session_drafters import DrafterInSession
+from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import TargetSession
 from specdec.target_service.tree.speculation_tree import SpeculationTree
 
@@ -20,23 +20,23 @@ def charge_windows(
     decisions: Sequence[Decision],
     num_rows: int,
     step_time: StepTimeModel,
-    parts_of: Callable[[TargetSession], Iterable[DrafterPart]],
+    drafters_of: Callable[[TargetSession], Iterable[DrafterInSession]],
 ) -> None:
     """Charge drafters that were asked for a step of `num_rows` rows with their windows' rows in it.
 
-    To be called before the decisions are committed. `parts_of` has the drafters of a session.
+    To be called before the decisions are committed. `drafters_of` has the drafters of a session.
     """
     if not any(decision.candidate.session.tree.has_window for decision in decisions):
         return
-    owed: list[tuple[DrafterPart, int]] = []
+    owed: list[tuple[DrafterInSession, int]] = []
     for decision in decisions:
         candidate = decision.candidate
         own = window_rows(candidate.session.tree, candidate.chosen[: candidate.num_nodes])
-        owed += [(part, own[part.name]) for part in parts_of(candidate.session) if own[part.name]]
+        owed += [(drafter, own[drafter.name]) for drafter in drafters_of(candidate.session) if own[drafter.name]]
     each_tokens = row_tokens(num_rows, sum(rows for _, rows in owed), len(decisions), step_time)
-    for part, rows in owed:
-        if part.step is not None:
-            part.step.window_tokens = rows * each_tokens
+    for drafter, rows in owed:
+        if drafter.step is not None:
+            drafter.step.window_tokens = rows * each_tokens
 
 
 def window_rows(tree: SpeculationTree, chosen: Iterable[int]) -> Counter[str]:

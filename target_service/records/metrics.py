@@ -12,6 +12,7 @@ from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.engine.outputs import EngineStats
 from specdec.replica.worker.engine_gauges import EngineGauges
+from specdec.target_service.policy.step_clock import StepClock
 from specdec.target_service.records.step_record import Payoff, StepRecord
 from specdec.target_service.session import TargetSession
 from specdec.target_service.tree.speculation_tree import SpeculationTree
@@ -58,13 +59,13 @@ class TargetRecorder:
         self._engine.serves(identity)
 
     def load(
-        self, stats: EngineStats, num_sessions: int, draft_credit: int, num_suspended: int, price_tokens: float
+        self, stats: EngineStats, num_sessions: int, draft_credit: int, num_suspended: int, min_gain_tokens: float
     ) -> None:
         """Gauges, a few times a second."""
         self._engine.observe(stats, num_sessions)
         self._metrics.draft_credit.set(draft_credit)
         self._metrics.suspended_sessions.set(num_suspended)
-        self._metrics.speculation_price.set(price_tokens)
+        self._metrics.speculation_price.set(min_gain_tokens)
 
     def grammars(self, grammars: GrammarCompiler | None) -> None:
         """What was compiled, a few times a second."""
@@ -204,3 +205,23 @@ class TargetRecorder:
 
 def _alone(label: str) -> tuple[str, ...]:
     return (label,)
+
+
+class StepRecording:
+    """What a step adds to metrics waits until `write`, which costs most of it."""
+
+    def __init__(self, recorder: TargetRecorder) -> None:
+        self._recorder = recorder
+        self._waiting: tuple[StepRecord, Payoff | None] | None = None
+
+    def observe(self, step: StepRecord, clock: StepClock) -> None:
+        """A step is over, and so is its turn. `clock` knows what a plain one takes."""
+        self.write()
+        self._waiting = step, step.payoff(clock.expected_plain_s(len(step.num_committed)))
+
+    def write(self) -> None:
+        """Write what waits, if anything does."""
+        if self._waiting is not None:
+            (step, payoff), self._waiting = self._waiting, None
+            self._recorder.step(step)
+            self._recorder.turn(step.turn_s - step.elapsed_s, payoff)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.engine.outputs import StepOutput
-from specdec.target_service.decide import Decision
 from specdec.target_service.policy.gate import SpeculationGate
 from specdec.target_service.policy.gate_state import GateState
+from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import SessionState, TargetSession
 
 

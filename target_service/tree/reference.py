@@ -1,4 +1,4 @@
-"""All ways of verification on one screen: for one session what `decide.py` and `walk.py` do for many at once.
+"""All ways of verification on one screen: for one session what `sample_and_walk.py` and `walk.py` do for many at once.
 
 It runs in a test only, which holds it equal to the real walk on random trees and logits. ``target`` is the model: from
 the drafted tokens behind the last committed one to logits [V] float32 of the next. ``t`` is the position of the first

@@ -58,7 +58,7 @@ class Node:
     """It is computed for what is drawn there, however unlikely."""
 
     @property
-    def is_passing(self) -> bool:
+    def is_local(self) -> bool:
         """No draft has proposed it."""
         return self.source != DRAFT_MODEL
 
@@ -118,9 +118,9 @@ class SpeculationTree:
         return max([depth for depth, node in depths if node.source == DRAFT_MODEL], default=0)
 
     @property
-    def is_passing(self) -> bool:
+    def is_local(self) -> bool:
         """Whether there is nothing in it that a draft has proposed."""
-        return all(node.is_passing for node in self.nodes)
+        return all(node.is_local for node in self.nodes)
 
     def merge(
         self, proposal: pb.Proposal, committed: list[int], nodes: tuple[list[int], list[int]] | None = None
@@ -174,7 +174,7 @@ class SpeculationTree:
             places.append(node)
         return sum(place is not None for place in places)
 
-    def drop_passing(self) -> int:
+    def drop_local(self) -> int:
         """Drop what no draft has proposed; returns how many nodes that were. What is left is no window any more."""
         if self.has_window:
             self.nodes = [replace(node, is_window=False) if node.is_window else node for node in self.nodes]

@@ -41,7 +41,7 @@ def test_where_the_draft_runs_is_measured_once_and_remembered_and_one_interrupt_
         page_url = up.wait_line("The page").split()[-1]
         with urllib.request.urlopen(page_url) as answer:
             assert answer.headers.get_content_type() == "text/html"
-        url = up.wait_line("OpenAI's API at").split()[3].rstrip(".")
+        url = up.wait_line("OpenAI's API:").split()[2].rstrip(".")
         with urllib.request.urlopen(f"{url}/models") as answer:
             assert json.load(answer)["object"] == "list"
         assert f"curl -N {url}/completions" in up.wait_line("curl")
@@ -76,9 +76,9 @@ async def test_a_stream_goes_on_exactly_while_each_service_dies_and_is_started_a
                     up.service(MODULES[to_kill.pop(0)]).kill()
         assert not to_kill
         for name in REPLICAS_AND_COORDINATOR:
-            died = up.wait_line(f"{name} was killed by SIGKILL; starting it again in 0.25 s. Its log")
+            died = up.wait_line(f"{name} was killed by SIGKILL; restart in 0.25 s. Its log")
             assert "Its log: " in died
-            up.wait_line(f"{name} is started again")
+            up.wait_line(f"{name} is restarted")
             up.wait_line(f"{name} is ready again")
         assert completion.identity == undisturbed.identity
         assert completion.choices[0].finished is not None
@@ -89,7 +89,7 @@ async def test_a_stream_goes_on_exactly_while_each_service_dies_and_is_started_a
 def test_an_interrupt_while_a_service_is_down_stops_everything(tiny_pair: ModelPair) -> None:
     with running_up(tiny_pair) as up:
         up.service("specdec.draft_service").kill()
-        up.wait_line("draft was killed by SIGKILL; starting it again")
+        up.wait_line("draft was killed by SIGKILL; restart")
         children = up.children()
         up.process.send_signal(signal.SIGINT)
         assert up.wait_end() == 130
@@ -110,5 +110,5 @@ def test_a_service_that_can_never_start_again_ends_the_command_with_the_reason(
         output = "\n".join(up.lines)
         assert "error: coordinator ended with exit code 2, 5 times before it was ready" in output
         assert "max_runing" in output
-        assert output.count("coordinator is started again") == 5
+        assert output.count("coordinator is restarted") == 5
         assert psutil.wait_procs(children, timeout=DEADLINE_S)[1] == []

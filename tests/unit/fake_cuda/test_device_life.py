@@ -24,7 +24,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.model import runner as runner_module
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.logit_processors import RowContext
-from specdec.engine.sampling.masks import masked_logits
+from specdec.engine.sampling.restrictions import masked_logits
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler

@@ -20,7 +20,7 @@ from specdec.config.drafter_options import (
 from specdec.drafting.interface import Capabilities, Context, Offer, Room
 from specdec.drafting.registry import make_drafter
 from specdec.target_service.pacing.expectations import Expectations
-from specdec.target_service.policy.marginal_gains import Left
+from specdec.target_service.policy.marginal_gains import Headroom
 from specdec.target_service.policy.step_time import StepTimeModel
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.fickle_gates import Erratic, Spiteful
@@ -71,7 +71,7 @@ def check_set(
         assert_equal(outcome, expected[key])
         assert not outcome.rejected
         assert len(outcome.accepted_by) in (0, outcome.num_accepted)
-    assert pair.verifier.panel.names == names
+    assert pair.verifier.local_drafters.names == names
     return outcomes
 
 
@@ -117,13 +117,13 @@ def test_a_call_that_offered_nothing_is_judged_with_its_step(restored: LocalPair
     num_asked: list[int] = []
 
     def count(pair: LocalPair) -> None:
-        num_asked.extend(len(session.asked) for session in pair.target_host.sessions)
+        num_asked.extend(len(session.drafter_calls) for session in pair.target_host.sessions)
 
     body = open_session(list(range(100, 130)), max_tokens=40, ignore_eos=True, temperature=1.0)
     restored.run({"a": body}, use_draft=False, each_turn=count)
     assert len(num_asked) > 10
     assert max(num_asked) <= 1
-    assert restored.verifier.pacing.expectations.marginal.expected("ngram", Left(8, 8)) < 4.0
+    assert restored.verifier.pacing.expectations.marginal.expected("ngram", Headroom(8, 8)) < 4.0
 
 
 @pytest.mark.long
@@ -204,9 +204,9 @@ def test_drafters_come_and_go_while_sessions_run(restored: LocalPair, plainly: P
     def disturb(pair: LocalPair) -> None:
         name = rng.choice(sorted(EVERY))
         if rng.random() < 0.5:
-            pair.verifier.panel.remove(name)
-        elif name not in pair.verifier.panel.names:
-            pair.verifier.panel.add(name, make_drafter(EVERY[name]))
+            pair.verifier.local_drafters.remove(name)
+        elif name not in pair.verifier.local_drafters.names:
+            pair.verifier.local_drafters.add(name, make_drafter(EVERY[name]))
 
     outcomes = restored.run(opens, use_draft=False, each_turn=disturb)
     assert_all_equal(outcomes, opens, plainly)
@@ -282,10 +282,10 @@ def test_one_that_fails_is_dropped_for_good_and_costs_nobody_a_token(
         plainly(body)
     restored.reset(drafters=[EVERY["ngram"]])
     failing = Failing(FAILURES[failure])
-    restored.verifier.panel.add(failing.name, failing)
+    restored.verifier.local_drafters.add(failing.name, failing)
     outcomes = restored.run(opens, use_draft=False)
     assert_all_equal(outcomes, opens, plainly)
-    assert restored.verifier.panel.names == ["ngram"]
+    assert restored.verifier.local_drafters.names == ["ngram"]
     assert failing.num_calls == 3
     dropped = restored.target_registry.get_sample_value("specdec_target_drafters_dropped_total", {"drafter": "failing"})
     assert dropped == 1

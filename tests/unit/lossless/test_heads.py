@@ -29,7 +29,7 @@ from specdec.drafting.heads.session import HeadAsk
 from specdec.drafting.heads.target import HeadTarget
 from specdec.drafting.interface import Offer
 from specdec.target_service.pacing.expectations import Expectations
-from specdec.target_service.proposals.part import DrafterPart
+from specdec.target_service.proposals.session_drafters import DrafterInSession
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.fickle_gates import Closed
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
@@ -69,7 +69,7 @@ def options(loaded_pair: LocalPair, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture
 def always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a head is asked less on a busy machine, as what it brings is held against the time that it takes."""
-    monkeypatch.setattr(DrafterPart, "judge", lambda part, credit, cost_tokens: None)
+    monkeypatch.setattr(DrafterInSession, "judge", lambda part, credit, cost_tokens: None)
     monkeypatch.setattr(Expectations, "is_worth_asking", lambda expectations, source, asks, cost_s: True)
 
 
@@ -92,7 +92,7 @@ def check(
     outcomes = pair.run(opens, **how)  # type: ignore[arg-type]
     for key, outcome in outcomes.items():
         assert_equal(outcome, expected[key])
-    assert pair.verifier.panel.names == [each.method for each in drafters]
+    assert pair.verifier.local_drafters.names == [each.method for each in drafters]
     return sum(outcome.num_accepted for outcome in outcomes.values())
 
 
@@ -172,10 +172,10 @@ def test_heads_come_and_go_while_sessions_run(
 
     def disturb(pair: LocalPair) -> None:
         name = rng.choice(sorted(heads))
-        if name in pair.verifier.panel.names:
-            pair.verifier.panel.remove(name)
+        if name in pair.verifier.local_drafters.names:
+            pair.verifier.local_drafters.remove(name)
         else:
-            pair.verifier.panel.add(name, heads[name])
+            pair.verifier.local_drafters.add(name, heads[name])
 
     outcomes = restored.run(opens, use_draft=False, each_turn=disturb)
     assert_all_equal(outcomes, opens, plainly)
@@ -217,7 +217,7 @@ def test_a_head_that_fails_in_mid_stream_is_dropped_and_costs_nobody_a_token(
     for body in opens.values():
         plainly(body)
     restored.reset(drafters=[NgramOptions(), options[RIGHT]])
-    head = restored.verifier.panel._drafters["eagle"]
+    head = restored.verifier.local_drafters._drafters["eagle"]
     assert isinstance(head, SerialHead)
     num_calls = 0
     plain_draft = head.draft
@@ -239,7 +239,7 @@ def test_a_head_that_fails_in_mid_stream_is_dropped_and_costs_nobody_a_token(
     head.draft = draft  # type: ignore[method-assign]
     outcomes = restored.run(opens, use_draft=False)
     assert_all_equal(outcomes, opens, plainly)
-    assert restored.verifier.panel.names == ["ngram"]
+    assert restored.verifier.local_drafters.names == ["ngram"]
     assert num_calls == 4
     assert restored.target_built.engine.tap_ids == ()
     dropped = restored.target_registry.get_sample_value("specdec_target_drafters_dropped_total", {"drafter": "eagle"})

@@ -54,12 +54,12 @@ def check(
     outcomes = pair.run(opens, **how)  # type: ignore[arg-type]
     for key, outcome in outcomes.items():
         assert_equal(outcome, expected[key])
-    assert pair.verifier.panel.names == [each.method for each in drafters]
+    assert pair.verifier.local_drafters.names == [each.method for each in drafters]
     return outcomes
 
 
 def drafter(pair: LocalPair) -> LayerSkip:
-    found = pair.verifier.panel._drafters["layer_skip"]
+    found = pair.verifier.local_drafters._drafters["layer_skip"]
     assert isinstance(found, LayerSkip)
     return found
 
@@ -151,7 +151,7 @@ def test_a_set_that_says_nothing_of_the_target_is_switched_off_at_load(restored:
     body = body_of({"prompt": 0, "temperature": 0.0})
     expected = plainly(body)
     restored.reset(drafters=[NgramOptions(), USELESS])
-    assert restored.verifier.panel.names == ["ngram"]
+    assert restored.verifier.local_drafters.names == ["ngram"]
     assert_equal(restored.run({"a": body}, use_draft=False)["a"], expected)
     dropped = {"drafter": "layer_skip"}
     assert restored.target_registry.get_sample_value("specdec_target_drafters_dropped_total", dropped) == 1
@@ -169,7 +169,7 @@ def test_one_whose_guesses_are_never_right_is_switched_off_while_serving(restore
     found._drawing, found.run = None, lambda batch: -run(batch)  # type: ignore[assignment]
     outcomes = restored.run(opens, use_draft=False)
     assert_all_equal(outcomes, opens, plainly)
-    assert restored.verifier.panel.names == []
+    assert restored.verifier.local_drafters.names == []
 
 
 def test_one_that_raises_in_mid_stream_is_dropped_and_costs_nobody_a_token(
@@ -193,7 +193,7 @@ def test_one_that_raises_in_mid_stream_is_dropped_and_costs_nobody_a_token(
 
     found.draft = failing  # type: ignore[method-assign]
     assert_all_equal(restored.run(opens, use_draft=False), opens, plainly)
-    assert restored.verifier.panel.names == ["ngram"]
+    assert restored.verifier.local_drafters.names == ["ngram"]
     assert num_calls == 3
 
 
@@ -201,7 +201,7 @@ def test_one_that_raises_in_mid_stream_is_dropped_and_costs_nobody_a_token(
     ("options", "message"),
     [
         (LayerSkipOptions(exit_layer=10), "exit_layer: 10 is not between 1 and 9"),
-        (LayerSkipOptions(skip_mlp_layers=(12,)), "skip_mlp_layers: the model has layers 0 to 9, and not 12"),
+        (LayerSkipOptions(skip_mlp_layers=(12,)), "skip_mlp_layers: the model has layers 0 to 9, not 12"),
     ],
 )
 def test_layers_that_are_not_there_are_refused_by_name(

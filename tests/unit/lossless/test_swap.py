@@ -81,7 +81,7 @@ def test_sets_that_come_and_go_change_no_token(temperature: float, running: Loca
     rng, calls, seen = random.Random(7), list[int](), set[tuple[str, ...]]()
 
     def disturb(pair: LocalPair) -> None:
-        seen.add(tuple(pair.verifier.panel.names))
+        seen.add(tuple(pair.verifier.local_drafters.names))
         if rng.random() < 0.4 and (not calls or calls[-1] in pair.answers):
             calls.append(pair.call(sets[len(calls) % len(sets)]))
 
@@ -141,7 +141,7 @@ def test_a_head_that_comes_in_mid_stream_guesses_right_though_it_has_not_seen_th
 
 
 def test_what_is_equal_stays_and_what_differs_is_replaced(running: LocalPair) -> None:
-    panel = running.verifier.panel
+    panel = running.verifier.local_drafters
     before = dict(panel._drafters)
     wanted = asked("ngram", {"method": "suffix", "suffix_decoding_max_tree_depth": 9}, "lookahead")
     assert told(running, running.call(wanted)) == ["ngram", "suffix", "lookahead"] == shown(running)
@@ -152,7 +152,7 @@ def test_what_is_equal_stays_and_what_differs_is_replaced(running: LocalPair) ->
 
 
 def test_one_that_was_dropped_comes_back_when_it_is_named_again(running: LocalPair) -> None:
-    panel = running.verifier.panel
+    panel = running.verifier.local_drafters
     panel._drop("suffix", RuntimeError("broken on purpose"))
     assert shown(running) == ["ngram"]
     assert told(running, running.call("ngram,suffix")) == ["ngram", "suffix"]
@@ -167,12 +167,12 @@ def test_what_is_refused_is_named_and_changes_nothing(running: LocalPair, tmp_pa
     (tmp_path / "odd" / "config.json").write_text(
         '{"architectures": 5, "transformer_layer_config": {"hidden_size": []}}'
     )
-    before = dict(running.verifier.panel._drafters)
+    before = dict(running.verifier.local_drafters._drafters)
     bad_fields = {
         "unheard_of": "unheard_of",
         "ngram,ngram": "named twice",
-        "[" * 60_000: "no JSON",
-        '["ngram"': "no JSON",
+        "[" * 60_000: "is not JSON",
+        '["ngram"': "is not JSON",
         "[" + "9" * 5000 + "]": "drafters: ",
         "7,8": "7",
         asked(5): "drafters: ",
@@ -204,7 +204,7 @@ def test_what_is_refused_is_named_and_changes_nothing(running: LocalPair, tmp_pa
         code, reason, message = refusal(running, running.call(text))
         assert (code, reason) == (code_pb2.FAILED_PRECONDITION, "DRAFTER_REFUSED"), message
         assert re.fullmatch(f"drafters: {pattern}.*; nothing is changed", message, re.DOTALL), message
-    assert running.verifier.panel._drafters == before
+    assert running.verifier.local_drafters._drafters == before
     assert running.target_built.engine.tap_ids == ()
 
 
@@ -262,7 +262,7 @@ def test_whoever_leaves_before_it_is_done_has_changed_nothing(running: LocalPair
 def test_a_head_that_was_removed_is_let_go(running: LocalPair) -> None:
     assert told(running, running.call(asked(EAGLE3))) == ["eagle3"]
     running.run({"a": open_session(prompts()[0][:40], max_tokens=20)}, use_draft=False)
-    cache = weakref.ref(running.verifier.panel._drafters["eagle3"].cache)  # type: ignore[attr-defined]
+    cache = weakref.ref(running.verifier.local_drafters._drafters["eagle3"].cache)  # type: ignore[attr-defined]
     assert told(running, running.call("")) == []
     running.answers.clear()
     gc.collect()
@@ -323,7 +323,7 @@ def test_what_is_told_of_drafters_sets_the_same_ones_again(running: LocalPair) -
     assert [each.pop("model", None) for each in options] == [None, EAGLE3["model"], None]
     told = zip(answer.drafters, map(json.loads, answer.drafter_options), strict=True)
     again = [{"method": name, **own} for name, own in told]
-    assert all(map(running.verifier.panel.has, parse_drafters(asked(*again))))
+    assert all(map(running.verifier.local_drafters.has, parse_drafters(asked(*again))))
 
 
 def test_files_of_a_head_are_read_without_a_pass_of_the_target(

@@ -114,14 +114,14 @@ def test_drafters_that_are_set_meanwhile_are_set_when_the_step_is_over(
         client.entry("s", credit=pb.Credit(position=70))
 
     device.meanwhile = once(swap, after=2)
-    device.before_compute = lambda batch: names.append(client.pair.verifier.panel.names)
+    device.before_compute = lambda batch: names.append(client.pair.verifier.local_drafters.names)
     client.entry("s", open=a_session())
     client.turn(3)
     assert names == [[], [], []]
     client.worker._turn()
     client.port.outbox = [frame for frame in client.port.outbox if frame.stream_id != 1000]
     client.turn(60)
-    assert client.pair.verifier.panel.names == ["ngram"]
+    assert client.pair.verifier.local_drafters.names == ["ngram"]
     assert names[3] == ["ngram"]
     assert tokens_of(client) == truth["s"][20:]
 

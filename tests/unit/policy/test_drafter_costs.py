@@ -10,16 +10,16 @@ from specdec.config.drafter_options import LookaheadOptions
 from specdec.drafting.interface import Context
 from specdec.drafting.lookup.lookahead import Lookahead
 from specdec.target_service.policy.step_time import StepTimeModel
-from specdec.target_service.proposals.part import DrafterPart
+from specdec.target_service.proposals.session_drafters import DrafterInSession
 from specdec.target_service.proposals.window import row_tokens, window_rows
 from specdec.target_service.tree.speculation_tree import SpeculationTree
 
 STEPS = 4000
 
 
-def part() -> DrafterPart:
+def part() -> DrafterInSession:
     context = Context([1, 2, 3], 3)
-    return DrafterPart("lookahead", Lookahead(LookaheadOptions()).open(context))
+    return DrafterInSession("lookahead", Lookahead(LookaheadOptions()).open(context))
 
 
 def share_asked(cost_tokens: float, *, hit: float, credit: float = 1.0) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from specdec.target_service.policy.gate import SpeculationGate
 from specdec.target_service.policy.gate_state import Phase
-from specdec.target_service.policy.step_clock import StepClock, band_of
+from specdec.target_service.policy.step_clock import StepClock, load_band
 from tests.support.engine.gated_world import Weather, World
 
 BOUND = 0.97
@@ -228,7 +228,7 @@ def test_costs_are_what_steps_took_longer_by_the_share_that_speculates() -> None
 
 
 def test_bands_grow_with_the_load() -> None:
-    bands = [band_of(number) for number in range(1, 300)]
+    bands = [load_band(number) for number in range(1, 300)]
     assert bands == sorted(bands)
     assert bands[:4] == [1, 2, 3, 4]
     assert len(set(bands)) < 20

@@ -202,7 +202,7 @@ def test_point_masses_of_the_targets_own_drafters_leave_the_distribution(use_dra
     likely = max(exact_distribution(prompts()[1][:17], 3).items(), key=lambda item: item[1])[0]
     drafters = [PredictionOptions(), SuffixOptions(), NgramOptions(prompt_lookup_min=1)]
     check_distribution(pair, REJECTION, 768, drafters=drafters, use_draft=use_draft, prediction=likely)
-    assert pair.verifier.panel.names == ["prediction", "suffix", "ngram"]
+    assert pair.verifier.local_drafters.names == ["prediction", "suffix", "ngram"]
 
 
 ALLOWED = [token for token in range(2, 1200) if token % 3]
@@ -253,13 +253,13 @@ def test_restricted_greedy_sessions_give_the_tokens_of_plain_decoding(kind: str,
 def test_point_masses_of_a_head_leave_the_distribution(pair: LocalPair, tmp_path: Path) -> None:
     head = right_eagle(pair, tmp_path)
     check_distribution(pair, REJECTION, 768, drafters=[head], use_draft=False, least_share=1 / 10)
-    assert pair.verifier.panel.names == ["eagle"]
+    assert pair.verifier.local_drafters.names == ["eagle"]
 
 
 def test_point_masses_of_the_targets_own_layers_leave_the_distribution(pair: LocalPair) -> None:
     chosen = LayerSkipOptions(skip_attention_layers=(9,), skip_mlp_layers=(1, 2, 4, 5, 6))
     check_distribution(pair, REJECTION, 768, drafters=[chosen], use_draft=False)
-    assert pair.verifier.panel.names == ["layer_skip"]
+    assert pair.verifier.local_drafters.names == ["layer_skip"]
 
 
 def test_the_distribution_test_notices_the_drafts_distribution(pair: LocalPair) -> None:

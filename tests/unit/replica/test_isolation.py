@@ -13,7 +13,7 @@ from specdec.drafting.role.session import Guess
 from specdec.engine.errors import KVInvariantError
 from specdec.replica.worker.errors import FaultLog, RankLost, SessionFailure
 from specdec.replica.worker.isolation import each_or_halves
-from specdec.target_service import commits, verifier
+from specdec.target_service import committing, verifier
 from specdec.target_service.pacing.pacing import Pacing
 from specdec.v1 import common_pb2 as pb
 from tests.fuzz.links.worker import open_body, tiny_local_pair
@@ -91,7 +91,7 @@ def test_a_step_that_raises_for_one_session_costs_the_others_nothing(
     check(pair.run(opens(speculate=use_draft), use_draft=use_draft), undisturbed)
 
 
-@pytest.mark.parametrize(("module", "share"), [(verifier, "decide"), (commits, "make_verdict")])
+@pytest.mark.parametrize(("module", "share"), [(verifier, "decide"), (committing, "make_verdict")])
 def test_a_share_that_raises_for_one_session_costs_the_others_nothing(
     pair: LocalPair, monkeypatch: pytest.MonkeyPatch, module: Any, share: str
 ) -> None:

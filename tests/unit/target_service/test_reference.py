@@ -13,8 +13,8 @@ from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.sequence import Sequence
 from specdec.replica.worker.sessions import Owner
 from specdec.target_service.admission.opening import new_session
-from specdec.target_service.decide import Candidate, decide
 from specdec.target_service.masks import MaskFilling
+from specdec.target_service.sample_and_walk import Candidate, decide
 from specdec.target_service.session import TargetSession
 from specdec.target_service.tree import reference
 from specdec.v1 import common_pb2 as pb

@@ -288,7 +288,7 @@ def test_a_window_is_for_one_step_and_what_a_draft_proposed_of_it_stays_as_any_n
     tree.hang("lookahead", [5, 7], [-1, -1], [0.5, 0.5], 0)
     assert tree.has_window
     assert [node.is_window for node in tree.nodes] == [True, False, True]
-    tree.drop_passing()
+    tree.drop_local()
     assert not tree.has_window
     assert tree.tokens.token_ids == [5, 6]
     assert not any(node.is_window for node in tree.nodes)
@@ -298,6 +298,6 @@ def test_who_else_offered_a_drafts_node_is_forgotten_with_the_step_also_where_ev
     tree = tree_of(proposal([5, 6]))
     tree.hang("ngram", [5], [-1], [0.5])
     assert [node.others for node in tree.nodes] == [(("ngram", 0.5),), ()]
-    assert tree.drop_passing() == 0
+    assert tree.drop_local() == 0
     assert [node.others for node in tree.nodes] == [(), ()]
     assert tree.tokens.token_ids == [5, 6]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from google.rpc import code_pb2
 
-from specdec.target_service.proposals.head_desk import HeadDesk
+from specdec.target_service.proposals.head_runner import HeadRunner
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.local_pair import LocalPair, chain, open_session
 from tests.support.engine.targets import PROMPT, a_session
@@ -208,6 +208,6 @@ def test_rows_are_free_up_to_what_steps_are_really_padded_to(
 ) -> None:
     replays = SimpleNamespace(row_edges=(4, 8))
     monkeypatch.setattr(loaded_pair.target_built.model, "replays", replays)
-    monkeypatch.setattr(HeadDesk, "prepare", lambda self: setattr(replays, "row_edges", edges))
+    monkeypatch.setattr(HeadRunner, "prepare", lambda self: setattr(replays, "row_edges", edges))
     loaded_pair.reset()
     assert loaded_pair.verifier.pacing.clock.rows.edges == edges

@@ -132,7 +132,7 @@ def test_offers_are_those_of_the_whole_text_computed_afresh(
         )
         body.cache_salt = b""
     pair.reset(drafters=[PredictionOptions(), options])  # type: ignore[list-item]
-    head: Any = pair.verifier.panel._drafters[options.method]
+    head: Any = pair.verifier.local_drafters._drafters[options.method]
     draft = head.draft
     offered: list[tuple[list[int], Offer]] = []
 
@@ -149,7 +149,7 @@ def test_offers_are_those_of_the_whole_text_computed_afresh(
         for body in opens.values():
             body.cache_salt = f"{name} {is_replayed}".encode()
         outcomes = pair.run(opens, use_draft=False)
-        assert pair.verifier.panel.names == ["prediction", options.method]
+        assert pair.verifier.local_drafters.names == ["prediction", options.method]
         for key, outcome in outcomes.items():
             assert outcome.token_ids == plain[key].token_ids
             assert outcome.num_of("prediction", "num_accepted") > 5

@@ -22,7 +22,7 @@ _FREE_TOKENS = 0.005
 """Calls that cost no more are not worth leaving out."""
 
 
-class PanelRecorder(Protocol):
+class DrafterRecorder(Protocol):
     """Is told what drafters did."""
 
     def asked(self, drafter: str, num_nodes: int, elapsed_s: float) -> None:
@@ -52,11 +52,11 @@ class DrafterStep:
 
 
 @dataclass(slots=True)
-class DrafterPart:
+class DrafterInSession:
     """A drafter's part of a session, and whether it pays."""
 
     name: str
-    drafter: SessionDrafter
+    proposer: SessionDrafter
     wait: int = 0
     """Steps until it is asked again."""
     interval: int = 1
@@ -94,13 +94,13 @@ class DrafterPart:
 
 
 @dataclass(slots=True)
-class Known:
-    """What the panel keeps of a session."""
+class SessionDrafters:
+    """What `LocalDrafters` keeps of a session."""
 
     session: TargetSession
     context: Context
-    parts: list[DrafterPart] = field(default_factory=list)
+    drafters: list[DrafterInSession] = field(default_factory=list)
     asked_at: int = 0
     """Number of its tokens when drafters were last asked."""
     asked: set[str] = field(default_factory=set)
-    """Whose turns were over then."""
+    """Names of drafters that were asked then, or passed over."""

@@ -6,9 +6,9 @@ less, up to every 64th step, and at every step again once a call has brought wha
 computed for itself (lookahead's window) are part of that (`window.py`). One that raises, offers what is no tree, or
 does not return is dropped for good: all sessions go on without it.
 
-Heads over the target's hidden states are told of every step, and asked for all sessions at once (`head_desk.py`).
+Heads over the target's hidden states are told of every step, and asked for all sessions at once (`head_runner.py`).
 
-What is verified of their offers `Pacing` decides, by what became of earlier ones (`policy/source_records.py`).
+What is verified of their offers `Pacing` decides, by what became of earlier ones (`policy/acceptance.py`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ from specdec.drafting.registry import make_drafter
 from specdec.engine.errors import TapRefused
 from specdec.engine.outputs import StepOutput
 from specdec.engine.tree import ROOT
-from specdec.target_service.decide import Decision
-from specdec.target_service.pacing.expectations import most_accepted, note_asked
+from specdec.target_service.pacing.expectations import most_accepted, note_call
 from specdec.target_service.pacing.pacing import Pacing
 from specdec.target_service.policy.step_time import StepTimeModel
+from specdec.target_service.proposals.ask_order import AskOrder
 from specdec.target_service.proposals.deadline import Deadline, Overdue
 from specdec.target_service.proposals.drawn import tell_drawn
-from specdec.target_service.proposals.head_desk import Due, HeadDesk
-from specdec.target_service.proposals.part import DrafterPart, DrafterStep, Known, PanelRecorder
-from specdec.target_service.proposals.turns import Turns
+from specdec.target_service.proposals.head_runner import Due, HeadRunner
+from specdec.target_service.proposals.session_drafters import (
+    DrafterInSession,
+    DrafterRecorder,
+    DrafterStep,
+    SessionDrafters,
+)
 from specdec.target_service.proposals.window import charge_windows
+from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import SessionState, TargetSession
 from specdec.target_service.tree.speculation_tree import Node
 from specdec.wire.sampling_params import VerifyMode
@@ -44,13 +49,13 @@ MOST_CALL_S = 0.25
 _log = structlog.get_logger("specdec.replica.worker")
 
 
-class DrafterPanel:
+class LocalDrafters:
     """Asks drafters for sessions, and tells them what became of it. Without any it does nothing."""
 
     def __init__(
         self,
         options: Iterable[DrafterOptions],
-        recorder: PanelRecorder,
+        recorder: DrafterRecorder,
         target: HeadTarget | None = None,
     ) -> None:
         """`target`: what heads sit on; None where there can be none.
@@ -59,10 +64,10 @@ class DrafterPanel:
         """
         self._drafters: dict[str, Drafter] = {}
         self._options: dict[str, DrafterOptions] = {}
-        self._heads = HeadDesk(target)
+        self._heads = HeadRunner(target)
         self._recorder = recorder
-        self._known: dict[str, Known] = {}
-        self._turns = Turns()
+        self._sessions: dict[str, SessionDrafters] = {}
+        self._order = AskOrder()
         self._deadline = Deadline(MOST_CALL_S)
         for each in options:
             try:
@@ -114,17 +119,17 @@ class DrafterPanel:
         self._drafters[name] = drafter
         if options is not None:
             self._options[name] = options
-        for known in tuple(self._known.values()):
-            self._begin(known, name, drafter)
+        for own in tuple(self._sessions.values()):
+            self._begin(own, name, drafter)
 
     def remove(self, name: str) -> None:
         """Do not ask a drafter any more; what it has offered may still be verified."""
         self._drafters.pop(name, None)
         self._options.pop(name, None)
-        self._turns.forget(name)
+        self._order.forget(name)
         self._heads.remove(name)
-        for known in self._known.values():
-            known.parts = [part for part in known.parts if part.name != name]
+        for own in self._sessions.values():
+            own.drafters = [drafter for drafter in own.drafters if drafter.name != name]
 
     def replace(self, names: Collection[str], made: Mapping[str, tuple[DrafterOptions, Drafter]]) -> None:
         """Ask these drafters from now on, in this order, and no others: those in `made`, also in the place of who has
@@ -153,59 +158,61 @@ class DrafterPanel:
         """
         if not self._drafters:
             return
-        due: list[tuple[TargetSession, Known, Room]] = []
+        due: list[tuple[TargetSession, SessionDrafters, Room]] = []
         for session in sessions:
             if session.state is not SessionState.DECIDED or not pacing.may_offer(session):
                 continue
-            known = self._session(session)
-            if known.asked_at != session.num_tokens:
-                known.asked_at = session.num_tokens
-                known.asked.clear()
+            own = self._session(session)
+            if own.asked_at != session.num_tokens:
+                own.asked_at = session.num_tokens
+                own.asked.clear()
             depth = most_accepted(session)
-            if depth > 0 and len(known.asked) < len(known.parts):
+            if depth > 0 and len(own.asked) < len(own.drafters):
                 room = Room(session.max_nodes, depth, session.mode is VerifyMode.REJECTION)
-                self._ask(session, known, room, pacing, least_worth)
-                due.append((session, known, room))
+                self._ask(session, own, room, pacing, least_worth)
+                due.append((session, own, room))
         for name in self._heads.names:
             self._ask_head(name, due, pacing, least_worth)
 
-    def _ask(self, session: TargetSession, known: Known, room: Room, pacing: Pacing, least_worth: float) -> None:
+    def _ask(
+        self, session: TargetSession, own: SessionDrafters, room: Room, pacing: Pacing, least_worth: float
+    ) -> None:
         if session.mode is VerifyMode.REJECTION and len(session.tree):
             return  # a draft's chain is there: beside it nothing could be verified
         expectations = pacing.expectations
-        for part in self._turns.order(known.parts, room, expectations):
-            if part.name in self._heads.names:
+        for drafter in self._order.order(own.drafters, room, expectations):
+            if drafter.name in self._heads.names:
                 continue
-            left = self._turns.take(part.name, session, known.asked, room, expectations, least_worth)
-            if left is None or not part.is_due():
+            headroom = self._order.take(drafter.name, session, own.asked, room, expectations, least_worth)
+            if headroom is None or not drafter.is_due():
                 continue
             num_before, began_s = len(session.tree), time.monotonic()
             try:
                 with self._deadline:
-                    offer = part.drafter.propose(known.context, room)
+                    offer = drafter.proposer.propose(own.context, room)
                 elapsed_s = time.monotonic() - began_s
                 num_nodes = 0
                 if offer is not None:
                     num_nodes = session.tree.hang(
-                        part.name, offer.token_ids, offer.parents, offer.scores, offer.first_window_node
+                        drafter.name, offer.token_ids, offer.parents, offer.scores, offer.first_window_node
                     )
             except (Exception, Overdue) as error:
-                self._drop(part.name, error)
+                self._drop(drafter.name, error)
                 continue
-            note_asked(session, part.name, left, num_before)
-            part.step = DrafterStep(part.name, num_nodes, elapsed_s=elapsed_s)
-            self._recorder.asked(part.name, num_nodes, elapsed_s)
+            note_call(session, drafter.name, headroom, num_before)
+            drafter.step = DrafterStep(drafter.name, num_nodes, elapsed_s=elapsed_s)
+            self._recorder.asked(drafter.name, num_nodes, elapsed_s)
 
     def _ask_head(
-        self, name: str, due: Iterable[tuple[TargetSession, Known, Room]], pacing: Pacing, least_worth: float
+        self, name: str, due: Iterable[tuple[TargetSession, SessionDrafters, Room]], pacing: Pacing, least_worth: float
     ) -> None:
         worth: list[Due] = []
-        for session, known, room in due:
+        for session, own, room in due:
             if not pacing.may_verify(session):
                 continue  # it takes passes of its own: where speculation does not pay, that is not free
-            left = self._turns.take(name, session, known.asked, room, pacing.expectations, least_worth)
-            if left is not None:
-                worth.append(Due(session, known.parts, room, left))
+            headroom = self._order.take(name, session, own.asked, room, pacing.expectations, least_worth)
+            if headroom is not None:
+                worth.append(Due(session, own.drafters, room, headroom))
         if not worth:
             return
         try:
@@ -213,53 +220,55 @@ class DrafterPanel:
         except (Exception, Overdue) as error:
             self._drop(name, error)
 
-    def _session(self, session: TargetSession) -> Known:
-        known = self._known.get(session.session_id)
-        if known is None:
+    def _session(self, session: TargetSession) -> SessionDrafters:
+        own = self._sessions.get(session.session_id)
+        if own is None:
             body = session.body
             context = Context(session.token_ids, body.num_prompt_tokens, body.cache_salt, session.prediction)
-            known = self._known[session.session_id] = Known(session, context)
+            own = self._sessions[session.session_id] = SessionDrafters(session, context)
             for name, drafter in tuple(self._drafters.items()):
-                self._begin(known, name, drafter)
-        return known
+                self._begin(own, name, drafter)
+        return own
 
-    def _begin(self, known: Known, name: str, drafter: Drafter) -> None:
+    def _begin(self, own: SessionDrafters, name: str, drafter: Drafter) -> None:
         """Ask a drafter for a session, if it may be."""
-        if known.session.may_use(name):
-            self._open(known, name, drafter)
-            known.session.own_records.pop(name, None)
+        if own.session.may_use(name):
+            self._open(own, name, drafter)
+            own.session.own_records.pop(name, None)
 
-    def _open(self, known: Known, name: str, drafter: Drafter) -> None:
+    def _open(self, own: SessionDrafters, name: str, drafter: Drafter) -> None:
         try:
             with self._deadline:
-                opened = drafter.open(known.context)
+                opened = drafter.open(own.context)
         except (Exception, Overdue) as error:
             self._drop(name, error)
             return
         if opened is not None:
-            known.parts.append(DrafterPart(name, opened))
+            own.drafters.append(DrafterInSession(name, opened))
 
     # --- after a step
 
     def read(self, decisions: Sequence[Decision]) -> None:
         """Tell drafters that want it what the target has drawn, before decisions are committed."""
         readers = {name for name, drafter in self._drafters.items() if drafter.capabilities.reads_drawn}
-        for name, error in tell_drawn(decisions, readers, self._parts, self._deadline):
+        for name, error in tell_drawn(decisions, readers, self._drafters_of, self._deadline):
             self._drop(name, error)
 
     def charge(self, decisions: Sequence[Decision], num_rows: int, step_time: StepTimeModel) -> None:
         """A step of so many rows is decided, and not committed yet: charge drafters with their own rows in it."""
-        charge_windows(decisions, num_rows, step_time, self._parts)
+        charge_windows(decisions, num_rows, step_time, self._drafters_of)
 
-    def _parts(self, session: TargetSession) -> list[DrafterPart]:
-        known = self._known.get(session.session_id)
-        return [] if known is None else known.parts
+    def _drafters_of(self, session: TargetSession) -> list[DrafterInSession]:
+        own = self._sessions.get(session.session_id)
+        return [] if own is None else own.drafters
 
     def feed(self, output: StepOutput, decisions: Sequence[Decision], sessions: Mapping[int, TargetSession]) -> None:
         """Tell heads what a step has computed, before its decisions are committed; `sessions` by sequence number."""
         if not self._heads.names:
             return
-        for name, error in self._heads.feed(output, decisions, sessions, lambda session: self._session(session).parts):
+        for name, error in self._heads.feed(
+            output, decisions, sessions, lambda session: self._session(session).drafters
+        ):
             self._drop(name, error)
 
     def learn(self, decision: Decision, pacing: Pacing) -> list[DrafterStep]:
@@ -268,11 +277,11 @@ class DrafterPanel:
         Returns what each drafter did that was asked.
         """
         session = decision.candidate.session
-        known = self._known.get(session.session_id)
-        if known is None:
+        own = self._sessions.get(session.session_id)
+        if own is None:
             return []
         tree, chosen = session.tree, decision.candidate.chosen[: decision.candidate.num_nodes]
-        steps = {part.name: part.step for part in known.parts if part.step is not None}
+        steps = {drafter.name: drafter.step for drafter in own.drafters if drafter.step is not None}
         credits = dict.fromkeys(steps, 0.0)
         depths: dict[str, list[int]] = {name: [] for name in steps}
         verified, accepted = set(chosen), {chosen[node] for node in decision.walk.path}
@@ -294,26 +303,26 @@ class DrafterPanel:
                     depths[step.name].append(depth + 1)
                     credits[step.name] += 1 / len(who)
         token_s = pacing.clock.rows.predict(1)
-        for part in known.parts:
-            if part.step is not None:
-                cost_s = self._turns.observe(part.name, part.step.elapsed_s)
-                part.judge(credits[part.name], cost_s / token_s + part.step.window_tokens)
-                self._recorder.judged(part.name, part.step.num_verified, depths[part.name])
-                part.step = None
+        for drafter in own.drafters:
+            if drafter.step is not None:
+                cost_s = self._order.observe(drafter.name, drafter.step.elapsed_s)
+                drafter.judge(credits[drafter.name], cost_s / token_s + drafter.step.window_tokens)
+                self._recorder.judged(drafter.name, drafter.step.num_verified, depths[drafter.name])
+                drafter.step = None
         return list(steps.values())
 
     def closed(self, session: TargetSession) -> None:
         """A session has ended."""
         self._heads.closed(session)
-        known = self._known.pop(session.session_id, None)
-        if known is None:
+        own = self._sessions.pop(session.session_id, None)
+        if own is None:
             return
-        for part in known.parts:
+        for drafter in own.drafters:
             try:
                 with self._deadline:
-                    part.drafter.close(known.context)
+                    drafter.proposer.close(own.context)
             except (Exception, Overdue) as error:
-                self._drop(part.name, error)
+                self._drop(drafter.name, error)
 
     def _drop(self, name: str, error: BaseException) -> None:
         if isinstance(error, OfNoUse):

@@ -16,12 +16,12 @@ from specdec.drafting.layer_skip.drafter import LayerSkip, make_layer_skip
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sampling.sampler import RowContext
 from specdec.engine.tap import joined
-from specdec.target_service.decide import Decision
-from specdec.target_service.pacing.expectations import note_asked
-from specdec.target_service.policy.marginal_gains import Left
+from specdec.target_service.pacing.expectations import note_call
+from specdec.target_service.policy.marginal_gains import Headroom
 from specdec.target_service.proposals.deadline import Deadline, Overdue
 from specdec.target_service.proposals.features import computed
-from specdec.target_service.proposals.part import DrafterPart, DrafterStep, PanelRecorder
+from specdec.target_service.proposals.session_drafters import DrafterInSession, DrafterRecorder, DrafterStep
+from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import TargetSession
 from specdec.wire.sampling_params import VerifyMode
 
@@ -37,14 +37,14 @@ class Due:
     """A session whose next step is due."""
 
     session: TargetSession
-    parts: Sequence[DrafterPart]
+    drafters: Sequence[DrafterInSession]
     """Of its drafters."""
     room: Room
-    left: Left
+    headroom: Headroom
     """To be gained by asking one more of them."""
 
 
-class HeadDesk:
+class HeadRunner:
     """The heads that are asked, by name. Their errors are raised, or returned by `feed`; the caller drops them."""
 
     def __init__(self, target: HeadTarget | None) -> None:
@@ -106,23 +106,23 @@ class HeadDesk:
         if self._heads.pop(name, None) is not None:
             self._tap()
 
-    def ask(self, name: str, due: Iterable[Due], recorder: PanelRecorder) -> None:
+    def ask(self, name: str, due: Iterable[Due], recorder: DrafterRecorder) -> None:
         """Hang what a head offers on the trees of those it is asked for; what it took is shared among them.
 
         Raises what the head raises, and TreeError for what is no tree.
         """
         asks: list[HeadAsk] = []
-        asked: list[tuple[TargetSession, DrafterPart, Left]] = []
+        asked: list[tuple[TargetSession, DrafterInSession, Headroom]] = []
         for each in due:
             session = each.session
-            part = next((part for part in each.parts if part.name == name), None)
+            drafter = next((drafter for drafter in each.drafters if drafter.name == name), None)
             is_chain = session.mode is VerifyMode.REJECTION
-            if part is None or not isinstance(part.drafter, HeadSession) or (is_chain and len(session.tree)):
+            if drafter is None or not isinstance(drafter.proposer, HeadSession) or (is_chain and len(session.tree)):
                 continue
-            if part.is_due():
+            if drafter.is_due():
                 row = RowContext(session.params, session.num_tokens, session.body.num_prompt_tokens, session.history)
-                asks.append(HeadAsk(part.drafter, row, each.room, is_chain, session.seq))
-                asked.append((session, part, each.left))
+                asks.append(HeadAsk(drafter.proposer, row, each.room, is_chain, session.seq))
+                asked.append((session, drafter, each.headroom))
         if not asks:
             return
         began_s = time.monotonic()
@@ -132,13 +132,13 @@ class HeadDesk:
         if isinstance(head, LayerSkip) and (found := head.take_found()) is not None:
             recorder.searched(*found)
         each_s = (time.monotonic() - began_s) / len(asks)
-        for (session, part, left), offer in zip(asked, offers, strict=True):
+        for (session, drafter, headroom), offer in zip(asked, offers, strict=True):
             num_nodes, num_before = 0, len(session.tree)
             if offer is not None:
                 num_nodes = session.tree.hang(name, offer.token_ids, offer.parents, offer.scores)
             elapsed_s = each_s + self._debts_s.pop(session.session_id, 0.0)
-            note_asked(session, name, left, num_before)
-            part.step = DrafterStep(name, num_nodes, elapsed_s=elapsed_s)
+            note_call(session, name, headroom, num_before)
+            drafter.step = DrafterStep(name, num_nodes, elapsed_s=elapsed_s)
             recorder.asked(name, num_nodes, elapsed_s)
 
     def closed(self, session: TargetSession) -> None:
@@ -150,7 +150,7 @@ class HeadDesk:
         output: StepOutput,
         decisions: Sequence[Decision],
         sessions: Mapping[int, TargetSession],
-        parts_of: Callable[[TargetSession], Iterable[DrafterPart]],
+        drafters_of: Callable[[TargetSession], Iterable[DrafterInSession]],
     ) -> list[tuple[str, BaseException]]:
         """A step is over, its decisions are not committed yet. Returns heads that failed, with their errors."""
         failed: dict[str, BaseException] = {}
@@ -168,12 +168,12 @@ class HeadDesk:
             attempt(name, lambda head: _forget(head, output))
         heavy: dict[str, list[tuple[TargetSession, HeadSession]]] = {}
         for share in computed(output, decisions, sessions):
-            for part in parts_of(share.session):
-                head = part.drafter
-                if isinstance(head, HeadSession) and part.name in self._columns:
-                    head.take(share.session.seq, share.features(self._columns[part.name]))
+            for drafter in drafters_of(share.session):
+                head = drafter.proposer
+                if isinstance(head, HeadSession) and drafter.name in self._columns:
+                    head.take(share.session.seq, share.features(self._columns[drafter.name]))
                     if head.num_pending_bytes > MOST_PENDING_BYTES:
-                        heavy.setdefault(part.name, []).append((share.session, head))
+                        heavy.setdefault(drafter.name, []).append((share.session, head))
         for name, pairs in heavy.items():
             began_s = time.monotonic()
             attempt(name, lambda head, pairs=pairs: head.absorb([own for _, own in pairs]))  # type: ignore[misc]

@@ -6,25 +6,27 @@ from collections.abc import Iterable
 
 from specdec.drafting.interface import Room
 from specdec.target_service.pacing.expectations import Expectations
-from specdec.target_service.policy.marginal_gains import Left
-from specdec.target_service.proposals.part import DrafterPart
+from specdec.target_service.policy.marginal_gains import Headroom
+from specdec.target_service.proposals.session_drafters import DrafterInSession
 from specdec.target_service.session import TargetSession
 
 _COST_WEIGHT = 1 / 64
 """Of one call in the mean time that they take."""
 
 
-class Turns:
+class AskOrder:
     """Mean times of calls, and what follows from them. Who is not asked for a step when its turn comes is not later."""
 
     def __init__(self) -> None:
         self._costs_s: dict[str, float] = {}
 
-    def order(self, parts: Iterable[DrafterPart], room: Room, expectations: Expectations) -> list[DrafterPart]:
+    def order(
+        self, drafters: Iterable[DrafterInSession], room: Room, expectations: Expectations
+    ) -> list[DrafterInSession]:
         """Who gains most by the second first; in rejection mode in their own order, whatever was accepted."""
         if room.is_chain:
-            return list(parts)
-        return sorted(parts, key=lambda part: -self._worth_per_s(part.name, room, expectations))
+            return list(drafters)
+        return sorted(drafters, key=lambda drafter: -self._worth_per_s(drafter.name, room, expectations))
 
     def take(
         self,
@@ -34,7 +36,7 @@ class Turns:
         room: Room,
         expectations: Expectations,
         least_worth: float,
-    ) -> Left | None:
+    ) -> Headroom | None:
         """What is left to be gained by asking a drafter for a session's next step; None: it is not its turn, or not
         worth it.
 
@@ -45,8 +47,12 @@ class Turns:
         if name in asked or self._worth_per_s(name, room, expectations) < least_worth:
             return None
         asked.add(name)
-        left = expectations.left_to_gain(session)
-        return left if expectations.is_worth_asking(name, [(session, left)], self._costs_s.get(name, 0.0)) else None
+        headroom = expectations.headroom(session)
+        return (
+            headroom
+            if expectations.is_worth_asking(name, [(session, headroom)], self._costs_s.get(name, 0.0))
+            else None
+        )
 
     def observe(self, name: str, elapsed_s: float) -> float:
         """A call took so long. Returns the mean."""

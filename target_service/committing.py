@@ -8,12 +8,12 @@ from collections.abc import Callable
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.engine import Engine
 from specdec.replica.worker.host import SessionHost
-from specdec.target_service.decide import Decision
 from specdec.target_service.pacing.pacing import Pacing
+from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
-from specdec.target_service.proposals.panel import DrafterPanel
 from specdec.target_service.records.metrics import TargetRecorder
 from specdec.target_service.records.trace import trace_verdict
+from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import TargetSession
 from specdec.target_service.verdicts import describe_drafters, make_verdict, pieces_of, tree_of
 from specdec.v1 import common_pb2 as pb
@@ -30,10 +30,10 @@ class Commits:
         recorder: TargetRecorder,
         close: Callable[[TargetSession], None],
         own_draft: OwnDraft,
-        panel: DrafterPanel,
+        local_drafters: LocalDrafters,
     ) -> None:
-        """`close` frees a session that has ended; `own_draft` hears of all tokens, `panel` of what it offered."""
-        self._panel = panel
+        """`close` frees a session that has ended; `own_draft` hears of all tokens, `local_drafters` of their offers."""
+        self._local_drafters = local_drafters
         self._own_draft = own_draft
         self._host = host
         self._engine = engine
@@ -62,8 +62,8 @@ class Commits:
         is_suspended = pacing.observe_gain(session, walk, decision.candidate.num_nodes, now_s)
         self._record_drafts(decision)
         accepted_by = _sources(decision)
-        names_drafters = self._panel.has_drafters or any(name != DRAFT_MODEL for name in accepted_by)
-        drafters = self._panel.learn(decision, pacing)
+        names_drafters = self._local_drafters.has_drafters or any(name != DRAFT_MODEL for name in accepted_by)
+        drafters = self._local_drafters.learn(decision, pacing)
         num_wasted = _prune(decision, pacing) + num_stale
         if is_suspended:
             num_wasted += session.tree.clear()
@@ -125,7 +125,7 @@ def _prune(decision: Decision, pacing: Pacing) -> int:
     pacing.expectations.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
     if not tree.nodes:
         return 0
-    num_dropped = tree.advance(decision.walk.token_ids) + tree.drop_passing()
+    num_dropped = tree.advance(decision.walk.token_ids) + tree.drop_local()
     if candidate.session.mode is VerifyMode.REJECTION:
         num_dropped += tree.clear()
     return num_dropped
