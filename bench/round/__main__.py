@@ -30,7 +30,7 @@ import typer
 from rich.console import Console
 
 from bench.delay_proxy import DelayProxy
-from bench.deployment import Deployment, client_cores, running
+from bench.deployment import MeasuredDeployment, client_cores, running
 from bench.pairs import resolve_pair
 from bench.prompts import held_out_prompts
 from bench.report import file_name, versions
@@ -75,7 +75,7 @@ def main(
             stack.enter_context(_probed(folder))
             proxy = stack.enter_context(DelayProxy(client_cores(cores)))
             through = proxy if any(delays_ms) else None
-            cluster = stack.enter_context(running(Deployment(pair=made, cores=cores), progress, through))
+            cluster = stack.enter_context(running(MeasuredDeployment(pair=made, cores=cores), progress, through))
             for load, delay_ms, mode, number in product(loads.split(","), delays_ms, modes.split(","), numbers):
                 case = Case(load, delay_ms, mode, number)
                 progress.tell(case.name)
