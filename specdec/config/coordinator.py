@@ -16,7 +16,7 @@ from pydantic_settings import NoDecode
 from specdec.config.replica import RejectionMethodName, VerifyModeName
 from specdec.service.settings import ServiceSettings
 from specdec.wire.sampling_limits import MAX_LOGPROBS
-from specdec.wire.settings import Address, ClientSettings, WireSettings
+from specdec.wire.settings import Address, PeerSettings, WireSettings
 
 _MAX_SHARED_OWNER_CHARS = 61
 """Characters of an owner_id, with room for the number of a process, such as "-63"."""
@@ -31,7 +31,7 @@ def _split_commas(value: Any) -> Any:
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
 
 
-class CoordinatorSettings(ServiceSettings, ClientSettings):
+class CoordinatorSettings(ServiceSettings, PeerSettings):
     """Settings of a coordinator."""
 
     env_prefix: ClassVar[str] = "SPECDEC_COORDINATOR_"
@@ -116,7 +116,7 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
 
     max_choices: int = Field(default=16, ge=1, description="Most choices of a request.")
     max_tokens_limit: int | None = Field(
-        default=None, ge=1, description="Most output tokens of a choice; null: what the context leaves."
+        default=None, ge=1, description="Most output tokens of a choice; null: the rest of the context."
     )
     excess_max_tokens: Literal["cut", "refuse"] = Field(
         default="cut",
@@ -132,7 +132,7 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     trust_request_chat_template: bool = Field(
         default=False,
         description="Render conversations with the chat template that a request brings. Templates are programs: "
-        "whoever may send one can keep this process busy and use up its memory.",
+        "their senders can keep this process busy and use up its memory.",
     )
 
     api_keys_file: Path | None = Field(
