@@ -59,7 +59,10 @@ def after(row: RowContext, path: tuple[int, ...]) -> RowContext:
 
 
 def shares(scores: Sequence[float]) -> list[float]:
-    """Softmax of scores. Only order and rough size matter: the target learns how often each size is right."""
+    """Softmax of noisy scores, best first: estimated probability of each to be the target's token.
+
+    Only order and rough size matter: the target learns how often each size is right.
+    """
     weights = [math.exp(score - scores[0]) for score in scores]
     total = sum(weights)
     return [weight / total for weight in weights]
