@@ -12,7 +12,7 @@ from specdec.coordinator.links.draft_link import DraftLink
 from specdec.coordinator.links.link_events import LinkSettings
 from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.recovery import DraftRecovery, TargetRecovery
-from specdec.coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
+from specdec.coordinator.replicas.discovery import Discovery, ReplicaAddress, keep_finding
 from specdec.coordinator.replicas.registry_view import RegistryView
 from specdec.coordinator.replicas.roster import Roster
 from specdec.coordinator.tasks import end_tasks
@@ -71,10 +71,10 @@ class Connections:
         links, loop = self._link_settings, self._decode_loop
         files = self.tls_files = replica_tls_files(self._settings)
 
-        def target(at: Endpoint) -> TargetLink:
+        def target(at: ReplicaAddress) -> TargetLink:
             return TargetLink(at.address, self._channel(at, files), links, events=self._targets, verdicts=loop)
 
-        def draft(at: Endpoint) -> DraftLink:
+        def draft(at: ReplicaAddress) -> DraftLink:
             return DraftLink(at.address, self._channel(at, files), links, events=self._drafts, proposals=loop)
 
         self.rosters = {
@@ -109,7 +109,7 @@ class Connections:
             looking = keep_finding(settings.discovery_s, refreshers, update)
             self._tasks.append(asyncio.create_task(looking, name="discovery"))
 
-    def _channel(self, endpoint: Endpoint, files: TlsFiles | None) -> ReplicaChannel:
+    def _channel(self, endpoint: ReplicaAddress, files: TlsFiles | None) -> ReplicaChannel:
         settings = self._settings
         if endpoint.server_name is not None and settings.replica_tls and settings.replica_tls_server_name is None:
             settings = settings.model_copy(update={"replica_tls_server_name": endpoint.server_name})

@@ -17,7 +17,7 @@ from specdec.config import CoordinatorSettings
 from specdec.coordinator.connections import Connections
 from specdec.coordinator.decode_loop import DecodeLoop
 from specdec.coordinator.finishing import Finisher
-from specdec.coordinator.generation import Generator
+from specdec.coordinator.generation import GenerateCalls
 from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding
 from specdec.coordinator.intake.conversions import Conversions
 from specdec.coordinator.intake.planning import Planner
@@ -327,10 +327,10 @@ class CoordinatorService:
             max_message_bytes=self._settings.max_message_bytes,
         )
 
-    def _build_generator(self) -> Generator:
+    def _build_generator(self) -> GenerateCalls:
         settings = self._settings
         rejects = self._observer.metrics.admission_rejects
-        return Generator(
+        return GenerateCalls(
             owner_id=self._owner_id,
             fleet=self.fleet,
             sessions=self._sessions,

@@ -16,7 +16,7 @@ from pydantic_settings import NoDecode
 from specdec.config.replica import RejectionMethodName, VerifyModeName
 from specdec.service.settings import ServiceSettings
 from specdec.wire.sampling_limits import MAX_LOGPROBS
-from specdec.wire.settings import Address, ClientSettings, WireSettings
+from specdec.wire.settings import Address, PeerSettings, WireSettings
 
 _MAX_SHARED_OWNER_CHARS = 61
 """Characters of an owner_id, with room for the number of a process, such as "-63"."""
@@ -31,7 +31,7 @@ def _split_commas(value: Any) -> Any:
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
 
 
-class CoordinatorSettings(ServiceSettings, ClientSettings):
+class CoordinatorSettings(ServiceSettings, PeerSettings):
     """Settings of a coordinator."""
 
     env_prefix: ClassVar[str] = "SPECDEC_COORDINATOR_"

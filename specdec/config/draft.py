@@ -14,12 +14,12 @@ from pydantic_settings import NoDecode
 
 from specdec.config.drafter_options import ServiceOptions, check_drafters, read_drafters
 from specdec.config.replica import ReplicaSettings
-from specdec.wire.settings import Address, ClientSettings
+from specdec.wire.settings import Address, PeerSettings
 
 HeterogeneousVocab = Literal["auto", "intersection", "text"]
 
 
-class DraftSettings(ReplicaSettings, ClientSettings):
+class DraftSettings(ReplicaSettings, PeerSettings):
     """Settings of a draft replica: with a model, or with drafters that need none."""
 
     env_prefix: ClassVar[str] = "SPECDEC_DRAFT_"

@@ -28,7 +28,7 @@ _SAME_FOR_OWN_DRAFT = (
 )  # fmt: skip
 
 
-class OwnDraft(BaseModel):
+class OwnDraftOptions(BaseModel):
     """A draft model in the target's process: its folder or hub id, and any setting of a draft."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
@@ -85,7 +85,7 @@ class TargetSettings(ReplicaSettings):
         default=True,
         description="Suspend drafting for sessions whose plain decoding is measured to be faster.",
     )
-    own_draft: Annotated[OwnDraft | None, NoDecode, BeforeValidator(_read_own_draft)] = Field(
+    own_draft: Annotated[OwnDraftOptions | None, NoDecode, BeforeValidator(_read_own_draft)] = Field(
         default=None,
         description="Draft model that this process runs itself, in turns with the target, on the same cores or device: "
         'its folder or hub id, or JSON with any setting of a draft, {"model": "M", "weight_quantization": "int8"}. '

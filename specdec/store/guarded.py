@@ -10,7 +10,7 @@ import structlog
 
 from specdec.store.interface import (
     Appended,
-    Begun,
+    BegunRequest,
     JournalRecord,
     JournalWrite,
     Lease,
@@ -96,7 +96,7 @@ class GuardedStore:
         """See Store."""
         return await self._call("prefix_holders", lambda: self._store.prefix_holders(digests))
 
-    async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
+    async def begin(self, key: RequestKey, request: NewRequest) -> BegunRequest:
         """See Store."""
         return await self._call("begin", lambda: self._store.begin(key, request))
 

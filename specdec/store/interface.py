@@ -122,7 +122,7 @@ class JournalRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class BegunRequest:
     """A request that the caller now owns, or that has ended before (`record.is_ended`) and has no owner."""
 
     generation: int
@@ -193,7 +193,7 @@ class Store(Protocol):
         """Return, for each digest, the replicas that cache it by `add_prefixes`."""
         ...
 
-    async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
+    async def begin(self, key: RequestKey, request: NewRequest) -> BegunRequest:
         """Become the owner of a request: of a new one, of one whose lease has run out, or, to take it over, of any.
 
         Of several callers that begin the same request, one wins. The generation is above that of every earlier owner.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from specdec.store import checks
 from specdec.store.interface import (
     Appended,
-    Begun,
+    BegunRequest,
     JournalRecord,
     JournalWrite,
     Lease,
@@ -129,13 +129,13 @@ class MemoryStore:
             for digest in digests
         ]
 
-    async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
+    async def begin(self, key: RequestKey, request: NewRequest) -> BegunRequest:
         """See Store."""
         checks.check_request(request, self._limits)
         now = self._now()
         held = self._request(key, now)
         if held is not None and held.is_ended and not request.restart:
-            return Begun(held.generation, held.record())
+            return BegunRequest(held.generation, held.record())
         if (
             held is not None
             and held.owner_id != request.owner_id
@@ -164,7 +164,7 @@ class MemoryStore:
         held.is_aborted = False
         held.lease_s = request.lease_s
         self._hold(key, held, now)
-        return Begun(generation, record)
+        return BegunRequest(generation, record)
 
     async def append(self, writes: Sequence[JournalWrite]) -> list[Appended]:
         """See Store."""

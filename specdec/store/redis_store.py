@@ -14,7 +14,7 @@ from redis.exceptions import NoScriptError, ReadOnlyError
 from specdec.store import checks, scripts
 from specdec.store.interface import (
     Appended,
-    Begun,
+    BegunRequest,
     JournalRecord,
     JournalWrite,
     Lease,
@@ -112,7 +112,7 @@ class RedisStore:
         with _readable():
             return [frozenset(holder.decode(errors="replace") for holder in answer) for answer in answers]
 
-    async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
+    async def begin(self, key: RequestKey, request: NewRequest) -> BegunRequest:
         """See Store."""
         checks.check_request(request, self._limits)
         max_concurrent = -1 if request.max_concurrent is None else request.max_concurrent
@@ -130,7 +130,9 @@ class RedisStore:
                 raise RequestHeld(details[0].decode())
             if outcome == b"many":
                 raise TooManyConcurrent(int(details[0]))
-            return Begun(generation=int(details[0]), record=None if details[1] is None else decode_record(details[1]))
+            return BegunRequest(
+                generation=int(details[0]), record=None if details[1] is None else decode_record(details[1])
+            )
 
     async def append(self, writes: Sequence[JournalWrite]) -> list[Appended]:
         """See Store."""

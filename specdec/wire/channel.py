@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from specdec.wire.settings import ClientSettings, WireSettings
+from specdec.wire.settings import PeerSettings, WireSettings
 from specdec.wire.tls import channel_credentials, replica_tls_files
 from specdec.wire.tls_files import TlsFiles, TlsMaterial
 
@@ -30,7 +30,7 @@ def wire_options(settings: WireSettings) -> list[tuple[str, int]]:
     ]
 
 
-def open_channel(address: str, settings: ClientSettings, tls: TlsMaterial | None = None) -> grpc.aio.Channel:
+def open_channel(address: str, settings: PeerSettings, tls: TlsMaterial | None = None) -> grpc.aio.Channel:
     """A channel to host:port; connects lazily and reconnects by itself, at most two seconds apart.
 
     It uses no HTTP proxy, and shares its connection with no other channel. Where the settings demand TLS, the channel
@@ -61,7 +61,7 @@ class ReplicaChannel:
     certificate has expired.
     """
 
-    def __init__(self, address: str, settings: ClientSettings, files: TlsFiles | None = None) -> None:
+    def __init__(self, address: str, settings: PeerSettings, files: TlsFiles | None = None) -> None:
         """Open the channel. `files` are the settings' TLS files, one object for all replicas; None without TLS."""
         self._address = address
         self._settings = settings

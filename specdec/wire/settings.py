@@ -50,7 +50,7 @@ class WireSettings(BaseModel):
     )
 
 
-class ClientSettings(WireSettings):
+class PeerSettings(WireSettings):
     """How to call other services, over TLS or not."""
 
     replica_tls: bool = Field(

@@ -16,7 +16,7 @@ import structlog
 
 from specdec.wire.abort import abort_with
 from specdec.wire.errors import PermissionDenied
-from specdec.wire.settings import ClientSettings, client_tls_paths
+from specdec.wire.settings import PeerSettings, client_tls_paths
 from specdec.wire.tls_files import TlsFiles, TlsMaterial, TlsPaths, client_context, server_context
 
 _HEALTH = "/grpc.health.v1.Health/"
@@ -35,7 +35,7 @@ def server_tls_files(settings: ServesTls) -> TlsFiles | None:
     return None if paths is None else TlsFiles(server_context, paths)
 
 
-def replica_tls_files(settings: ClientSettings) -> TlsFiles | None:
+def replica_tls_files(settings: PeerSettings) -> TlsFiles | None:
     """The files for calls to replicas; None without TLS.
 
     Raises TlsFilesBroken: gRPC would accept broken files, and fail to connect again and again.

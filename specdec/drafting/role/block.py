@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from specdec.drafting.role.growth import GrowthPolicy
 from specdec.drafting.role.guess import Place
-from specdec.drafting.role.session import DraftSession, Head
+from specdec.drafting.role.session import DraftSession, GrowingLeaf
 from specdec.engine.tree import TokenTree
 
 
@@ -29,7 +29,7 @@ class MaskBlock:
             head.seq.tree = TokenTree([self._mask_token_id] * num_masks) if num_masks > 0 else None
 
     @staticmethod
-    def _room(session: DraftSession, head: Head, growth: GrowthPolicy) -> int:
+    def _room(session: DraftSession, head: GrowingLeaf, growth: GrowthPolicy) -> int:
         if head.is_over:
             return 0
         depth = session.tree.depth(head.node)

@@ -10,7 +10,7 @@ import torch
 
 from specdec.constraints.grammar.follower import MaskWords, NodeMask
 from specdec.drafting.heads.drawing import shares
-from specdec.drafting.role.session import DraftSession, Guess, Head
+from specdec.drafting.role.session import DraftSession, GrowingLeaf, Guess
 from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.restrictions import masked_logits
 from specdec.engine.sampling.sampler import RowContext, Sampler
@@ -20,7 +20,7 @@ from specdec.wire.sampling_params import VerifyMode
 MIN_SIBLING_SCORE = 0.03
 """Probability below which a runner-up costs the target more than it saves."""
 
-Place = tuple[DraftSession, Head]
+Place = tuple[DraftSession, GrowingLeaf]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _mask(session: DraftSession, context: RowContext) -> NodeMask | None:
     return session.grammar.mask_after(context.extra_tokens, params.min_tokens_ids if holds_back else ())
 
 
-def row_context(session: DraftSession, head: Head) -> RowContext:
+def row_context(session: DraftSession, head: GrowingLeaf) -> RowContext:
     """The sampler's context of the token after a head's."""
     drafted = tuple(head.seq.token_ids[session.num_committed :])
     return RowContext(

@@ -18,7 +18,7 @@ import structlog
 
 from specdec.config import DraftSettings
 from specdec.constraints.grammar.failure import GrammarError
-from specdec.drafting.role.drafter import Drafter
+from specdec.drafting.role.drafter import ModelDrafter
 from specdec.drafting.role.growth import GrowthPolicy
 from specdec.drafting.role.metrics import DraftRecorder
 from specdec.drafting.role.session import DraftSession
@@ -78,7 +78,7 @@ class LocalDraft:
         progress.
         """
         self._host = _Host(steps, deliver)
-        self._drafter = Drafter(self._host, built, settings, recorder, shares_grammars=True)
+        self._drafter = ModelDrafter(self._host, built, settings, recorder, shares_grammars=True)
         self._engine = built.engine
         self._settings = settings
         self._owner = Owner(owner_id="", lease_generation=0, stream_id=0)

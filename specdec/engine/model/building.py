@@ -13,7 +13,7 @@ from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.device_choice import (
-    Replays,
+    ReplayingModel,
     device_attention,
     device_decoder,
     is_on_gpu,
@@ -25,7 +25,7 @@ from specdec.engine.model.kv_budget import CAPTURE_BYTES, NOTHING, Beside, CudaM
 from specdec.engine.model.linear import TorchWeight, make_modules_row_invariant, torch_path
 from specdec.engine.model.loader import LoadedModel, load_model
 from specdec.engine.model.model_check import refusing
-from specdec.engine.model.probe import Probe, ProbeLog, tolerance
+from specdec.engine.model.probe import ProbeLog, SelfTest, tolerance
 from specdec.engine.model.proofs.positions import FarProof
 from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.model.switches import shortened
@@ -57,7 +57,7 @@ class BuiltModel:
     cache: KVCache
     num_spare_blocks: int
     """Number of the cache's last blocks, which are for padding rows."""
-    replays: Replays | None
+    replays: ReplayingModel | None
     """Replays captured small steps; None: no step is captured."""
     kernels: NativeKernels | None
     """The CPU's kernels, if any."""
@@ -81,7 +81,7 @@ class _Builder:
         self._is_exact = not is_on_gpu(loaded.device) and loaded.dtype == torch.float32
         if settings.deterministic and not self._is_exact and not is_on_gpu(loaded.device):
             raise ModelLoadError("deterministic: needs dtype float32 on a CPU, or a GPU")
-        self._probe = Probe(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
+        self._probe = SelfTest(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
         self._far: FarProof | None = None
         self._no_kernels = ""  # why there are none, and the remedy
         self._kernels = self._make_kernels() if self._is_exact else None

@@ -56,7 +56,7 @@ def device_decoder(
     )
 
 
-class Replays(StepModel, Protocol):
+class ReplayingModel(StepModel, Protocol):
     """A step model that replays captured steps."""
 
     @property
@@ -83,7 +83,7 @@ class Replays(StepModel, Protocol):
         """Whether more may be captured before the first request, after ``more_s`` seconds beyond ``prepare``."""
 
 
-def with_replays(step_model: StepModel, cache: KVCache) -> Replays | None:
+def with_replays(step_model: StepModel, cache: KVCache) -> ReplayingModel | None:
     """The model with small steps as CUDA graphs, which use the cache's last block; None on a CPU."""
     if cache.device.type != "cuda":
         return None

@@ -64,7 +64,7 @@ class ProbeLog:
         return float((torch.stack(squares[1:]).mean() / scale).sqrt())
 
 
-class Probe:
+class SelfTest:
     """The batches of the self-test for one vocabulary and block size."""
 
     def __init__(self, vocab_size: int, max_model_len: int, block_size: int, device: torch.device) -> None:

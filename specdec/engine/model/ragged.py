@@ -24,7 +24,7 @@ from specdec.engine.attention.paged import (
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.model_check import check_attention_calls, refusing, switch_attention
-from specdec.engine.model.probe import Probe
+from specdec.engine.model.probe import SelfTest
 from specdec.engine.model.skipping import decoder_layers, has_attention, leaving_out
 from specdec.engine.model.tapping import tapping
 from specdec.engine.sublayers import SkippedSublayers
@@ -111,7 +111,7 @@ class RaggedModel:
 
         return run
 
-    def record_attention(self, probe: Probe) -> RecordingKernel:
+    def record_attention(self, probe: SelfTest) -> RecordingKernel:
         """Run two shapes without computing attention. Returns the geometries and options of a pass's attention calls.
 
         Raises ``ModelNotSupported`` if the calls depend on the shape or miss a layer, or if modules number rows.

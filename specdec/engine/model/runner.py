@@ -13,10 +13,10 @@ from specdec.engine.cuda.passes import EnqueuedPass
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.beside import SkippingPass, prompt_rows
 from specdec.engine.model.building import BuiltModel, build_model
-from specdec.engine.model.device_choice import Replays
+from specdec.engine.model.device_choice import ReplayingModel
 from specdec.engine.model.fused import FusedDecoder
 from specdec.engine.model.kv_budget import NOTHING, Beside
-from specdec.engine.model.probe import Probe, tolerance
+from specdec.engine.model.probe import SelfTest, tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.model.tapping import check_layer_ids, check_pass
 from specdec.engine.parallel.rank_group import RankGroup
@@ -115,7 +115,7 @@ class ModelRunner:
         check_layer_ids(layer_ids, self.num_layers)
         if self.settings.tensor_parallel_size > 1:
             return  # a pass would need all ranks; their decoder has the config's layers
-        probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
+        probe = SelfTest(self.vocab_size, self.max_model_len, self.block_size, self.device)
         cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
         batch = probe.batch(probe.prefix_rows(2))
         batch.tap = HiddenTap(tuple(layer_ids))
@@ -128,7 +128,7 @@ class ModelRunner:
         return (self._step_model, self._cache) if isinstance(self._step_model, FusedDecoder) else None
 
     @property
-    def replayed(self) -> tuple[Replays, KVCache] | None:
+    def replayed(self) -> tuple[ReplayingModel, KVCache] | None:
         """The replays and their cache, whose last block is theirs; None without replays."""
         return None if self.replays is None else (self.replays, self._cache)
 
@@ -171,7 +171,7 @@ class ModelRunner:
         Returns seconds per row of the largest shape (on a GPU, of its launch only). With ``captures`` it captures steps
         for replay; otherwise call ``capture_steps`` later.
         """
-        probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
+        probe = SelfTest(self.vocab_size, self.max_model_len, self.block_size, self.device)
         cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
         row_s = 0.0
         with torch.inference_mode():
@@ -190,13 +190,13 @@ class ModelRunner:
         if self.replays is None or tap_ids in self._captured_taps:
             return
         self._captured_taps.add(tap_ids)
-        probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
+        probe = SelfTest(self.vocab_size, self.max_model_len, self.block_size, self.device)
         most = min(self.max_model_len, self.num_blocks * self.block_size)
         with torch.inference_mode():
             self.replays.prepare(most, tap_ids=tap_ids, is_limited=self.settings.tensor_parallel_size == 1)
             self._check_replays(self.replays, probe, tap_ids)
 
-    def _check_replays(self, replays: Replays, probe: Probe, tap_ids: tuple[int, ...]) -> None:
+    def _check_replays(self, replays: ReplayingModel, probe: SelfTest, tap_ids: tuple[int, ...]) -> None:
         """Stop replaying if a replay differs from an uncaptured step on new tokens, as modules may have kept values of
         the capture. The cache must be empty.
         """

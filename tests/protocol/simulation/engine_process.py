@@ -16,7 +16,7 @@ from google.rpc import status_pb2
 from prometheus_client import CollectorRegistry
 
 from specdec.config import DraftSettings, TargetSettings
-from specdec.drafting.role.drafter import Drafter
+from specdec.drafting.role.drafter import ModelDrafter
 from specdec.drafting.role.metrics import DraftRecorder
 from specdec.replica.bridge.engine_process import StreamSink
 from specdec.replica.bridge.engine_watch import END_REASONS, EndCause
@@ -105,7 +105,7 @@ class EngineCore:
         self.built = model.build(role, instance_id, lambda: loop.skip(_FORWARD_S))
         port: Any = self.port
         self.host: SessionHost[Any] = SessionHost(port, _WIRES[role], self.built.info.identity, session_ttl_s)
-        make: Any = {"target": Verifier, "draft": Drafter}[role]
+        make: Any = {"target": Verifier, "draft": ModelDrafter}[role]
         recorder: Any = {"target": TargetRecorder, "draft": DraftRecorder}[role]
         self.role = make(self.host, self.built, settings, recorder(_metrics(role)))
         self.worker: EngineWorker[Any] = EngineWorker(

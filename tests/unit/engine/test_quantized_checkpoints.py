@@ -17,7 +17,7 @@ from specdec.engine.errors import ModelLoadError
 from specdec.engine.model import loader
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.loader import load_model
-from specdec.engine.model.probe import Probe
+from specdec.engine.model.probe import SelfTest
 from specdec.engine.model.ragged import RaggedModel
 from specdec.engine.settings import EngineSettings
 from tests.support.engine.tiny_models import save_tiny_model
@@ -78,7 +78,7 @@ def test_a_package_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: p
 
 def test_its_modules_are_not_taken_apart_by_the_engines_own_decoders(tmp_path: Path) -> None:
     loaded = load_model(EngineSettings(model=str(save_tiny_model("llama", tmp_path)), device="cpu"))
-    probe = Probe(loaded.vocab_size, loaded.max_model_len, 16, loaded.device)
+    probe = SelfTest(loaded.vocab_size, loaded.max_model_len, 16, loaded.device)
     recorded = RaggedModel(loaded.model, TiledAttention()).record_attention(probe)
     assert is_fusable(loaded.model, recorded.geometries, recorded.options, 256)
     loaded.model.config.quantization_config = {"quant_method": "gptq"}

@@ -50,7 +50,7 @@ def _named(values: dict[str, Any]) -> Iterator[int]:
             yield value
 
 
-class Places:
+class FarPlaces:
     """Short sequences around each switch."""
 
     def __init__(self, at: Sequence[int], vocab_size: int, block_size: int, device: torch.device) -> None:
@@ -126,7 +126,7 @@ class FarProof:
         at = switches(config, num_positions)
         plain = RaggedModel(loaded.model, GatherAttention(), mask_windows)
         with refusing(config.model_type):
-            places = Places(at, vocab_size, block_size, self._device)
+            places = FarPlaces(at, vocab_size, block_size, self._device)
             error = places.difference(plain.at_positions, recorded.geometries, self._dtype)
             if not error <= tolerance(self._dtype):
                 remedy = f"; set max_model_len to {at[0]} or less if it begins there" if len(at) > 1 else ""
@@ -138,7 +138,7 @@ class FarProof:
             self._wanted = self._rows.logits(plain, self._dtype, self._device)
 
     def error(self, step_model: StepModel) -> float:
-        """Difference of ``step_model`` from plain attention on long rows, as ``Places.difference``."""
+        """Difference of ``step_model`` from plain attention on long rows, as ``FarPlaces.difference``."""
         return _difference(self._rows.logits(step_model, self._dtype, self._device), self._wanted)
 
 
