@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec.constraints.grammar.follower import MaskWords, NodeMask
-from specdec.drafting.heads.drawing import shares
 from specdec.drafting.role.session import DraftSession, GrowingLeaf, Guess
+from specdec.engine.sampling.perturbed_top import shares
 from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.restrictions import masked_logits
 from specdec.engine.sampling.sampler import RowContext, Sampler

@@ -19,10 +19,9 @@ from torch import nn
 
 from specdec.drafting.heads.cache import NUM_SCRATCH_SLOTS, HeadCache, LaidOut, Rows
 from specdec.drafting.heads.cached import Base, CachedHead, TakenIn
-from specdec.drafting.heads.checkpoint import HeadFiles, HeadRefused, fill
+from specdec.drafting.heads.checkpoint import UNUSED, HeadFiles, HeadRefused, fill
 from specdec.drafting.heads.config import HeadConfig
 from specdec.drafting.heads.drawing import without_noise
-from specdec.drafting.heads.methods.eagle3 import UNUSED
 from specdec.drafting.heads.parts import Attend, Layer, RmsNorm, Rotary
 from specdec.drafting.heads.passes import HeadPass, Projection
 from specdec.drafting.heads.session import HeadAsk
