@@ -30,6 +30,7 @@ from specdec.replica.worker.errors import invalid
 from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.isolation import each_or_halves
 from specdec.replica.worker.opening import check_room
+from specdec.replica.worker.role import DuringPass, Role
 from specdec.replica.worker.sessions import Owner
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import microseconds
@@ -40,7 +41,7 @@ _MIN_NEW_TOKENS = 2
 """A proposal costs every process between draft and target."""
 
 
-class TextDrafter:
+class TextDrafter(Role[TextSession]):
     """Drafts ahead of what targets commit, by text. Nothing it does can change a coupled session's output."""
 
     def __init__(
@@ -168,7 +169,7 @@ class TextDrafter:
         """0 while some sequence wants more; else nothing is due until a frame arrives."""
         return 0 if any(session.seq.is_ready for session in self._owners.values()) else None
 
-    def step(self) -> None:
+    def step(self, during: DuringPass | None = None, /) -> None:
         """Compute one batch, guess a token of each sequence in it that is up to date, send the proposals."""
         output = self._work.step()
         if output is None:

@@ -24,8 +24,6 @@ class EngineAnswers:
     """Answers of one engine. They leave with the loop's next flush, after the load that shows what they changed."""
 
     def __init__(self) -> None:
-        self.handler: CallHandler | None = None
-        """None: nothing is answered here."""
         self._waiting: list[tuple[int, FrameKind, bytes]] = []
 
     def __len__(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Generic
 
 import structlog
@@ -43,17 +42,10 @@ class SessionHost(Generic[SessionT]):
         self.faults = FaultLog()
         self.answers = EngineAnswers()
         self.steps = steps or StepMemory()
-        self.sends_later = False
+        self.defer_results = False
         """What the last step decided is sent when the next one is launched, which is due at once. The role says so."""
-        self.is_beside = False
+        self.gpu_busy = False
         """A device computes a step: what arrives is for the next one. The loop says so."""
-        self.before_send: Callable[[], None] = lambda: None
-        """Of the role: called before owners are told what was decided."""
-        self.send_results: Callable[[], None] = lambda: None
-        """Of the loop: sends what has been decided. For a role whose step a device is computing."""
-        self.take_frames: Callable[[float, Callable[[], bool]], None] = lambda until_s, is_done: None
-        """Of the loop: handles what has arrived and what arrives until a time (monotonic), or until it is told that the
-        device is done. Likewise."""
         self._port = port
         self._wire = wire
         self._identity = identity

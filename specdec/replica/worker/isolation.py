@@ -17,6 +17,7 @@ import structlog
 
 from specdec.engine.engine import Engine
 from specdec.engine.outputs import StepOutput
+from specdec.engine.runner import PassObserver
 from specdec.engine.sequence import Sequence
 from specdec.replica.worker.errors import is_engines_own
 from specdec.replica.worker.sessions import SessionT
@@ -66,9 +67,12 @@ class IsolatedSteps:
     tells something about the half.
     """
 
-    def __init__(self, engine: Engine, *, is_alone: bool) -> None:
-        """`is_alone`: no other rank has a part in steps; with others a step that raises leaves them behind."""
+    def __init__(self, engine: Engine, observer: PassObserver, *, is_alone: bool) -> None:
+        """`observer` is told of every pass. `is_alone`: no other rank has a part in steps; with others a step that
+        raises leaves them behind.
+        """
         self._engine = engine
+        self._observer = observer
         self._is_alone = is_alone
         self._halves: list[list[tuple[Sequence, int]]] = []
         self._faults_in_a_row = 0
@@ -89,7 +93,8 @@ class IsolatedSteps:
         while True:
             suspects = self._suspects()
             try:
-                is_launched = self._engine.launch(only if suspects is None else {seq.seq_id for seq, _ in suspects})
+                seq_ids = only if suspects is None else {seq.seq_id for seq, _ in suspects}
+                is_launched = self._engine.launch(seq_ids, self._observer)
             except Exception as error:
                 self._on_raise(error, on_fault)
                 return False
