@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from specdec.config import DraftSettings
-from specdec.drafting.role.drafter import Drafter
+from specdec.drafting.role.drafter import ModelDrafter
 from specdec.drafting.role.metrics import DraftRecorder
 from specdec.drafting.text.drafter import TextDrafter
 from specdec.drafting.translation.build import Translated, translate
@@ -21,7 +21,7 @@ from specdec.wire.tls_files import TlsFilesBroken
 
 
 def run_model(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
-    """Draft until the servicer goes or says stop."""
+    """Draft until the servicer ends or says stop."""
     recorder = DraftRecorder(DraftMetrics(REGISTRY))
     texts: list[Translated] = []
 
@@ -36,7 +36,7 @@ def run_model(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
     def make_role(host: SessionHost[Any], built: BuiltEngine) -> Role[Any]:
         if texts:
             return TextDrafter(host, texts[0], settings, recorder)
-        return Drafter(host, built, settings, recorder)
+        return ModelDrafter(host, built, settings, recorder)
 
     run_role(port, settings, wire, "draft-engine", make_role, adapt)
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from specdec.gateway.http.body import BodyReader
 from specdec.gateway.settings import GatewaySettings
-from specdec.gateway.upstream.coordinators import Caller, Coordinators, Health
+from specdec.gateway.upstream.coordinators import CallerStub, Coordinators, Health
 from specdec.gateway.upstream.vocabulary import Vocabulary
 from specdec.telemetry import GatewayMetrics, VllmMetrics
 from specdec.v1 import coordinator_pb2 as api
@@ -31,7 +31,7 @@ class Parts:
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time of its start, reported as the creation time of its models."""
 
-    def caller(self, request: Request) -> Caller:
+    def caller(self, request: Request) -> CallerStub:
         """The coordinators for the client of a request, with its key and its trace."""
         return self.coordinators.caller(request.state.metadata)
 

@@ -64,7 +64,9 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
         le=65535,
         description="Plaintext HTTP port with /health, /ping and /version only, for probes; null is off.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level that is logged."
+    )
     log_format: Literal["json", "console"] = Field(default="json", description="One JSON object a line, or text.")
     access_log: bool = Field(default=False, description="Log each request that ended.")
     page: bool = Field(default=True, description="Show the page at `/`.")
@@ -76,7 +78,7 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
         default=2.0, ge=0, description="Seconds that connections may take to close after draining."
     )
 
-    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest body of a request.")
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest body of a request, in bytes.")
     body_read_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to send a body.")
     header_read_s: float = Field(default=20.0, gt=0, description="Seconds that a client may take to send headers.")
     max_concurrent_requests: int = Field(

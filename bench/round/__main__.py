@@ -30,15 +30,15 @@ import typer
 from rich.console import Console
 
 from bench.delay_proxy import DelayProxy
-from bench.deployment import Deployment, client_cores, running
+from bench.deployment import MeasuredDeployment, client_cores, running
 from bench.pairs import resolve_pair
 from bench.prompts import held_out_prompts
 from bench.report import file_name, versions
 from bench.round.stamps import STAGES, Key, between, read_stamps, rounds
-from specdec.commands.measuring.figures import spread
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report, machine
 from specdec.commands.measuring.requests import Sampling, run_group
+from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.tables import Table
 from specdec.commands.up.cluster import Cluster
 
@@ -75,7 +75,7 @@ def main(
             stack.enter_context(_probed(folder))
             proxy = stack.enter_context(DelayProxy(client_cores(cores)))
             through = proxy if any(delays_ms) else None
-            cluster = stack.enter_context(running(Deployment(pair=made, cores=cores), progress, through))
+            cluster = stack.enter_context(running(MeasuredDeployment(pair=made, cores=cores), progress, through))
             for load, delay_ms, mode, number in product(loads.split(","), delays_ms, modes.split(","), numbers):
                 case = Case(load, delay_ms, mode, number)
                 progress.tell(case.name)

@@ -25,7 +25,7 @@ from specdec.wire.tls_files import TlsFilesBroken
 
 
 def run_plain(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
-    """Propose until the servicer goes or says stop."""
+    """Propose until the servicer ends or says stop."""
     try:
         facts = ask_target(settings)
         drafters = [_make(options, facts) for options in settings.drafters]

@@ -16,7 +16,7 @@ from specdec.config import DraftSettings
 from specdec.draft_service.plain.proposals import Named, main_chain, make_proposal, merged, named
 from specdec.draft_service.plain.recorder import PlainRecorder
 from specdec.draft_service.plain.session import Part, PlainSession, new_session
-from specdec.drafting.endpoints.drafter import ApiSession, OpenAiApi
+from specdec.drafting.endpoints.drafter import EndpointSession, OpenAiApi
 from specdec.drafting.interface import Drafter, Room
 from specdec.drafting.role.commits import CommitConflict, check_no_commit_is_lost, num_known
 from specdec.replica.worker.host import SessionHost
@@ -177,7 +177,7 @@ class PlainDrafting(Role[PlainSession]):
         self._host.emit(session, proposal=proposal.SerializeToString())
 
     def _quieten(self, session: PlainSession) -> None:
-        """Close paid streams while nobody can use them."""
+        """Close paid streams that cannot be used now."""
         for api in _apis(session):
             api.close(session.context)
 
@@ -195,5 +195,5 @@ def _may_propose(session: PlainSession) -> bool:
     return session.may_step and not session.is_suspended and session.max_depth > 0
 
 
-def _apis(session: PlainSession) -> list[ApiSession]:
-    return [part.drafter for part in session.parts if isinstance(part.drafter, ApiSession)]
+def _apis(session: PlainSession) -> list[EndpointSession]:
+    return [part.drafter for part in session.parts if isinstance(part.drafter, EndpointSession)]

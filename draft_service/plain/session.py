@@ -53,7 +53,7 @@ class PlainSession(EngineSession):
 def new_session(
     owner: Owner, session_id: str, epoch: int, body: pb.OpenSession, identity: pb.ModelIdentity, settings: DraftSettings
 ) -> PlainSession:
-    """Check an OpenSession and make the session that it asks for. Raises SessionFailure, which names the field."""
+    """Check an OpenSession and make its session. Raises SessionFailure, which names the field."""
     eos = tuple(identity.eos_token_ids)
     check_open(body, vocab_size=identity.vocab_size, max_model_len=identity.max_model_len, eos_token_ids=eos)
     params = sampling_params(body, eos)

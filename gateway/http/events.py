@@ -55,7 +55,7 @@ def framed_by_name(event: Event) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class BegunStream:
     """A stream whose first events have come. No generator wraps the rest: each wrapper costs time per token."""
 
     first: Sequence[Event]
@@ -73,7 +73,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        batches: Begun,
+        batches: BegunStream,
         *,
         on_error: Callable[[BaseException], ApiError],
         frame: Callable[[Event], bytes] = framed,
@@ -136,13 +136,13 @@ def _cut_off() -> ApiError:
     return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
 
 
-async def begun(batches: AsyncGenerator[Sequence[Event], None]) -> Begun:
+async def begun(batches: AsyncGenerator[Sequence[Event], None]) -> BegunStream:
     """Wait for the first batch: an error before it can still be an answer with a status.
 
     Raises the error of `batches` before its first batch, after closing it.
     """
     try:
-        return Begun(await anext(batches), batches)
+        return BegunStream(await anext(batches), batches)
     except BaseException:
         await batches.aclose()
         raise

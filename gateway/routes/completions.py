@@ -31,8 +31,8 @@ from specdec.gateway.translation.completion_request import (
     completion_to_generate,
 )
 from specdec.gateway.translation.constraint import constraint_names
-from specdec.gateway.translation.head import Head
-from specdec.gateway.upstream.coordinators import Caller
+from specdec.gateway.translation.head import AnswerHead
+from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 
@@ -54,7 +54,7 @@ def completion_routes(parts: Parts) -> APIRouter:
 
         asked, bodies = await parts.reader.read(request, CompletionRequest, translated)
         bodies.request_id = id_ = new_id(asked.request_id)
-        run = _Run(parts, parts.caller(request), asked, bodies, Head(f"cmpl-{id_}", int(time.time())))
+        run = _Run(parts, parts.caller(request), asked, bodies, AnswerHead(f"cmpl-{id_}", int(time.time())))
         if asked.stream:
             batches = await while_connected(request.receive, begun(run.batches()))
             return EventStream(batches, on_error=stream_error(parts, request.state.field_names))
@@ -67,7 +67,7 @@ class _Run:
     """One request."""
 
     def __init__(
-        self, parts: Parts, caller: Caller, asked: CompletionRequest, bodies: PromptRequests, head: Head
+        self, parts: Parts, caller: CallerStub, asked: CompletionRequest, bodies: PromptRequests, head: AnswerHead
     ) -> None:
         self._parts = parts
         self._caller = caller

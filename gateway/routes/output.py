@@ -12,9 +12,9 @@ from typing import TypeVar
 from specdec.client import Completion
 from specdec.gateway.api.errors import SERVER_ERROR, ApiError, from_specdec
 from specdec.gateway.parts import Parts
-from specdec.gateway.translation.chat_answer import ChoiceOutput
+from specdec.gateway.translation.chat_answer import ParsedOutput
 from specdec.gateway.translation.logprobs import ids_in
-from specdec.gateway.upstream.coordinators import Caller
+from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import SpecdecError, internal_error
@@ -25,7 +25,7 @@ Translate = Callable[[api.GenerateResponse, TokenTexts], T]
 
 
 async def output(
-    parts: Parts, caller: Caller, body: api.GenerateRequest, translate: Translate[T]
+    parts: Parts, caller: CallerStub, body: api.GenerateRequest, translate: Translate[T]
 ) -> AsyncGenerator[T, None]:
     """The non-empty translations of a request's chunks. The caller must close it, which cancels the request.
 
@@ -55,12 +55,12 @@ class WholeOutput:
 
     started: api.GenerateStarted
     finished: api.GenerateFinished
-    choices: dict[int, ChoiceOutput]
+    choices: dict[int, ParsedOutput]
     prompt_logprobs: api.PromptLogprobs | None
     texts: TokenTexts
 
 
-async def whole_output(parts: Parts, caller: Caller, body: api.GenerateRequest) -> WholeOutput:
+async def whole_output(parts: Parts, caller: CallerStub, body: api.GenerateRequest) -> WholeOutput:
     """Collect the whole output. Raises SpecdecError."""
     completion, texts = Completion(), TokenTexts({})
     async with aclosing(output(parts, caller, body, lambda *told: told)) as all_told:
@@ -69,7 +69,7 @@ async def whole_output(parts: Parts, caller: Caller, body: api.GenerateRequest) 
             texts = known
     finished = completion.require_finished()
     choices = {
-        index: ChoiceOutput(
+        index: ParsedOutput(
             choice.text, choice.tokens, choice.finished or api.ChoiceFinished(index=index), choice.steps
         )
         for index, choice in completion.choices.items()

@@ -19,10 +19,10 @@ from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.output import new_id, output, stream_error
 from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, parsers
-from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.head import AnswerHead
 from specdec.gateway.translation.response_answer import ResponseEvents
 from specdec.gateway.translation.response_request import response_to_chat, response_to_generate
-from specdec.gateway.upstream.coordinators import Caller
+from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
 
@@ -52,7 +52,7 @@ def response_routes(parts: Parts) -> APIRouter:
         asked, (chat, body) = await parts.reader.read(request, ResponsesRequest, translated)
         body.request_id = new_id(None)
         make_parser = parsers(chat, parts.settings.reasoning_parser, "none")
-        events = ResponseEvents(asked, Head(f"resp_{body.request_id}", int(time.time())), make_parser())
+        events = ResponseEvents(asked, AnswerHead(f"resp_{body.request_id}", int(time.time())), make_parser())
         batches = _batches(parts, parts.caller(request), body, events)
         if not asked.stream:
             return JsonResponse(await while_connected(request.receive, _last(batches)))
@@ -73,7 +73,7 @@ def response_routes(parts: Parts) -> APIRouter:
 
 
 def _batches(
-    parts: Parts, caller: Caller, body: api.GenerateRequest, events: ResponseEvents
+    parts: Parts, caller: CallerStub, body: api.GenerateRequest, events: ResponseEvents
 ) -> AsyncGenerator[Sequence[Event], None]:
     held: list[Event] = []
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.chat.deltas import MessageDelta, StreamingParser
-from specdec.gateway.translation.head import Head, finish_reason, stop_reason
+from specdec.gateway.translation.head import AnswerHead, finish_reason, stop_reason
 from specdec.gateway.translation.logprobs import chat_logprobs, prompt_logprobs
 from specdec.gateway.translation.origins import OriginCounter
 from specdec.gateway.translation.steps import steps_told
@@ -32,7 +32,7 @@ class _Choice:
 class _ChatAnswer:
     """Base of events and whole answers."""
 
-    def __init__(self, request: ChatRequest, head: Head, make_parser: MakeParser, echo: str) -> None:
+    def __init__(self, request: ChatRequest, head: AnswerHead, make_parser: MakeParser, echo: str) -> None:
         """Begin an answer.
 
         Args:
@@ -103,7 +103,7 @@ class _ChatAnswer:
 class ChatEvents(_ChatAnswer):
     """Events of a streamed answer. Together they equal the answer that `ChatWhole` makes of the same chunks."""
 
-    def __init__(self, request: ChatRequest, head: Head, make_parser: MakeParser, echo: str) -> None:
+    def __init__(self, request: ChatRequest, head: AnswerHead, make_parser: MakeParser, echo: str) -> None:
         super().__init__(request, head, make_parser, echo)
         self._num_prompt = 0
         self._num_output = 0
@@ -183,7 +183,7 @@ class ChatWhole(_ChatAnswer):
     """One whole answer."""
 
     def answer(
-        self, choices: dict[int, ChoiceOutput], prompt: api.PromptLogprobs | None, texts: TokenTexts,
+        self, choices: dict[int, ParsedOutput], prompt: api.PromptLogprobs | None, texts: TokenTexts,
         finished: api.GenerateFinished,
     ) -> dict[str, Any]:  # fmt: skip
         """The answer, a `ChatCompletion`."""
@@ -197,7 +197,7 @@ class ChatWhole(_ChatAnswer):
             whole["prompt_logprobs"] = prompt_logprobs(prompt, texts)
         return whole
 
-    def _whole(self, index: int, output: ChoiceOutput, texts: TokenTexts) -> dict[str, Any]:
+    def _whole(self, index: int, output: ParsedOutput, texts: TokenTexts) -> dict[str, Any]:
         choice = self._choices[index]
         parsed = [*choice.parser.push(output.text), *choice.parser.finish()]
         message = _joined(self._deltas(choice, parsed), self._echo)
@@ -206,7 +206,7 @@ class ChatWhole(_ChatAnswer):
 
 
 @dataclass(slots=True)
-class ChoiceOutput:
+class ParsedOutput:
     """The whole output of one choice."""
 
     text: str

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.gateway.api.completions import CompletionRequest
-from specdec.gateway.translation.chat_answer import ChoiceOutput
+from specdec.gateway.translation.chat_answer import ParsedOutput
 from specdec.gateway.translation.completion_request import tells_prompt_logprobs
-from specdec.gateway.translation.head import Head, finish_reason, stop_reason
-from specdec.gateway.translation.logprobs import CompletionLogprobs, joined, prompt_logprobs
+from specdec.gateway.translation.head import AnswerHead, finish_reason, stop_reason
+from specdec.gateway.translation.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
 from specdec.gateway.translation.origins import OriginCounter
 from specdec.gateway.translation.steps import steps_told
 from specdec.gateway.translation.usage import metrics_of, usage_of, usage_so_far
@@ -36,7 +36,7 @@ class PromptTold:
 class _Choice:
     """State of one choice while its output comes."""
 
-    logprobs: CompletionLogprobs | None
+    logprobs: CompletionLogprobsWriter | None
     origins: OriginCounter = field(default_factory=OriginCounter)
     has_begun: bool = False
 
@@ -44,7 +44,7 @@ class _Choice:
 class _PromptAnswer:
     """Base of events and whole answers of one prompt."""
 
-    def __init__(self, request: CompletionRequest, head: Head, number: int, told: PromptTold) -> None:
+    def __init__(self, request: CompletionRequest, head: AnswerHead, number: int, told: PromptTold) -> None:
         """Begin the answer to the prompt with this number."""
         self._request = request
         self._head = head
@@ -59,7 +59,7 @@ class _PromptAnswer:
 
     def _choice(self, texts: TokenTexts) -> _Choice:
         wants = self._request.logprobs is not None
-        return _Choice(CompletionLogprobs(self._texts(texts)) if wants else None)
+        return _Choice(CompletionLogprobsWriter(self._texts(texts)) if wants else None)
 
     def _output_tokens(self, tokens: list[api.OutputToken]) -> list[api.OutputToken]:
         return tokens if self._has_output else []
@@ -98,13 +98,13 @@ class CompletionWhole(_PromptAnswer):
     """The whole choices of one prompt."""
 
     def choices(
-        self, outputs: dict[int, ChoiceOutput], prompt: api.PromptLogprobs | None, texts: TokenTexts
+        self, outputs: dict[int, ParsedOutput], prompt: api.PromptLogprobs | None, texts: TokenTexts
     ) -> list[dict[str, Any]]:
         """The choices, each a `CompletionChoice`."""
         return [self._whole(index, outputs[index], prompt, texts) for index in sorted(outputs)]
 
     def _whole(
-        self, index: int, output: ChoiceOutput, prompt: api.PromptLogprobs | None, texts: TokenTexts
+        self, index: int, output: ParsedOutput, prompt: api.PromptLogprobs | None, texts: TokenTexts
     ) -> dict[str, Any]:
         choice, tokens = self._choice(texts), self._output_tokens(output.tokens)
         parts = self._prompt_part(choice, prompt if tells_prompt_logprobs(self._request) else None)
@@ -127,7 +127,7 @@ class CompletionWhole(_PromptAnswer):
 class CompletionEvents(_PromptAnswer):
     """Events of the streamed answer to one prompt."""
 
-    def __init__(self, request: CompletionRequest, head: Head, number: int, told: PromptTold) -> None:
+    def __init__(self, request: CompletionRequest, head: AnswerHead, number: int, told: PromptTold) -> None:
         super().__init__(request, head, number, told)
         self.num_prompt = 0
         self.num_output = 0

@@ -15,7 +15,7 @@ _REASONS = MappingProxyType(
 
 
 @dataclass(slots=True)
-class Head:
+class AnswerHead:
     """Id and time of an answer, and the model once it is known."""
 
     id: str

@@ -45,7 +45,7 @@ def _chat_entry(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, A
     return {"token": texts.name(token_id), "logprob": max(logprob, LEAST), "bytes": texts.utf8(token_id)}
 
 
-class CompletionLogprobs:
+class CompletionLogprobsWriter:
     """Makes the lists of one choice of a completion, and counts its characters."""
 
     def __init__(self, texts: TokenTexts) -> None:
@@ -53,7 +53,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def of_prompt(self, prompt: api.PromptLogprobs, told: str) -> dict[str, Any]:
-        """`CompletionLogprobs` of a prompt, whose first token has none; `told`: its echoed text."""
+        """`CompletionLogprobsWriter` of a prompt, whose first token has none; `told`: its echoed text."""
         first = self._texts.text(prompt.token_ids[0])
         if not told.startswith(first):  # such as the tokenizer's start token
             self._offset -= len(first)
@@ -62,7 +62,7 @@ class CompletionLogprobs:
         return self._lists(list(prompt.token_ids), [*positions, *prompt.positions])
 
     def of_output(self, tokens: Sequence[api.OutputToken]) -> dict[str, Any]:
-        """`CompletionLogprobs` of the next output tokens."""
+        """`CompletionLogprobsWriter` of the next output tokens."""
         return self._lists([token.id for token in tokens], [token.logprobs for token in tokens])
 
     def skip(self, num_characters: int) -> None:
@@ -110,7 +110,7 @@ def _ranked(token_id: int, logprob: float, rank: int | None, texts: TokenTexts) 
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Several pieces of `CompletionLogprobs` as one; None without pieces."""
+    """Several pieces of `CompletionLogprobsWriter` as one; None without pieces."""
     if not parts:
         return None
     return {name: [entry for part in parts for entry in part[name]] for name in parts[0]}

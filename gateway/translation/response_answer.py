@@ -6,7 +6,7 @@ from typing import Any
 
 from specdec.gateway.api.responses import ResponsesRequest
 from specdec.gateway.chat.deltas import MessageDelta, StreamingParser
-from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.head import AnswerHead
 from specdec.gateway.translation.logprobs import chat_logprobs
 from specdec.gateway.translation.origins import OriginCounter
 from specdec.gateway.translation.steps import steps_told
@@ -21,7 +21,7 @@ Event = dict[str, Any]
 class ResponseEvents:
     """The events of one answer. The last one has the whole answer, which is also the answer without a stream."""
 
-    def __init__(self, request: ResponsesRequest, head: Head, parser: StreamingParser) -> None:
+    def __init__(self, request: ResponsesRequest, head: AnswerHead, parser: StreamingParser) -> None:
         self._request = request
         self._head = head
         self._parser = parser

@@ -65,9 +65,9 @@ class Coordinators:
         self._closing: set[asyncio.Task[None]] = set()
         self._on_failover = on_failover
 
-    def caller(self, metadata: Metadata) -> Caller:
+    def caller(self, metadata: Metadata) -> CallerStub:
         """The coordinators with one caller's metadata."""
-        return Caller(self._turns, metadata, self._on_failover)
+        return CallerStub(self._turns, metadata, self._on_failover)
 
     async def any_serves(self) -> bool:
         """Whether any coordinator reports SERVING. Takes about a second at most."""
@@ -98,7 +98,7 @@ class Coordinators:
             await member.client.close()
 
 
-class Caller:
+class CallerStub:
     """Calls of one caller. Every method raises the typed errors of `specdec.wire.errors`."""
 
     def __init__(self, turns: _Turns, metadata: Metadata, on_failover: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specdec.gateway.upstream.coordinators import Caller
+from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_PER_CALL = 1024
@@ -19,7 +19,7 @@ class Vocabulary:
         self._digest = ""
         self._bytes: dict[int, bytes] = {}
 
-    async def learn(self, caller: Caller, digest: str, token_ids: Iterable[int]) -> TokenTexts:
+    async def learn(self, caller: CallerStub, digest: str, token_ids: Iterable[int]) -> TokenTexts:
         """Fetch the texts of missing tokens; returns all known ones. Raises SpecdecError."""
         if digest != self._digest or len(self._bytes) > _MOST_TOKENS:
             self._digest, self._bytes = digest, {}

@@ -38,6 +38,6 @@ def make_drafter(options: PlainOptions) -> Drafter:
         case SuffixOptions():
             return suffix.Suffix(options)
         case PredictionOptions():
-            return prediction.Prediction(options)
+            return prediction.PredictionDrafter(options)
         case LookaheadOptions():
             return lookahead.Lookahead(options)

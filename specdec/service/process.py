@@ -1,4 +1,4 @@
-"""What a process does at its start: dies with its parent, takes its cores, has gRPC poll in one thread. Linux only.
+"""Set up a process at its start: its death with its parent, its cores, and gRPC's polling. Linux only.
 
 As a program it runs a module, or another program, that dies with its parent:
 ``python -m specdec.service.process PARENT CORES MODULE``. A process of its own sets this up for itself, because running
@@ -22,10 +22,10 @@ _WITHOUT_EVENT_ENGINE = "-event_engine_client"
 
 
 def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
-    """Have the kernel send a signal when the parent's thread that started this process ends.
+    """Let the kernel send a signal when the parent's thread that started this process ends.
 
-    The end of a socket tells a living loop; the default signal also ends one that is stuck. Raises OSError when the
-    kernel refuses, and SystemExit when the parent is gone already.
+    A running loop notices the end of its socket; the default signal also ends a stuck one. Raises OSError if the kernel
+    refuses, and SystemExit if the parent is already gone.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0) != 0:
@@ -35,7 +35,7 @@ def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> Non
 
 
 def leave_signals_to_parent() -> None:
-    """A signal to the process group must not end the engine before the servicer has drained it.
+    """Ignore SIGINT and SIGTERM: a signal to the process group must not end the engine before it is drained.
 
     Handlers, unlike ignored signals, are not inherited by programs that the engine starts.
     """
@@ -44,7 +44,7 @@ def leave_signals_to_parent() -> None:
 
 
 def parse_cores(text: str) -> frozenset[int]:
-    """Core numbers from a list such as 0-3,6. Raises ValueError with what is wrong."""
+    """Core numbers from a list such as 0-3,6. Raises ValueError that names the fault."""
     cores: set[int] = set()
     for part in text.split(","):
         first, separator, last = part.strip().partition("-")
@@ -52,19 +52,19 @@ def parse_cores(text: str) -> frozenset[int]:
             raise ValueError(f"{text!r} is not auto, off or a list of cores such as 1-3,6")
         low, high = int(first), int(last or first)
         if high < low:
-            raise ValueError(f"{part.strip()!r} counts down")
+            raise ValueError(f"{part.strip()!r} is a falling range: write the lower core first")
         cores.update(range(low, high + 1))
     return frozenset(cores)
 
 
 def split_cores(setting: str, available: Iterable[int]) -> tuple[frozenset[int] | None, frozenset[int] | None]:
-    """The cores of (engine, servicer); None means: leave as it is.
+    """The cores of (engine, servicer); None: do not pin.
 
-    Work of the servicer on a core that computes stalls every thread of the step at the next barrier, so the two never
-    share a core when there is a choice.
+    If the servicer works on a core that computes, every thread of the step waits for that core at the next barrier. So
+    the two share no core if there are several.
 
     `setting` is auto, off or a list. auto leaves the lowest eighth of the cores, at least one, to the servicer and the
-    others to the engine; with one core both share it. Raises ValueError when a listed core is not available.
+    others to the engine; a single core is shared. Raises ValueError if a listed core is not available.
     """
     cores = sorted(available)
     if setting == "off" or (setting == "auto" and len(cores) < 2):
@@ -75,15 +75,15 @@ def split_cores(setting: str, available: Iterable[int]) -> tuple[frozenset[int] 
         engine = parse_cores(setting)
         missing = sorted(engine.difference(cores))
         if missing:
-            raise ValueError(f"engine_cores: {missing} are not among the cores of this process, {cores}")
+            raise ValueError(f"engine_cores: {missing} are not available: this process has the cores {cores}")
     return engine, (frozenset(cores) - engine) or None
 
 
 def missing_extra(error: BaseException) -> str | None:
-    """Return what to install, in words, where an import failed for want of an extra; None: it is another error."""
+    """Return a message that names the missing extra if an import failed for lack of one; otherwise None."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
-    from importlib import metadata  # takes as long as all else here
+    from importlib import metadata  # takes as long as all other imports here
 
     try:
         requirements = metadata.requires("specdec") or []
@@ -96,9 +96,9 @@ def missing_extra(error: BaseException) -> str | None:
 
 
 def poll_in_one_thread() -> None:
-    """Have clients read in one thread, where gRPC's event engine hands each message from thread to thread.
+    """Let clients read in one thread; gRPC's event engine passes each message between threads.
 
-    To be called before gRPC is imported; later it has no effect. What the environment says already is left alone.
+    Call it before gRPC is imported; later it has no effect. A value in the environment is kept.
     """
     os.environ.setdefault(_GRPC_EXPERIMENTS, _WITHOUT_EVENT_ENGINE)
 

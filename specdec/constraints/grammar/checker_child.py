@@ -108,7 +108,7 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)  # a killed child's messages help nobody
+    os.dup2(null, 2)  # a killed child's messages would only fill the log
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, _MOST_CPU_S)
 

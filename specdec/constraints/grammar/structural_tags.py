@@ -1,8 +1,8 @@
 """Turns a structural tag into llguidance's grammars: one Lark grammar, and others for its parts.
 
 Free text before an end is one lazy lexeme, which stops at the first complete end. Before a special token, which no text
-contains, it is a greedy lexeme. Regular expressions before the end of a tag are written likewise. See "Tool calling" in
-the description of llguidance's syntax (https://github.com/guidance-ai/llguidance).
+contains, it is a greedy lexeme. Regular expressions before the end of a tag are written in the same way. See "Tool
+calling" in the description of llguidance's syntax (https://github.com/guidance-ai/llguidance).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Writer:
                 return self._until(self._text(tag.excludes), ends)
             case formats.TriggeredTags():
                 return self._triggered(tag, ends)
-            case formats.Sequence():
+            case formats.SequenceFormat():
                 return self._sequence(tag, ends)
             case formats.Either():
                 return _either(self._format(each, ends) for each in tag.elements)
@@ -101,7 +101,7 @@ class _Writer:
         match tag:
             case formats.ConstString():
                 return self._literal(tag.value)
-            case formats.JsonSchema():
+            case formats.SchemaFormat():
                 return self._grammar(json_schema_grammar(json.dumps(tag.schema)))
             case formats.LarkGrammar():
                 return self._grammar(json.dumps({"grammars": [{"lark_grammar": tag.text}]}))
@@ -115,12 +115,12 @@ class _Writer:
                 return f"({_joined(each, more)}){'' if tag.at_least_one else '?'}"
         raise TypeError(f"{type(tag).__name__} is no format")
 
-    def _sequence(self, tag: formats.Sequence, ends: Sequence[str]) -> str:
+    def _sequence(self, tag: formats.SequenceFormat, ends: Sequence[str]) -> str:
         """Adjacent regular formats become one lexeme, so that a greedy one leaves room for the next."""
         parts: list[formats.Format] = []
         for is_regular, group in groupby(tag.elements, lambda each: self._terminal(each) is not None):
             elements = tuple(group)
-            parts += (formats.Sequence(elements),) if is_regular else elements
+            parts += (formats.SequenceFormat(elements),) if is_regular else elements
         if len(parts) == 1:
             return self._format(tag.elements[0], ends)
         found = [self._format(each, _NO_END) for each in parts[:-1]]
@@ -171,12 +171,12 @@ class _Writer:
                 return None if len(self._special_tokens.pieces(tag.value)) > 1 else _quoted(tag.value)
             case formats.Regex():
                 return _regex(tag.pattern)
-            case formats.Sequence() | formats.Either():
+            case formats.SequenceFormat() | formats.Either():
                 found = [self._terminal(each) for each in tag.elements]
                 known = [each for each in found if each is not None]
                 if len(known) < len(found):
                     return None
-                return f"({' '.join(known)})" if isinstance(tag, formats.Sequence) else _either(known)
+                return f"({' '.join(known)})" if isinstance(tag, formats.SequenceFormat) else _either(known)
             case formats.Repeat():
                 content = self._terminal(tag.content)
                 return None if content is None else _repeated(content, tag)

@@ -15,7 +15,7 @@ class ConstString:
 
 
 @dataclass(frozen=True, slots=True)
-class JsonSchema:
+class SchemaFormat:
     """JSON that a schema allows; `schema` is an object or a boolean."""
 
     schema: Mapping[str, Any] | bool
@@ -44,7 +44,7 @@ class AnyText:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class SequenceFormat:
     """All elements, one after the other."""
 
     elements: tuple[Format, ...]
@@ -103,6 +103,6 @@ class SeparatedTags:
 
 
 Format = (
-    ConstString | JsonSchema | Regex | LarkGrammar | AnyText | Sequence | Either | Repeat | Tag | TriggeredTags
+    ConstString | SchemaFormat | Regex | LarkGrammar | AnyText | SequenceFormat | Either | Repeat | Tag | TriggeredTags
     | SeparatedTags
 )  # fmt: skip

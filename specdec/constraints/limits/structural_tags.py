@@ -15,12 +15,12 @@ from specdec.constraints.limits.formats import (
     ConstString,
     Either,
     Format,
-    JsonSchema,
     LarkGrammar,
     Regex,
     Repeat,
+    SchemaFormat,
     SeparatedTags,
-    Sequence,
+    SequenceFormat,
     Tag,
     TriggeredTags,
 )
@@ -180,25 +180,27 @@ class _Reader:
                 raise StructuralTagFault(path, f"there are more than {_MOST_FORMATS // 2} structures")
             schema = _schema(fields, "schema") if fields.get("schema") is not None else True
             begin, end = fields.text("begin"), fields.text("end", may_be_empty=True)
-            tags.append(Tag(begin, JsonSchema(schema), (end,)))
+            tags.append(Tag(begin, SchemaFormat(schema), (end,)))
             fields.check_names()
         return _triggered(outer, "structures", tuple(tags))
 
-    def _json_schema(self, fields: _Fields) -> JsonSchema:
+    def _json_schema(self, fields: _Fields) -> SchemaFormat:
         if fields.get("style") not in (None, "json"):
             raise StructuralTagFault(f"{fields.path}.style", "must be json")
         if fields.flag("any_order"):
             raise StructuralTagFault(f"{fields.path}.any_order", "is not supported")
-        return JsonSchema(_schema(fields, "json_schema"))
+        return SchemaFormat(_schema(fields, "json_schema"))
 
     def _any_text(self, fields: _Fields, free: bool) -> AnyText:
         self._check_place(fields, free)
         return AnyText(fields.excludes())
 
-    def _sequence(self, fields: _Fields, depth: int, free: bool) -> Sequence:
+    def _sequence(self, fields: _Fields, depth: int, free: bool) -> SequenceFormat:
         items = fields.many("elements")
         last = len(items) - 1
-        return Sequence(tuple(self.format(p, v, depth + 1, free=free and i == last) for i, (p, v) in enumerate(items)))
+        return SequenceFormat(
+            tuple(self.format(p, v, depth + 1, free=free and i == last) for i, (p, v) in enumerate(items))
+        )
 
     def _either(self, fields: _Fields, depth: int, free: bool) -> Either:
         return Either(tuple(self.format(p, v, depth + 1, free=free) for p, v in fields.many("elements")))

@@ -50,9 +50,9 @@ class OpenAiApi:
         self.on_fault: Callable[[str], None] = lambda kind: None
         """Called with the kind of each failure, from any thread."""
 
-    def open(self, context: Context) -> ApiSession:
+    def open(self, context: Context) -> EndpointSession:
         """Begin a session."""
-        return ApiSession(self)
+        return EndpointSession(self)
 
     def begin(self, token_ids: Sequence[int]) -> CompletionStream | None:
         """A stream after these tokens; None if none may be opened now."""
@@ -78,7 +78,7 @@ class OpenAiApi:
         _log.warning("openai_api_paused", kind=kind, host=self.endpoint.host, for_s=round(wait_s, 1))
 
 
-class ApiSession:
+class EndpointSession:
     """The endpoint's part of one session."""
 
     def __init__(self, api: OpenAiApi) -> None:

@@ -22,7 +22,7 @@ class Spent:
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     cost: float = 0.0
-    """In the currency of the prices."""
+    """Money in the currency of the prices."""
 
 
 @dataclass(frozen=True, slots=True)

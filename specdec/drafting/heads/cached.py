@@ -9,7 +9,7 @@ import torch
 
 from specdec.drafting.heads.cache import HeadCache, LaidOut, Rows
 from specdec.drafting.heads.drawing import warm_up
-from specdec.drafting.heads.passes import Pass, Projection
+from specdec.drafting.heads.passes import HeadPass, Projection
 from specdec.drafting.heads.session import HeadAsk, HeadSession
 from specdec.drafting.heads.target import HeadTarget
 from specdec.drafting.heads.vocabulary import DraftVocabulary
@@ -58,7 +58,7 @@ class CachedHead:
         self.cache = cache
         self.vocabulary = vocabulary.to(target.runner.device)
         self.passes = target.passes(cache)
-        self.kinds: tuple[Pass | Projection, ...] = ()
+        self.kinds: tuple[HeadPass | Projection, ...] = ()
         """Passes that are captured before the first request."""
         self.top_k = 1
         """Number of best tokens taken from a row."""

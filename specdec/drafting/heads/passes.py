@@ -22,7 +22,7 @@ Project = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class HeadPass:
     """One kind of pass over rows that attend. None of its operations may depend on data.
 
     `compute` refers to modules, never to the head: in a reference cycle a replaced head would keep its memory until a
@@ -38,35 +38,35 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One kind of pass over independent rows, with the same rules as `Pass`."""
+    """One kind of pass over independent rows, with the same rules as `HeadPass`."""
 
     name: str
     state_shape: tuple[int, ...]
     compute: Project
 
 
-class Replays(Protocol):
+class PassReplays(Protocol):
     """Replays passes of a head."""
 
-    def run(self, each: Pass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor | None:
+    def run(self, each: HeadPass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor | None:
         """The pass's result, owned by the caller; None: the caller must run the pass itself."""
 
     def project(self, each: Projection, hidden: torch.Tensor) -> torch.Tensor | None:
         """The projection's result, as in `run`."""
 
-    def prepare(self, kinds: Iterable[Pass | Projection], max_len: int) -> None:
+    def prepare(self, kinds: Iterable[HeadPass | Projection], max_len: int) -> None:
         """Capture likely passes over contexts up to `max_len` tokens, as time and memory allow."""
 
 
 class HeadPasses:
     """Runs the passes of one head over its cache."""
 
-    def __init__(self, cache: HeadCache, replays: Replays | None) -> None:
+    def __init__(self, cache: HeadCache, replays: PassReplays | None) -> None:
         """Without `replays` passes are plain calls."""
         self._cache = cache
         self._replays = replays
 
-    def run(self, each: Pass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor:
+    def run(self, each: HeadPass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor:
         """Apply `compute` to states [T, *state_shape]; writes the rows' entries."""
         found = None if self._replays is None else self._replays.run(each, states, rows)
         if found is not None:
@@ -78,7 +78,7 @@ class HeadPasses:
         found = None if self._replays is None else self._replays.project(each, hidden)
         return each.compute(hidden) if found is None else found
 
-    def prepare(self, kinds: Iterable[Pass | Projection], max_len: int) -> None:
+    def prepare(self, kinds: Iterable[HeadPass | Projection], max_len: int) -> None:
         """Capture likely passes over contexts up to `max_len` tokens, before the first request."""
         if self._replays is not None:
             self._replays.prepare(kinds, max_len)

@@ -13,7 +13,7 @@ from specdec.drafting.heads.cached import Base, CachedHead, TakenIn
 from specdec.drafting.heads.drawing import Choices, after, choose, without_noise
 from specdec.drafting.heads.growth import GrowingTree
 from specdec.drafting.heads.parts import Attend
-from specdec.drafting.heads.passes import Pass, Projection
+from specdec.drafting.heads.passes import HeadPass, Projection
 from specdec.drafting.heads.session import HeadAsk
 from specdec.drafting.heads.target import HeadTarget
 from specdec.drafting.heads.vocabulary import DraftVocabulary
@@ -83,8 +83,8 @@ class SerialHead(CachedHead):
         def carried(states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
             return model.run(model.carry(states), rows.token_ids, rows.positions, attend)
 
-        self._entering = Pass("entering", taps, entered)
-        self._level = Pass("level", (width,), carried)
+        self._entering = HeadPass("entering", taps, entered)
+        self._level = HeadPass("level", (width,), carried)
         self._logits = Projection("logits", (width,), lambda hidden: vocabulary.spread(model.logits(hidden)))
         self.kinds = self._entering, self._level, self._logits
         self.top_k, self._depth, self._num_nodes = top_k, depth, num_nodes

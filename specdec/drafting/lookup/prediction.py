@@ -26,7 +26,7 @@ _GUESS = 0.35
 """Score of a place that is merely near."""
 
 
-class Prediction:
+class PredictionDrafter:
     """The drafter `prediction`, for requests with an expected text."""
 
     name = "prediction"

@@ -11,7 +11,7 @@ import torch
 from specdec.drafting.role.branches import Branches
 from specdec.drafting.role.growth import GrowthPolicy
 from specdec.drafting.role.guess import Place, guess_of, guess_of_sample, row_context
-from specdec.drafting.role.session import DraftSession, Guess, Head
+from specdec.drafting.role.session import DraftSession, GrowingLeaf, Guess
 from specdec.engine.drawing.rows import Drawing, DrawRow, DrawRule
 from specdec.engine.engine import Engine
 from specdec.wire.sampling_params import VerifyMode
@@ -120,7 +120,7 @@ class Ahead:
         self,
         session: DraftSession,
         rule: DrawRule,
-        head: Head,
+        head: GrowingLeaf,
         row: int,
         num_rounds: int,
         growth: GrowthPolicy,
@@ -143,7 +143,7 @@ class Ahead:
             chain=session.chain_id,
         )
 
-    def _useful_rounds(self, session: DraftSession, head: Head, growth: GrowthPolicy) -> int:
+    def _useful_rounds(self, session: DraftSession, head: GrowingLeaf, growth: GrowthPolicy) -> int:
         """The greatest number of tokens that may follow a head's; at least 1."""
         num_tokens = len(head.seq.token_ids)
         chain, depth = session.max_chain, growth.max_depth(session.target_credit)

@@ -1,7 +1,7 @@
 """Drafts a block of tokens in one pass, with masks for unknown tokens (PARD, arXiv:2504.18583).
 
-A model trained for it predicts at a mask the token after it, from the tokens before the masks. The masks hang below a
-head's last token as nodes that are never accepted, so that no committed token attends to one.
+A model trained for it predicts at a mask the token after it, from the tokens before the masks. The masks are nodes
+below a head's last token that are never accepted, so that no committed token attends to one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from specdec.drafting.role.growth import GrowthPolicy
 from specdec.drafting.role.guess import Place
-from specdec.drafting.role.session import DraftSession, Head
+from specdec.drafting.role.session import DraftSession, GrowingLeaf
 from specdec.engine.tree import TokenTree
 
 
@@ -29,7 +29,7 @@ class MaskBlock:
             head.seq.tree = TokenTree([self._mask_token_id] * num_masks) if num_masks > 0 else None
 
     @staticmethod
-    def _room(session: DraftSession, head: Head, growth: GrowthPolicy) -> int:
+    def _room(session: DraftSession, head: GrowingLeaf, growth: GrowthPolicy) -> int:
         if head.is_over:
             return 0
         depth = session.tree.depth(head.node)

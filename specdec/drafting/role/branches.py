@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec.drafting.role.growth import GrowthPolicy
-from specdec.drafting.role.session import DraftSession, Guess, Head
+from specdec.drafting.role.session import DraftSession, GrowingLeaf, Guess
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError
 from specdec.engine.sequence import Sequence
@@ -20,9 +20,9 @@ class Branches:
     def __init__(self, engine: Engine, max_model_len: int) -> None:
         self._engine = engine
         self._max_model_len = max_model_len
-        self._owners: dict[int, tuple[DraftSession, Head]] = {}
+        self._owners: dict[int, tuple[DraftSession, GrowingLeaf]] = {}
 
-    def owner(self, seq: Sequence) -> tuple[DraftSession, Head]:
+    def owner(self, seq: Sequence) -> tuple[DraftSession, GrowingLeaf]:
         """The session and head of a sequence."""
         return self._owners[seq.seq_id]
 
@@ -30,11 +30,11 @@ class Branches:
         """Whether a step has anything to compute."""
         return any(head.seq.is_ready for _, head in self._owners.values())
 
-    def ready_heads(self) -> list[Head]:
+    def ready_heads(self) -> list[GrowingLeaf]:
         """Heads for which a step has something to compute."""
         return [head for _, head in self._owners.values() if head.seq.is_ready]
 
-    def ready_places(self) -> list[tuple[DraftSession, Head]]:
+    def ready_places(self) -> list[tuple[DraftSession, GrowingLeaf]]:
         """Heads for which a step has something to compute, with their sessions."""
         return [owner for owner in self._owners.values() if owner[1].seq.is_ready]
 
@@ -44,7 +44,7 @@ class Branches:
 
     def plant(self, session: DraftSession, seq: Sequence) -> None:
         """Give a new session its main head."""
-        self._add(session, Head(seq))
+        self._add(session, GrowingLeaf(seq))
 
     def free(self, session: DraftSession) -> None:
         """Free all heads."""
@@ -52,7 +52,9 @@ class Branches:
             self._drop(head)
         session.heads.clear()
 
-    def extend(self, session: DraftSession, head: Head, guess: Guess, draft_us: int, growth: GrowthPolicy) -> None:
+    def extend(
+        self, session: DraftSession, head: GrowingLeaf, guess: Guess, draft_us: int, growth: GrowthPolicy
+    ) -> None:
         """Add a guess below a head, with its runners-up and the tokens that a constraint forces after it."""
         num_tokens = len(head.seq.token_ids)
         parent = head.node
@@ -153,24 +155,24 @@ class Branches:
         seq = self._engine.fork(source.seq)
         self._engine.rollback(seq, committed + num_shared)
         self._engine.append(seq, path[num_shared:])
-        self._add(session, Head(seq, leaf))
+        self._add(session, GrowingLeaf(seq, leaf))
 
-    def _add(self, session: DraftSession, head: Head) -> None:
+    def _add(self, session: DraftSession, head: GrowingLeaf) -> None:
         session.heads.append(head)
         self._owners[head.seq.seq_id] = (session, head)
 
-    def _drop(self, head: Head) -> None:
+    def _drop(self, head: GrowingLeaf) -> None:
         del self._owners[head.seq.seq_id]
         self._engine.free(head.seq)
 
     @staticmethod
-    def _num_shared(head: Head, committed: int, path: list[int]) -> int:
+    def _num_shared(head: GrowingLeaf, committed: int, path: list[int]) -> int:
         """Number of leading tokens of `path` that the head's sequence holds after the committed ones."""
         drafted = head.seq.token_ids[committed : committed + len(path)]
         return next((i for i, (a, b) in enumerate(zip(drafted, path, strict=False)) if a != b), len(drafted))
 
 
-def _wants_more(session: DraftSession, head: Head, growth: GrowthPolicy) -> bool:
+def _wants_more(session: DraftSession, head: GrowingLeaf, growth: GrowthPolicy) -> bool:
     # Committed tokens are computed even if nothing is drafted after them.
     if head.seq.num_computed_tokens < session.num_committed:
         return True
@@ -183,7 +185,7 @@ def _wants_more(session: DraftSession, head: Head, growth: GrowthPolicy) -> bool
     return growth.grows(depth, score, len(session.tree), session.target_credit)
 
 
-def extend_forced(engine: Engine, growth: GrowthPolicy, session: DraftSession, head: Head) -> None:
+def extend_forced(engine: Engine, growth: GrowthPolicy, session: DraftSession, head: GrowingLeaf) -> None:
     """Extend a head by the tokens that its constraint forces, as far as the tree may grow.
 
     They need no logits and are computed in one chunk. Coupled mode only: the length of a chain for rejection must not

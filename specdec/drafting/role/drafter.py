@@ -41,7 +41,7 @@ from specdec.wire.message_sizes import microseconds
 from specdec.wire.sampling_params import VerifyMode
 
 
-class Drafter(Role[DraftSession]):
+class ModelDrafter(Role[DraftSession]):
     """Drafts ahead of the targets' commits. It cannot change a coupled session's output."""
 
     def __init__(

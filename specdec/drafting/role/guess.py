@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec.constraints.grammar.follower import MaskWords, NodeMask
-from specdec.drafting.role.session import DraftSession, Guess, Head
+from specdec.drafting.role.session import DraftSession, GrowingLeaf, Guess
 from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.restrictions import masked_logits
 from specdec.engine.sampling.sampler import RowContext, Sampler
@@ -19,7 +19,7 @@ from specdec.wire.sampling_params import VerifyMode
 MIN_SIBLING_SCORE = 0.03
 """Probability below which a runner-up costs the target more than it saves."""
 
-Place = tuple[DraftSession, Head]
+Place = tuple[DraftSession, GrowingLeaf]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _mask(session: DraftSession, context: RowContext) -> NodeMask | None:
     return session.grammar.mask_after(context.extra_tokens, params.min_tokens_ids if holds_back else ())
 
 
-def row_context(session: DraftSession, head: Head) -> RowContext:
+def row_context(session: DraftSession, head: GrowingLeaf) -> RowContext:
     """The sampler's context of the token after a head's."""
     drafted = tuple(head.seq.token_ids[session.num_committed :])
     return RowContext(

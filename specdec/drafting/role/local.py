@@ -18,7 +18,7 @@ import structlog
 
 from specdec.config import DraftSettings
 from specdec.constraints.grammar.failure import GrammarError
-from specdec.drafting.role.drafter import Drafter
+from specdec.drafting.role.drafter import ModelDrafter
 from specdec.drafting.role.growth import GrowthPolicy
 from specdec.drafting.role.metrics import DraftRecorder
 from specdec.drafting.role.session import DraftSession
@@ -30,7 +30,7 @@ from specdec.v1 import common_pb2 as pb
 
 _MOST_FAULTS = 3
 _NEVER_BRANCHES = 2.0
-"""A score that no guess reaches: branches prepare for a verdict, and here none is computed meanwhile."""
+"""A score that no guess reaches: branches prepare for a pending verdict, and here there is none."""
 _ROUND_WEIGHT = 0.1
 """Weight of a new observation in a round's mean time."""
 _log = structlog.get_logger("specdec.replica.worker")
@@ -78,7 +78,7 @@ class LocalDraft:
         progress.
         """
         self._host = _Host(steps, deliver)
-        self._drafter = Drafter(self._host, built, settings, recorder, shares_grammars=True)
+        self._drafter = ModelDrafter(self._host, built, settings, recorder, shares_grammars=True)
         self._engine = built.engine
         self._settings = settings
         self._owner = Owner(owner_id="", lease_generation=0, stream_id=0)

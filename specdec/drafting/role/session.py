@@ -47,7 +47,7 @@ class Note:
 
 
 @dataclass(slots=True, eq=False)
-class Head:
+class GrowingLeaf:
     """A sequence that grows the tree at one leaf: it holds the committed tokens, then the path down to `node`."""
 
     seq: Sequence
@@ -101,7 +101,7 @@ class DraftSession(FollowingSession):
     """Guesses below the last committed token."""
     notes: list[Note] = field(default_factory=list)
     """Data of each node."""
-    heads: list[Head] = field(default_factory=list)
+    heads: list[GrowingLeaf] = field(default_factory=list)
     """The sequences that grow the tree."""
     is_compiling: bool = False
     """Its constraint is being compiled: nothing is computed."""

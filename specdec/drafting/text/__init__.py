@@ -1,1 +1,1 @@
-"""Drafting with another tokenizer, by text: tokens of one side are tokenized anew for the other."""
+"""Drafting with another tokenizer, by text: each side tokenizes the other's text again."""

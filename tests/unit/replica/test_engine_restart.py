@@ -28,7 +28,7 @@ from tests.support.services.echo_process import (
     verify_stream,
 )
 
-SOON = ("--engine-silence-s", "1", "--engine-stall-s", "1")
+SOON = ("--silence-s", "1", "--engine-stall-s", "1")
 PATIENCE_S = 60.0
 
 

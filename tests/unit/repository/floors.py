@@ -100,7 +100,7 @@ FLOORS = {
         sessions tenants
         journal links
         observer replicas
-        finishing intake
+        finishing intake timings
         decode_loop recovery replay
         connections generation
         servicer

@@ -23,7 +23,7 @@ from specdec.drafting.heads.checkpoint import HeadFiles, HeadRefused, fill
 from specdec.drafting.heads.config import HeadConfig
 from specdec.drafting.heads.drawing import without_noise
 from specdec.drafting.heads.parts import Attend, Layer, RmsNorm, Rotary
-from specdec.drafting.heads.passes import Pass, Projection
+from specdec.drafting.heads.passes import HeadPass, Projection
 from specdec.drafting.heads.session import HeadAsk
 from specdec.drafting.heads.slots import draw_slots
 from specdec.drafting.heads.target import HeadTarget
@@ -113,8 +113,10 @@ class DFlash(CachedHead):
                 cache.write(layer, rows.slots, *model.entries(layer, context, rows.positions))
             return rows.token_ids
 
-        self._entering = Pass("entering", taps, entered)
-        self._blocks = Pass("blocks", (width,), lambda states, rows, attend: model.run(states, rows.positions, attend))
+        self._entering = HeadPass("entering", taps, entered)
+        self._blocks = HeadPass(
+            "blocks", (width,), lambda states, rows, attend: model.run(states, rows.positions, attend)
+        )
         self._logits = Projection("logits", (width,), lambda rows: vocabulary.spread(model.lm_head(rows)))
         self.kinds = self._entering, self._blocks
 

@@ -40,7 +40,9 @@ class MarkovHead(nn.Module):
     def forward(
         self, before: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From token embeddings [T, rank], hidden states [T, H] and states [T, rank]: a bias [T, D] and new states."""
+        """Return a bias [T, D] and new states, from token embeddings [T, rank], hidden states [T, H] and states [T,
+        rank].
+        """
         if self.gate_proj is not None:
             before = before * torch.sigmoid(self.gate_proj(torch.cat([hidden, before], dim=-1)))
         elif self.joint_proj is not None:

@@ -20,7 +20,7 @@ from specdec.drafting.heads.config import HeadConfig
 from specdec.drafting.heads.drawing import without_noise
 from specdec.drafting.heads.methods.eagle3 import Eagle3Model, load_eagle3
 from specdec.drafting.heads.parts import Attend
-from specdec.drafting.heads.passes import Pass, Projection
+from specdec.drafting.heads.passes import HeadPass, Projection
 from specdec.drafting.heads.session import HeadAsk
 from specdec.drafting.heads.slots import draw_slots
 from specdec.drafting.heads.target import HeadTarget
@@ -61,8 +61,8 @@ class PEagle(CachedHead):
         def masked(states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
             return model.run(states, rows.token_ids, rows.positions, attend)
 
-        self._entering = Pass("entering", taps, entered)
-        self._masks = Pass("masks", (model.width,), masked)
+        self._entering = HeadPass("entering", taps, entered)
+        self._masks = HeadPass("masks", (model.width,), masked)
         self._logits = Projection("logits", (model.width,), lambda rows: vocabulary.spread(model.logits(rows)))
         self.kinds = self._entering, self._masks, self._logits
 
