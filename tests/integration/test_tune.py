@@ -53,6 +53,7 @@ def test_the_shipped_pair_is_measured_verified_and_written_down(tmp_path: Path) 
     assert yaml.safe_load((tmp_path / "tuned.chart.yaml").read_text())["draft"]
 
 
+@pytest.mark.long
 def test_a_draft_with_another_tokenizer_is_tuned_and_served_by_the_tokens_that_both_have(tmp_path: Path) -> None:
     draft, out = permuted_draft(tmp_path / "draft"), tmp_path / "tuned.yaml"
     arguments = ["tune", *QUICK, "--draft", str(draft), "--placement", "apart", "--repeats", "1", "--out", str(out)]

@@ -121,6 +121,7 @@ def test_every_kind_of_kernel_runs_where_a_sanitizer_would_watch_it() -> None:
     assert result["found"]["watched"] is False
 
 
+@pytest.mark.long
 def test_small_steps_run_unwatched_where_the_sanitizer_does_not_know_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ PROMPT = 7
 
 
 def load(architecture: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> ModelRunner:
-    model = save_tiny_model(architecture, folder)
+    model = save_tiny_model(architecture, folder, num_layers=2)
     base = {"model": str(model), "device": "cpu", "block_size": 8, "num_blocks": 40, "deterministic": True}
     with monkeypatch.context() as patch:
         patch.setattr(building, "is_on_gpu", lambda device: True)
