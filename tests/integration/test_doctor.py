@@ -25,7 +25,7 @@ def test_a_deployment_is_measured_and_every_line_has_its_figures(tiny_cluster: C
     assert found["tokenizers are equal by content"]["outcome"] == "pass"
     assert found["replicas are ready"]["outcome"] == "pass"
     assert "by depth" in found["draft tokens are accepted, temperature 1"]["measured"]
-    assert "times plain decoding" in found["it is not slower at 2 requests at once"]["measured"]
+    assert "times plain decoding" in found["speculation is not slower at 2 requests at once"]["measured"]
     for what in ("stop strings", "log-probabilities"):
         line = found[f"with {what} greedy output is the same with and without speculation"]
         assert line["outcome"] == "pass", line

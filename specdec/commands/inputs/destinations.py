@@ -1,4 +1,4 @@
-"""Where a command shall write: found out before it has measured for minutes, not after."""
+"""Checks that a command can write its files, before it measures for minutes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 def report_folder(folder: Path | None) -> Path | None:
-    """A folder for a report, which is made now; callback of an option. Raises typer.BadParameter where it cannot be."""
+    """Option callback: make the folder of a report. Raises typer.BadParameter if that is impossible."""
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -21,19 +21,19 @@ def report_folder(folder: Path | None) -> Path | None:
 
 
 def output_file(file: Path | None) -> Path | None:
-    """A file to be written, in a folder that is there; callback of an option. Raises typer.BadParameter for others."""
+    """Option callback: check that a file can be written. Raises typer.BadParameter."""
     if file is not None:
         if not file.parent.is_dir():
             raise typer.BadParameter(f"cannot write {file}: there is no folder {file.parent}")
         if not file.exists():
             _check_is_writable(file.parent, file)
         elif not os.access(file, os.W_OK):
-            raise typer.BadParameter(f"may not write to {file}")
+            raise typer.BadParameter(f"cannot write to {file}: no permission")
     return file
 
 
 def _check_is_writable(folder: Path, path: Path) -> None:
-    """Raises typer.BadParameter, naming `path`. Permissions do not tell: a file system may refuse whom they allow."""
+    """Raises typer.BadParameter, naming `path`. It writes, because a file system may refuse in spite of permissions."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -1,4 +1,4 @@
-"""Flags that are lists of numbers, and prompts from a file, for commands that measure."""
+"""Parsers for commands that measure: flags with lists of numbers, and files of prompts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from specdec.commands.measuring.prompts import Prompts, PromptsInvalid, read_pro
 from specdec.wire.sampling_limits import RANGES
 
 MOST_TOKENS = 1_000_000
-"""Of an answer or a draft: what can be asked for. What a deployment grants is less, and it says so itself."""
+"""Tokens of an answer or a draft that a flag accepts; a deployment refuses more than its own limit."""
 
 
 def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
-    """Parse comma-separated numbers from 1 on. Raises typer.BadParameter."""
+    """Parse comma-separated whole numbers from 1. Raises typer.BadParameter."""
     numbers = _numbers(text, flag)
     if any(number < 1 or number != int(number) for number in numbers):
-        raise typer.BadParameter(f"{text!r}: whole numbers from 1 on are meant", param_hint=flag)
+        raise typer.BadParameter(f"{text!r} must be whole numbers from 1", param_hint=flag)
     return tuple(map(int, numbers))
 
 
@@ -26,7 +26,7 @@ def positive_numbers(text: str, flag: str) -> tuple[float, ...]:
     """Parse comma-separated numbers above 0. Raises typer.BadParameter."""
     found = _numbers(text, flag)
     if any(number <= 0 for number in found):
-        raise typer.BadParameter(f"{text!r}: numbers above 0 are meant", param_hint=flag)
+        raise typer.BadParameter(f"{text!r} must be numbers above 0", param_hint=flag)
     return found
 
 
@@ -43,9 +43,9 @@ def _numbers(text: str, flag: str) -> tuple[float, ...]:
     try:
         found = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no comma-separated list of numbers", param_hint=flag) from None
+        raise typer.BadParameter(f"{text!r} is not a comma-separated list of numbers", param_hint=flag) from None
     if not found or not all(map(math.isfinite, found)):
-        raise typer.BadParameter(f"{text!r} names no number", param_hint=flag)
+        raise typer.BadParameter(f"{text!r} must be finite numbers", param_hint=flag)
     return tuple(dict.fromkeys(found))
 
 

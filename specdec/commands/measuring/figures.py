@@ -1,4 +1,4 @@
-"""What is said of many values: medians, quartiles, percentiles."""
+"""Summaries of values: medians, quartiles, percentiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def percentiles(values: Sequence[float], wanted: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
-    """By name (`p50`); nothing where there are no values."""
+    """Percentiles by name (`p50`); empty without values."""
     ordered = sorted(values)
     if not ordered:
         return {}

@@ -1,4 +1,4 @@
-"""Text of others, such as a model's, where it is shown: it neither steers the terminal nor is taken for markup."""
+"""Display of foreign text, such as a model's, without terminal control characters and markup."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.text import Text
 
 _KEPT = "\n\t"
 _PICTURES = 0x2400
-"""Unicode has a picture of each control character below a space, in their order, from here on."""
+"""First of Unicode's pictures of the control characters below space."""
 _DELETE, _DELETE_PICTURE = 0x7F, 0x2421
 _HARMLESS = {code: chr(_PICTURES + code) for code in range(0x20) if chr(code) not in _KEPT}
 _HARMLESS |= {_DELETE: chr(_DELETE_PICTURE), **dict.fromkeys(range(128, 160), "�")}

@@ -133,7 +133,7 @@ def tune(*arguments: str) -> Result:
         (("--concurrency", "0"), 2, "from 1 on"),
         (("--concurrency", "1,65"), 2, "64 sequences at most"),
         (("--out", "/proc/tuned.yaml"), 2, "cannot write to /proc/tuned.yaml"),
-        (("--concurrency", "x"), 2, "no comma-separated list"),
+        (("--concurrency", "x"), 2, "not a comma-separated list"),
         (("--prompts", "/no/such/file"), 2, "No such file"),
         (("--out", "/no/such/folder/x.yaml"), 2, "there is no folder"),
         (("--report", "/proc/no/such/folder"), 2, "cannot write to /proc/no/such/folder"),
