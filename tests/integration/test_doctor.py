@@ -48,7 +48,7 @@ def test_heads_are_tried_with_the_layers_beside_theirs(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--settings", str(file), "--try-heads", "--json"])
     assert result.exit_code == 0, result.output
     found = {line["what"]: line for line in json.loads(result.stdout)}
-    line = found["eagle3: it reads the layers that it was trained on"]
+    line = found["eagle3 reads the layers that it was trained on"]
     assert line["outcome"] == "pass", line
     assert line["measured"].count("%") == 5
     assert "with 2, 5, 9" in line["measured"]

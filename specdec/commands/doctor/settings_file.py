@@ -94,7 +94,7 @@ def _heads(settings: TargetSettings) -> Iterator[Finding]:
         else:
             source = "settings" if options.layer_ids else "its config"
             named = ", ".join(map(str, ids))
-            yield passed(what, f"layer ids {named} from {source}; k is the output of k layers; RoPE by halves")
+            yield passed(what, f"{named} (from {source}; k is the output of k layers); RoPE by halves")
 
 
 def _models(models: Mapping[str, str], *, has_draft: bool) -> Iterator[Finding]:

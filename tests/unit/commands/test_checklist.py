@@ -102,7 +102,7 @@ def test_a_settings_file_is_held_against_models_and_known_settings() -> None:
         ({"target_set": ["no_such=1"]}, "settings of the target are valid", Outcome.FAIL),
         ({"target_set": ["drafters=magic"]}, "settings of the target are valid", Outcome.FAIL),
         ({"draft": "/nowhere"}, "the draft exists", Outcome.FAIL),
-        ({"target_set": ["adaptive_speculation=false"]}, "speculation stops where it does not pay", Outcome.WARN),
+        ({"target_set": ["adaptive_speculation=false"]}, "speculation stops when it does not pay", Outcome.WARN),
     ],
 )
 def test_what_is_wrong_in_a_settings_file_is_named(up: Mapping[str, Any], line: str, outcome: Outcome) -> None:

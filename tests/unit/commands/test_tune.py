@@ -130,7 +130,7 @@ def tune(*arguments: str) -> Result:
         (("--target", "/no/such/model"), 1, "no such directory: /no/such/model"),
         (("--temperature", "-1"), 2, "-1.0 is outside [0, 100]"),
         (("--temperature", "0,200"), 2, "200.0 is outside [0, 100]"),
-        (("--concurrency", "0"), 2, "from 1 on"),
+        (("--concurrency", "0"), 2, "whole numbers from 1"),
         (("--concurrency", "1,65"), 2, "64 sequences at most"),
         (("--out", "/proc/tuned.yaml"), 2, "cannot write to /proc/tuned.yaml"),
         (("--concurrency", "x"), 2, "not a comma-separated list"),
