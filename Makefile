@@ -41,8 +41,8 @@ CRDS := $(foreach package,$(CRD_PACKAGES),.tools/node_modules/@$(word 2,$(subst 
 CHECKOV := .tools/checkov/bin/checkov
 SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
 # Clients of the gateway that tests run (docs/openai-clients.md), and those that only "make test-long" runs.
-CLIENTS := $(foreach name,frameworks lm-eval llama-benchy,.tools/clients/$(name)/.installed)
-LONG_CLIENTS := $(foreach name,guidellm aiperf vllm,.tools/clients/$(name)/.installed)
+CLIENTS := $(foreach name,frameworks llama-benchy,.tools/clients/$(name)/.installed)
+LONG_CLIENTS := $(foreach name,lm-eval guidellm aiperf vllm,.tools/clients/$(name)/.installed)
 COMPOSE := .tools/docker-compose
 PROTO_ROOT ?= proto
 PROTOS := $(wildcard $(PROTO_ROOT)/specdec/v1/*.proto)
@@ -97,12 +97,12 @@ helm:
 # In an environment of its own, because it pins its dependencies.
 $(CHECKOV):
 	@"$(PYTHON)" -m venv .tools/checkov
-	.tools/checkov/bin/pip install --quiet --disable-pip-version-check checkov==$(CHECKOV_VERSION)
+	.tools/checkov/bin/pip install --quiet --no-compile --disable-pip-version-check checkov==$(CHECKOV_VERSION)
 
 # The same.
 $(SCHEMATHESIS):
 	@"$(PYTHON)" -m venv .tools/schemathesis
-	.tools/schemathesis/bin/pip install --quiet --disable-pip-version-check schemathesis==$(SCHEMATHESIS_VERSION)
+	.tools/schemathesis/bin/pip install --quiet --no-compile --disable-pip-version-check schemathesis==$(SCHEMATHESIS_VERSION)
 
 .tools/clients/%/.installed: tests/clients/%.txt $(STAMP)
 	@tests/clients/install.sh $*
@@ -111,7 +111,7 @@ $(COMPOSE):
 	@tests/install-docker-compose.sh .tools
 
 .PHONY: tools
-tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(CHECKOV) $(SCHEMATHESIS) $(COMPOSE) $(CLIENTS)  ## Install buf, helm, checkov, clients of the gateway and others in .tools.
+tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(SCHEMATHESIS) $(COMPOSE) $(CLIENTS)  ## Install buf, helm, clients of the gateway and others in .tools.
 
 # $(1): programs; missing ones are installed from their Debian packages.
 define install_programs
@@ -174,7 +174,7 @@ test-isa: $(STAMP)  ## Run the tests of numerics under each instruction set that
 	@$(BIN)/python -m tests.support.engine.isa_selections $(ISA_ARGS)
 
 .PHONY: test-long
-test-long: $(STAMP) tools servers $(LONG_CLIENTS)  ## Run the tests that take minutes.
+test-long: $(STAMP) tools servers $(CHECKOV) $(LONG_CLIENTS)  ## Run the tests that take minutes.
 	@$(BIN)/pytest tests -m "long and not gpu" --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
 
 .PHONY: defects

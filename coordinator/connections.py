@@ -12,10 +12,11 @@ from specdec.coordinator.links.draft_link import DraftLink
 from specdec.coordinator.links.link_events import LinkSettings
 from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.recovery import DraftRecovery, TargetRecovery
-from specdec.coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
+from specdec.coordinator.replicas.discovery import Discovery, ReplicaAddress, keep_finding
 from specdec.coordinator.replicas.registry_view import RegistryView
 from specdec.coordinator.replicas.roster import Roster
 from specdec.coordinator.tasks import end_tasks
+from specdec.coordinator.timings import Timings
 from specdec.wire.channel import ReplicaChannel
 from specdec.wire.tls import replica_tls_files
 from specdec.wire.tls_files import TlsFiles
@@ -28,6 +29,7 @@ class Connections:
         self,
         *,
         settings: CoordinatorSettings,
+        timings: Timings,
         owner_id: str,
         targets: TargetRecovery,
         drafts: DraftRecovery,
@@ -38,6 +40,7 @@ class Connections:
 
         Args:
             settings: the replicas' addresses, and how to connect to them.
+            timings: how long an attempt to connect may take, and the first wait after one.
             owner_id: this coordinator's name, to the replicas.
             targets: receives the events of the links to targets.
             drafts: receives the events of the links to drafts.
@@ -52,8 +55,8 @@ class Connections:
         self._link_settings = LinkSettings(
             owner_id=owner_id,
             lease_generation=1,
-            connect_timeout_s=settings.connect_timeout_s,
-            backoff_min_s=settings.reconnect_backoff_min_s,
+            connect_timeout_s=timings.connect_timeout_s,
+            backoff_min_s=timings.reconnect_first_s,
             backoff_max_s=settings.reconnect_backoff_max_s,
             max_message_bytes=settings.max_message_bytes,
         )
@@ -68,10 +71,10 @@ class Connections:
         links, loop = self._link_settings, self._decode_loop
         files = self.tls_files = replica_tls_files(self._settings)
 
-        def target(at: Endpoint) -> TargetLink:
+        def target(at: ReplicaAddress) -> TargetLink:
             return TargetLink(at.address, self._channel(at, files), links, events=self._targets, verdicts=loop)
 
-        def draft(at: Endpoint) -> DraftLink:
+        def draft(at: ReplicaAddress) -> DraftLink:
             return DraftLink(at.address, self._channel(at, files), links, events=self._drafts, proposals=loop)
 
         self.rosters = {
@@ -106,7 +109,7 @@ class Connections:
             looking = keep_finding(settings.discovery_s, refreshers, update)
             self._tasks.append(asyncio.create_task(looking, name="discovery"))
 
-    def _channel(self, endpoint: Endpoint, files: TlsFiles | None) -> ReplicaChannel:
+    def _channel(self, endpoint: ReplicaAddress, files: TlsFiles | None) -> ReplicaChannel:
         settings = self._settings
         if endpoint.server_name is not None and settings.replica_tls and settings.replica_tls_server_name is None:
             settings = settings.model_copy(update={"replica_tls_server_name": endpoint.server_name})

@@ -14,8 +14,8 @@ from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.coordinator.decode_loop import DecodeLoop
 from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding, Place
-from specdec.coordinator.intake.planning import Caller, Plan, Planner
-from specdec.coordinator.intake.prompt_bytes import PromptBytes
+from specdec.coordinator.intake.planning import Planner, RequestCaller, RequestPlan
+from specdec.coordinator.intake.text_limits import PromptBytes
 from specdec.coordinator.journal import Journal
 from specdec.coordinator.observer import Observer
 from specdec.coordinator.replay import replay
@@ -27,8 +27,7 @@ from specdec.coordinator.sessions.session import Request, Session
 from specdec.coordinator.sessions.table import SessionTable
 from specdec.coordinator.sessions.target_side import TargetSide
 from specdec.coordinator.tenants.quotas import TenantLease, TenantLimits
-from specdec.store.errors import RequestHeld, TooManyConcurrent
-from specdec.store.interface import RequestKey
+from specdec.store.interface import RequestHeld, RequestKey, TooManyConcurrent
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import Cancelled, NotReady, Overloaded, RequestExists, SpecdecError, Unavailable
@@ -40,7 +39,7 @@ _SHED_NOTICE = "server busy: this request runs without speculation (output uncha
 _log = structlog.get_logger(__name__)
 
 
-class Generator:
+class GenerateCalls:
     """Runs Generate calls: check, admit, replay, open, stream. However a call ends, its resources are freed."""
 
     def __init__(
@@ -82,7 +81,7 @@ class Generator:
         self.is_draining = False
         """New requests are refused."""
 
-    async def run(self, body: api.GenerateRequest, caller: Caller, write: Write) -> None:
+    async def run(self, body: api.GenerateRequest, caller: RequestCaller, write: Write) -> None:
         """Serve a call.
 
         Raises:
@@ -92,7 +91,7 @@ class Generator:
         trace = self._tracer.begin(body, caller.tenant, caller.trace_headers)
         # Fields of every log event of the call's task, which ends with the call.
         structlog.contextvars.bind_contextvars(**trace.log_fields)
-        plan: Plan | None = None
+        plan: RequestPlan | None = None
         try:
             self._check_draining()
             key = self._planner.key(body, caller)
@@ -140,7 +139,7 @@ class Generator:
         self._finisher.abort(request)
         return True
 
-    async def _run(self, plan: Plan, lease: TenantLease, write: Write) -> None:
+    async def _run(self, plan: RequestPlan, lease: TenantLease, write: Write) -> None:
         request = plan.request
         self._register(request, plan.is_resume)
         structlog.contextvars.bind_contextvars(request_id=request.key.request_id)
@@ -173,7 +172,7 @@ class Generator:
         self._sessions.add_request(request)
 
     @asynccontextmanager
-    async def _journalled(self, plan: Plan) -> AsyncIterator[None]:
+    async def _journalled(self, plan: RequestPlan) -> AsyncIterator[None]:
         """Claim the request for this coordinator in the shared journal; `run` ends the claim."""
         request, most = plan.request, plan.allowance.max_concurrent_requests
         try:
@@ -194,7 +193,7 @@ class Generator:
         yield
 
     @asynccontextmanager
-    async def _admitted(self, plan: Plan) -> AsyncIterator[None]:
+    async def _admitted(self, plan: RequestPlan) -> AsyncIterator[None]:
         request = plan.request
         if request.is_aborted:
             yield
@@ -225,7 +224,7 @@ class Generator:
             if place is not None:
                 place.release(plan.num_tokens(sum(session.num_output_tokens for session in request.sessions)))
 
-    async def _start(self, plan: Plan) -> None:
+    async def _start(self, plan: RequestPlan) -> None:
         """Send the first chunk and the replayed output, and open the unfinished sessions."""
         request, admitted_s = plan.request, time.monotonic()
         self._observer.metrics.prompt_tokens.inc(len(plan.prompt))
@@ -263,7 +262,7 @@ class Generator:
                 session.fork_from = first.session_id if is_fork else ""
                 self._decode_loop.open(session, target, draft)
 
-    async def _stream(self, plan: Plan, write: Write, lease: TenantLease | None = None) -> None:
+    async def _stream(self, plan: RequestPlan, write: Write, lease: TenantLease | None = None) -> None:
         request = plan.request
         if request.is_constrained:
             # The target compiles the constraint; an error before the first chunk becomes the call's status.
@@ -282,7 +281,7 @@ class Generator:
             elif chunk.HasField("prompt_logprobs"):
                 self._decode_loop.on_prompt_written(request.sessions[0], prompt_end(chunk.prompt_logprobs))
 
-    def _stalled(self, plan: Plan) -> Cancelled:
+    def _stalled(self, plan: RequestPlan) -> Cancelled:
         self._observer.metrics.readers_stalled.inc()
         error = Cancelled(
             f"the client read nothing for {self._reader_stall_s:g} s (reader_stall_s) while output waited for it",
@@ -291,7 +290,7 @@ class Generator:
         error.attached.append(_resume_info(plan))
         return error
 
-    def _session(self, plan: Plan, choice: int) -> Session:
+    def _session(self, plan: RequestPlan, choice: int) -> Session:
         request, sampling, served = plan.request, plan.sampling, plan.served
         token_sampling = sampling.for_choice(choice, plan.seed, plan.max_tokens)
         return Session(
@@ -315,7 +314,7 @@ class Generator:
             target=TargetSide(prompt=_prompt_progress(plan) if choice == 0 else None),
         )
 
-    def _sheds_speculation(self, plan: Plan) -> bool:
+    def _sheds_speculation(self, plan: RequestPlan) -> bool:
         # In rejection mode the proposals decide the tokens of a seed; load must not change them.
         is_exact = plan.speculation.verify_mode == pb.VERIFY_MODE_COUPLED
         if not (is_exact and self._speculate and plan.speculation.enabled and self._gate.is_shedding):
@@ -323,7 +322,7 @@ class Generator:
         self._observer.metrics.speculation_shed.inc()
         return True
 
-    def _started(self, plan: Plan, notices: Sequence[str] = ()) -> api.GenerateResponse:
+    def _started(self, plan: RequestPlan, notices: Sequence[str] = ()) -> api.GenerateResponse:
         started = api.GenerateStarted(
             request_id=plan.request.key.request_id,
             seed=plan.seed,
@@ -336,7 +335,7 @@ class Generator:
         )
         return api.GenerateResponse(started=started)
 
-    async def _write_aborted(self, plan: Plan, write: Write) -> None:
+    async def _write_aborted(self, plan: RequestPlan, write: Write) -> None:
         """A request aborted while it waits gets its first and last chunks, and nothing between."""
         request = plan.request
         request.stream.push(self._started(plan))
@@ -345,7 +344,7 @@ class Generator:
         await self._stream(plan, write)
 
 
-def _prompt_progress(plan: Plan) -> PromptProgress | None:
+def _prompt_progress(plan: RequestPlan) -> PromptProgress | None:
     """The prompt's log-probabilities that the client wants and lacks; None if there are none."""
     num_top, start, end = plan.sampling.prompt_logprobs, plan.prompt_logprobs_start, len(plan.prompt)
     if num_top is None or start >= end:
@@ -353,5 +352,5 @@ def _prompt_progress(plan: Plan) -> PromptProgress | None:
     return PromptProgress(num_top, end, start, is_joined=not plan.prompt_logprobs_in_parts)
 
 
-def _resume_info(plan: Plan) -> api.ResumeInfo:
+def _resume_info(plan: RequestPlan) -> api.ResumeInfo:
     return api.ResumeInfo(request_id=plan.request.key.request_id, seed=plan.seed, resume_token=plan.resume_token)

@@ -17,12 +17,11 @@ from specdec.config import CoordinatorSettings
 from specdec.coordinator.connections import Connections
 from specdec.coordinator.decode_loop import DecodeLoop
 from specdec.coordinator.finishing import Finisher
-from specdec.coordinator.generation import Generator
+from specdec.coordinator.generation import GenerateCalls
 from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding
 from specdec.coordinator.intake.conversions import Conversions
 from specdec.coordinator.intake.planning import Planner
-from specdec.coordinator.intake.prompt_bytes import PromptBytes
-from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.text_limits import PromptBytes, TokenizingTurns
 from specdec.coordinator.intake.validation import Limits
 from specdec.coordinator.journal import Journal, JournalSettings
 from specdec.coordinator.observer import Observer
@@ -41,6 +40,7 @@ from specdec.coordinator.tasks import end_tasks
 from specdec.coordinator.tenants.api_keys import ApiKeys, Authenticator, KeyFileInvalid
 from specdec.coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from specdec.coordinator.tenants.shared_quotas import SharedQuotas
+from specdec.coordinator.timings import Timings
 from specdec.service.listening import StartupFailed
 from specdec.service.server import run_service
 from specdec.store.announcer import Announcer
@@ -69,9 +69,12 @@ class CoordinatorService:
     name = "coordinator"
     grpc_names: Sequence[str] = (SERVICE_NAME,)
 
-    def __init__(self, settings: CoordinatorSettings, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, settings: CoordinatorSettings, registry: CollectorRegistry, timings: Timings | None = None
+    ) -> None:
         """Build all parts, in the order of their dependencies; start none. Raises TlsFilesBroken."""
         self._settings = settings
+        timings = timings or Timings()
         self._tasks: list[asyncio.Task[None]] = []
         self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
         self._observer = observer = Observer(CoordinatorMetrics(registry))
@@ -91,7 +94,7 @@ class CoordinatorService:
         self.fleet = Fleet(
             PrefixRouter(shared=self._shared_prefixes),
             settings.tokenizer,
-            self._ejection(),
+            EjectionSettings(settings.ejection_failures, timings.ejection_s, timings.ejection_max_s),
             allow_mixed_numerics=settings.allow_mixed_numerics,
         )
         self._gate = LoadShedding(settings.shed_speculation_after_s)
@@ -107,7 +110,7 @@ class CoordinatorService:
             fleet=self.fleet,
             observer=observer,
             hedging=hedging,
-            reopen_s=settings.draft_reopen_s,
+            reopen_s=timings.draft_reopen_s,
         )
         targets = TargetRecovery(
             sessions=self._sessions,
@@ -116,7 +119,7 @@ class CoordinatorService:
             finisher=self._finisher,
             observer=observer,
             timeout_s=settings.target_timeout_s,
-            backoff=Backoff(settings.reconnect_backoff_min_s, settings.reconnect_backoff_max_s),
+            backoff=Backoff(timings.reconnect_first_s, settings.reconnect_backoff_max_s),
         )
         self._decode_loop = DecodeLoop(
             sessions=self._sessions,
@@ -127,7 +130,7 @@ class CoordinatorService:
             on_progress=targets.on_progress,
             on_desync=targets.on_desync,
             on_bad_draft=drafts.on_bad_draft,
-            draft_stall_s=settings.draft_stall_s,
+            draft_stall_s=timings.draft_stall_s,
             on_draft=drafts.on_draft,
             on_hedged=drafts.on_hedged,
             on_verified=drafts.on_verified,
@@ -141,6 +144,7 @@ class CoordinatorService:
         )
         self.connections = Connections(
             settings=settings,
+            timings=timings,
             owner_id=self._owner_id,
             targets=targets,
             drafts=drafts,
@@ -280,11 +284,7 @@ class CoordinatorService:
         except KeyFileInvalid as error:
             raise StartupFailed(f"api_keys_file: {self._settings.api_keys_file} {error}") from error
         if not self._settings.serves_tls:
-            _log.warning("api_keys_without_tls", note="keys travel unencrypted: set tls_dir or tls_cert_file")
-
-    def _ejection(self) -> EjectionSettings:
-        settings = self._settings
-        return EjectionSettings(settings.ejection_failures, settings.ejection_s, settings.ejection_max_s)
+            _log.warning("api_keys_without_tls", note="keys travel unencrypted: set tls_dir")
 
     def _build_journal(self, is_shared: bool) -> Journal:
         settings = JournalSettings(
@@ -327,10 +327,10 @@ class CoordinatorService:
             max_message_bytes=self._settings.max_message_bytes,
         )
 
-    def _build_generator(self) -> Generator:
+    def _build_generator(self) -> GenerateCalls:
         settings = self._settings
         rejects = self._observer.metrics.admission_rejects
-        return Generator(
+        return GenerateCalls(
             owner_id=self._owner_id,
             fleet=self.fleet,
             sessions=self._sessions,

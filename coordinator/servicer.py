@@ -13,10 +13,10 @@ from google.protobuf.message import Message
 
 from specdec import __version__
 from specdec.config.drafter_options import DRAFT_MODEL
-from specdec.coordinator.generation import Generator
+from specdec.coordinator.generation import GenerateCalls
 from specdec.coordinator.intake.admission import AdmissionQueue
 from specdec.coordinator.intake.conversions import Conversions
-from specdec.coordinator.intake.planning import Caller
+from specdec.coordinator.intake.planning import RequestCaller
 from specdec.coordinator.intake.reading import read_request, receive_request
 from specdec.coordinator.intake.validation import Limits
 from specdec.coordinator.replicas.fleet import Fleet
@@ -43,7 +43,7 @@ class CoordinatorServicer:
     def __init__(
         self,
         *,
-        generator: Generator,
+        generator: GenerateCalls,
         fleet: Fleet,
         admission: AdmissionQueue,
         limits_of: Callable[[pb.ModelIdentity], Limits],
@@ -102,7 +102,7 @@ class CoordinatorServicer:
         deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
         tenant, allowance = self._identify(context)
         trace_headers = {name: values[0] for name in TRACE_HEADERS if (values := _metadata(context, name))}
-        caller = Caller(tenant, deadline_s, allowance, trace_headers, held=_until_answered(context))
+        caller = RequestCaller(tenant, deadline_s, allowance, trace_headers, held=_until_answered(context))
         await self._generator.run(request, caller, functools.partial(write_to, context))
 
     async def abort(self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> api.AbortResponse:

@@ -12,8 +12,7 @@ from specdec.gateway.chat.parsing import check_names
 from specdec.gateway.chat.reasoning import REASONING_PARSERS
 from specdec.gateway.chat.tool_calls.families import TOOL_PARSERS
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.wire.addresses import check_address
-from specdec.wire.settings import ServerTlsSettings, WireSettings, check_client_tls, with_tls_of_folder
+from specdec.wire.settings import ServerTlsSettings, WireSettings, check_address, check_client_tls, with_tls_of_folder
 
 
 def _split_commas(value: Any) -> Any:
@@ -58,40 +57,43 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
         le=65535,
         description="One more port with Prometheus /metrics only; 0 takes a free one, null is off.",
     )
-    public_metrics: bool = Field(
-        default=True, description="Serve /metrics on the main port, too, to whoever reaches it."
-    )
+    public_metrics: bool = Field(default=True, description="Serve /metrics on the main port, too, to all clients.")
     health_port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
         description="Plaintext HTTP port with /health, /ping and /version only, for probes; null is off.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level that is logged."
+    )
     log_format: Literal["json", "console"] = Field(default="json", description="One JSON object a line, or text.")
     access_log: bool = Field(default=False, description="Log each request that ended.")
     page: bool = Field(default=True, description="Show the page at `/`.")
 
     drain_s: float = Field(
-        default=30.0, ge=0, description="On SIGTERM: how long running requests may go on before they are cut off."
+        default=30.0, ge=0, description="Seconds that running requests may go on after SIGTERM before they are cut off."
     )
-    stop_grace_s: float = Field(default=2.0, ge=0, description="After draining: how long connections may still take.")
+    stop_grace_s: float = Field(
+        default=2.0, ge=0, description="Seconds that connections may take to close after draining."
+    )
 
-    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest body of a request.")
-    body_read_s: float = Field(default=60.0, gt=0, description="How long a client may take to send a body.")
-    header_read_s: float = Field(default=20.0, gt=0, description="How long a client may take to send headers.")
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest body of a request, in bytes.")
+    body_read_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to send a body.")
+    header_read_s: float = Field(default=20.0, gt=0, description="Seconds that a client may take to send headers.")
     max_concurrent_requests: int = Field(
-        default=4096, ge=1, description="Most requests at once; above, they are refused with 429."
+        default=4096, ge=1, description="Most requests at once; further ones are refused with 429."
     )
     max_prompts: int = Field(default=256, ge=1, description="Most prompts of a completion request.")
     max_concurrent_prompts: int = Field(
-        default=16, ge=1, description="Most prompts of one request that run at once; the others wait for them."
+        default=16, ge=1, description="Most prompts of one request that run at once; the others wait."
     )
     reasoning_parser: ReasoningParserName = Field(
-        default="none", description=f"How a model marks its thoughts in chats: {', '.join(REASONING_PARSERS)}."
+        default="none", description=f"Form of the model's reasoning in chats: {', '.join(REASONING_PARSERS)}."
     )
     tool_parser: ToolParserName = Field(
-        default="none", description=f"How a model calls tools in chats: {', '.join(TOOL_PARSERS)}; none: it cannot."
+        default="none",
+        description=f"Form of the model's tool calls in chats: {', '.join(TOOL_PARSERS)}; none: no tools.",
     )
 
     coordinator_tls: bool = Field(

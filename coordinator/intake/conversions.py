@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from specdec.coordinator.intake.prompt import PromptReader
-from specdec.coordinator.intake.prompt_bytes import PromptBytes
-from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.text_limits import PromptBytes, TokenizingTurns
 from specdec.coordinator.intake.validation import Limits, check_vocabulary
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.v1 import common_pb2 as pb

@@ -22,7 +22,7 @@ from specdec.coordinator.intake.resume import (
     prompt_logprobs_start,
 )
 from specdec.coordinator.intake.terms import Terms, check_prompt_logprobs, settle_terms
-from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import (
     CheckedSampling,
     CheckedSpeculation,
@@ -51,7 +51,7 @@ _UID_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class RequestCaller:
     """The caller of a request: tenant, deadline, allowance."""
 
     tenant: str
@@ -74,7 +74,7 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """A checked request with everything needed to run it."""
 
     request: Request
@@ -173,13 +173,15 @@ class Planner:
         self._default_method = default_method
         self._resume_secret = resume_secret
 
-    def key(self, body: api.GenerateRequest, caller: Caller) -> RequestKey:
+    def key(self, body: api.GenerateRequest, caller: RequestCaller) -> RequestKey:
         """Tenant and request id: the client's, or a random one. Raises InvalidRequest."""
         check_request_id(body.request_id)
         check_cache_salt(body.cache_salt)
         return RequestKey(caller.tenant, body.request_id or uuid.uuid4().hex)
 
-    async def plan(self, body: api.GenerateRequest, key: RequestKey, caller: Caller, trace: RequestTrace) -> Plan:
+    async def plan(
+        self, body: api.GenerateRequest, key: RequestKey, caller: RequestCaller, trace: RequestTrace
+    ) -> RequestPlan:
         """Return what to decode. `trace` becomes the request's and records its parameters.
 
         Raises:
@@ -210,7 +212,7 @@ class Planner:
         )
         journal_params = encode_params(body, texts.prompt, asked.seed)
         prompt_start, held = await self._resume(body, key, asked, texts, terms, journal_params)
-        return Plan(
+        return RequestPlan(
             request=_request(body, key, caller, asked, texts, terms, trace),
             served=asked.served,
             prompt=texts.prompt,
@@ -229,7 +231,7 @@ class Planner:
             allowance=caller.allowance,
         )
 
-    def _read(self, body: api.GenerateRequest, key: RequestKey, caller: Caller) -> _Asked:
+    def _read(self, body: api.GenerateRequest, key: RequestKey, caller: RequestCaller) -> _Asked:
         """Check the fields. A resumed request keeps the terms that its resume token proves."""
         served = self._fleet.require_served(body.model)
         seed = _seed(body)
@@ -281,7 +283,7 @@ class Planner:
 def _request(
     body: api.GenerateRequest,
     key: RequestKey,
-    caller: Caller,
+    caller: RequestCaller,
     asked: _Asked,
     texts: Texts,
     terms: Terms,

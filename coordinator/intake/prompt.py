@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from specdec.coordinator.intake.conversation import read_conversation
-from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import CheckedSampling, Limits, check_vocabulary
 from specdec.coordinator.text.bad_words import bad_word_sequences
 from specdec.coordinator.text.request_templates import check_request_template

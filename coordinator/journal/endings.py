@@ -6,9 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
 
-from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
-from specdec.store.interface import Lease, RequestKey
+from specdec.store.interface import Lease, RequestKey, StoreUnavailable
 
 _MAX_UNHEARD = 1024
 """Ends kept for a store that is away; the leases of further ones expire."""

@@ -23,9 +23,18 @@ from dataclasses import replace
 from specdec.coordinator.journal.entry import JournalEntry
 from specdec.coordinator.journal.upkeep import BATCH_TOKENS, JournalSettings, Upkeep
 from specdec.coordinator.sessions.session import Request, Session
-from specdec.store.errors import LimitExceeded, StoreError, StoreUnavailable
 from specdec.store.guarded import GuardedStore
-from specdec.store.interface import Appended, Begun, JournalRecord, Lease, NewRequest, RequestKey
+from specdec.store.interface import (
+    Appended,
+    BegunRequest,
+    JournalRecord,
+    Lease,
+    LimitExceeded,
+    NewRequest,
+    RequestKey,
+    StoreError,
+    StoreUnavailable,
+)
 
 
 class Journal:
@@ -62,7 +71,7 @@ class Journal:
             on_aborted=on_aborted,
         )
         self._endings = self._upkeep.endings
-        self._beginning: dict[RequestKey, asyncio.Task[Begun]] = {}
+        self._beginning: dict[RequestKey, asyncio.Task[BegunRequest]] = {}
 
     @property
     def num_unjournalled(self) -> int:
@@ -150,7 +159,7 @@ class Journal:
         except StoreUnavailable:
             return None
 
-    async def _begin(self, key: RequestKey, new: NewRequest) -> Begun:
+    async def _begin(self, key: RequestKey, new: NewRequest) -> BegunRequest:
         """Begin a request in the store; if the caller is cancelled meanwhile, end it as soon as it has begun."""
         asked = asyncio.create_task(self._begin_in_turn(self._beginning.get(key), key, new), name="journal-begin")
         self._beginning[key] = asked
@@ -161,17 +170,19 @@ class Journal:
             self._endings.start(key, self._end_unwanted(key, new.owner_id, asked))
             raise
 
-    async def _begin_in_turn(self, former: asyncio.Task[Begun] | None, key: RequestKey, new: NewRequest) -> Begun:
+    async def _begin_in_turn(
+        self, former: asyncio.Task[BegunRequest] | None, key: RequestKey, new: NewRequest
+    ) -> BegunRequest:
         # On two connections the calls could overtake each other, and the ended stream would win.
         if former is not None:
             await asyncio.wait([former])
         return await self._store.begin(key, new)
 
-    def _begun(self, key: RequestKey, task: asyncio.Task[Begun]) -> None:
+    def _begun(self, key: RequestKey, task: asyncio.Task[BegunRequest]) -> None:
         if self._beginning.get(key) is task:
             del self._beginning[key]
 
-    async def _end_unwanted(self, key: RequestKey, owner_id: str, asked: asyncio.Task[Begun]) -> None:
+    async def _end_unwanted(self, key: RequestKey, owner_id: str, asked: asyncio.Task[BegunRequest]) -> None:
         try:
             begun = await asked
         except StoreError:

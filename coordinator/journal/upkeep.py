@@ -13,9 +13,8 @@ from specdec.coordinator.journal.endings import Endings
 from specdec.coordinator.journal.entry import JournalEntry
 from specdec.coordinator.sessions.session import Request
 from specdec.coordinator.tasks import end_tasks
-from specdec.store.errors import LimitExceeded, RequestHeld, StoreUnavailable
 from specdec.store.guarded import GuardedStore
-from specdec.store.interface import Appended, JournalWrite, Lease
+from specdec.store.interface import Appended, JournalWrite, Lease, LimitExceeded, RequestHeld, StoreUnavailable
 
 BATCH_TOKENS = 16384
 """Tokens written in one round trip: a busy Redis takes some tens of milliseconds, and operations have a time limit."""

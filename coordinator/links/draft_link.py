@@ -10,7 +10,7 @@ import grpc
 from specdec.coordinator.links.bounded_call import BoundedCall
 from specdec.coordinator.links.link_events import LinkEvents, LinkSettings
 from specdec.coordinator.links.replica_link import ReplicaLink
-from specdec.coordinator.links.wire import Call
+from specdec.coordinator.links.wire import BidiCall
 from specdec.coordinator.sessions.drafting import DraftSide
 from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
@@ -50,7 +50,7 @@ class DraftWire:
         """See `Wire.info`."""
         return draft_pb2_grpc.DraftServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
 
-    def open(self, channel: grpc.aio.Channel) -> Call[draft_pb2.DraftRequest]:
+    def open(self, channel: grpc.aio.Channel) -> BidiCall[draft_pb2.DraftRequest]:
         """See `Wire.open`."""
         return BoundedCall(channel)
 

@@ -11,7 +11,7 @@ from specdec.config.drafter_options import DRAFTER_NAMES
 from specdec.coordinator.links.link_events import LinkEvents, LinkSettings, LinkState
 from specdec.coordinator.links.replica_stream import ReplicaStream
 from specdec.coordinator.links.stream_end import describe, end_of
-from specdec.coordinator.links.wire import EntryT, RequestT, ResultT, Wire
+from specdec.coordinator.links.wire import EntryT, LinkWire, RequestT, ResultT
 from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.channel import ReplicaChannel
@@ -35,7 +35,7 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         address: str,
         channel: ReplicaChannel,
         settings: LinkSettings,
-        wire: Wire[RequestT, EntryT],
+        wire: LinkWire[RequestT, EntryT],
         events: LinkEvents[Self],
         epoch_of: Callable[[Session], int],
         handle: Callable[[Session, ResultT], None],

@@ -16,7 +16,7 @@ import structlog
 from specdec.coordinator.links.link_events import LinkSettings
 from specdec.coordinator.links.outbox import EntryTooLarge, Outbox
 from specdec.coordinator.links.stream_end import NOT_HANDED_ON, StreamEnd, engine_end_in, error_of
-from specdec.coordinator.links.wire import Call, EntryT, Frame, RequestT, ResultT, ResultT_contra, Wire
+from specdec.coordinator.links.wire import BidiCall, EntryT, LinkWire, RequestT, ResultFrame, ResultT, ResultT_contra
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.backoff import Backoff
 from specdec.wire.channel import ReplicaChannel
@@ -74,7 +74,7 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
 
     def __init__(
         self,
-        wire: Wire[RequestT, EntryT],
+        wire: LinkWire[RequestT, EntryT],
         channel: ReplicaChannel,
         settings: LinkSettings,
         owner: StreamOwner[ResultT],
@@ -87,7 +87,7 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
         self._owner = owner
         self._log_fields = log_fields
         self._outbox: Outbox[EntryT] = Outbox()
-        self._call: Call[RequestT] | None = None
+        self._call: BidiCall[RequestT] | None = None
         self._reset_reason = ""
 
     def send(self, entry: EntryT) -> None:
@@ -185,7 +185,7 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
             self._outbox.clear()
             await self._owner.on_attached(first.attached, first.load if first.HasField("load") else None)
             writer = asyncio.create_task(self._write_frames(call))
-            frame: Frame[ResultT] | None = first
+            frame: ResultFrame[ResultT] | None = first
             while frame is not None:
                 for result in frame.results:
                     self._owner.on_result(result)
@@ -214,11 +214,11 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
                 raise
         self._owner.on_info(parsed(info))
 
-    async def _read(self, call: Call[RequestT]) -> Frame[ResultT] | None:
+    async def _read(self, call: BidiCall[RequestT]) -> ResultFrame[ResultT] | None:
         frame = parsed(await call.read())
-        return None if frame is grpc.aio.EOF else cast(Frame[ResultT], frame)
+        return None if frame is grpc.aio.EOF else cast(ResultFrame[ResultT], frame)
 
-    async def _write_frames(self, call: Call[RequestT]) -> None:
+    async def _write_frames(self, call: BidiCall[RequestT]) -> None:
         try:
             while entries := await self._outbox.take():
                 await call.write(self._wire.frame(entries))

@@ -11,9 +11,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.error_details import STATUS_KEY, rich_status
+from specdec.wire.error_details import STATUS_KEY, rich_status, session_key, split_keys
 from specdec.wire.errors import SpecdecError, Unavailable, from_rpc_error
-from specdec.wire.session_keys import session_key, split_keys
 
 _Result = TypeVar("_Result")
 CONNECTION_LOST = "CONNECTION_LOST"

@@ -10,7 +10,7 @@ import grpc
 
 from specdec.coordinator.links.link_events import LinkEvents, LinkSettings
 from specdec.coordinator.links.replica_link import ReplicaLink
-from specdec.coordinator.links.wire import Call
+from specdec.coordinator.links.wire import BidiCall
 from specdec.coordinator.sessions.session import Request, Session
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
@@ -45,7 +45,7 @@ class TargetWire:
         """See `Wire.info`."""
         return target_pb2_grpc.TargetServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
 
-    def open(self, channel: grpc.aio.Channel) -> Call[target_pb2.VerifyRequest]:
+    def open(self, channel: grpc.aio.Channel) -> BidiCall[target_pb2.VerifyRequest]:
         """See `Wire.open`."""
         return target_pb2_grpc.TargetServiceStub(parsing(channel)).Verify()
 

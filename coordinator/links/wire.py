@@ -47,7 +47,7 @@ _RequestT_contra = TypeVar("_RequestT_contra", bound=Message, contravariant=True
 _ResultT_co = TypeVar("_ResultT_co", bound=Result, covariant=True)
 
 
-class Frame(Protocol[_ResultT_co]):
+class ResultFrame(Protocol[_ResultT_co]):
     """A frame from a replica."""
 
     @property
@@ -66,7 +66,7 @@ class Frame(Protocol[_ResultT_co]):
         """Protobuf's method."""
 
 
-class Call(Protocol[_RequestT_contra]):
+class BidiCall(Protocol[_RequestT_contra]):
     """A call of grpc.aio that streams in both directions; see `grpc.aio.StreamStreamCall`."""
 
     async def write(self, request: _RequestT_contra) -> None:
@@ -85,13 +85,13 @@ class Call(Protocol[_RequestT_contra]):
         """Call `callback` with this call when it has ended."""
 
 
-class Wire(Protocol[RequestT, EntryT]):
-    """Messages and calls of one role. The calls of `open` read `Frame`s of the role's results."""
+class LinkWire(Protocol[RequestT, EntryT]):
+    """Messages and calls of one role. The calls of `open` read `ResultFrame`s of the role's results."""
 
     def info(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
         """Ask for the replica's info."""
 
-    def open(self, channel: grpc.aio.Channel) -> Call[RequestT]:
+    def open(self, channel: grpc.aio.Channel) -> BidiCall[RequestT]:
         """Begin the streaming call."""
 
     def attach(self, attach: pb.Attach) -> RequestT:

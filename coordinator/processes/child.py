@@ -19,7 +19,7 @@ from specdec.config import CoordinatorSettings
 from specdec.coordinator.processes.child_main import SERVING_LINE, ChildInstructions
 from specdec.service.listening import StartupFailed, bound_sockets
 from specdec.telemetry import forget_gauges
-from specdec.wire.addresses import join_address
+from specdec.wire.settings import join_address
 
 _log = structlog.get_logger(__name__)
 

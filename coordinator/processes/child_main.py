@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.service import run_coordinator
-from specdec.service.parent_process import die_with_parent
+from specdec.service.process import die_with_parent
 from specdec.telemetry import enable_multiprocess_metrics, setup_logging
 
 SERVING_LINE = b"serving\n"

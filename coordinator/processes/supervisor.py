@@ -33,9 +33,9 @@ from specdec.coordinator.servicer import SERVICE_NAME
 from specdec.service.listening import StartupFailed
 from specdec.service.metrics_endpoint import metrics_endpoint
 from specdec.service.readiness import Readiness, plaintext_health
-from specdec.service.restarts import RestartCount, RestartPolicy
 from specdec.service.server import install_signals
 from specdec.telemetry import SupervisorMetrics, enable_multiprocess_metrics
+from specdec.wire.backoff import RestartCount, RestartPolicy
 from specdec.wire.tls_files import TlsFilesBroken
 
 _METRICS_NAME = "supervisor"

@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class SessionFailure:
+class SessionFault:
     """A session's error, parsed."""
 
     code: int
@@ -77,7 +77,7 @@ class SessionFailure:
         return self.code == code_pb2.INVALID_ARGUMENT and not self.field.startswith("open")
 
 
-def note_failure(host: SessionHost, session: Session, error: pb.SessionError) -> SessionFailure:
+def note_failure(host: SessionHost, session: Session, error: pb.SessionError) -> SessionFault:
     """Parse an error; it is logged and added to the request's trace."""
     info, request, _ = details_of(error.status)
     field = request.field_violations[0].field if request.field_violations else ""
@@ -85,4 +85,4 @@ def note_failure(host: SessionHost, session: Session, error: pb.SessionError) ->
     reason = info.reason or code_pb2.Code.Name(code)
     session.request.trace.session_failed(host.role, session.choice, host.address, reason)
     _log.warning("session_error", role=host.role, **session.log_fields, reason=reason, error=error.status.message)
-    return SessionFailure(code, reason, field)
+    return SessionFault(code, reason, field)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import structlog
 
-from specdec.wire.addresses import join_address
+from specdec.wire.settings import join_address
 
 _DNS_PREFIX = "dns:///"
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ReplicaAddress:
     """The address of one replica."""
 
     address: str
@@ -34,12 +34,14 @@ class Discovery:
     If a look-up fails, the name keeps its former addresses: a broken name server removes no replica.
     """
 
-    def __init__(self, entries: Sequence[str], registered: Callable[[], Sequence[Endpoint]] | None = None) -> None:
+    def __init__(
+        self, entries: Sequence[str], registered: Callable[[], Sequence[ReplicaAddress]] | None = None
+    ) -> None:
         """Find the replicas of `entries` and those that `registered` returns: the registry's last known ones."""
         self._entries = entries
         self._registered = registered or tuple
-        self._found: dict[str, list[Endpoint]] = {
-            entry: [] if entry.startswith(_DNS_PREFIX) else [Endpoint(entry)] for entry in entries
+        self._found: dict[str, list[ReplicaAddress]] = {
+            entry: [] if entry.startswith(_DNS_PREFIX) else [ReplicaAddress(entry)] for entry in entries
         }
 
     @property
@@ -48,14 +50,14 @@ class Discovery:
         return any(entry.startswith(_DNS_PREFIX) for entry in self._entries)
 
     @property
-    def endpoints(self) -> list[Endpoint]:
+    def endpoints(self) -> list[ReplicaAddress]:
         """The last known endpoints, each address once: entries in their order, then those only registered."""
-        by_address: dict[str, Endpoint] = {}
+        by_address: dict[str, ReplicaAddress] = {}
         for endpoint in (*itertools.chain.from_iterable(self._found[e] for e in self._entries), *self._registered()):
             by_address.setdefault(endpoint.address, endpoint)
         return list(by_address.values())
 
-    async def refresh(self) -> list[Endpoint]:
+    async def refresh(self) -> list[ReplicaAddress]:
         """Look up all names; returns all endpoints."""
         for entry in self._entries:
             if entry.startswith(_DNS_PREFIX):
@@ -70,7 +72,7 @@ class Discovery:
             _log.warning("lookup_failed", name=name, error=str(error))
             return
         addresses = sorted({join_address(str(where[0]), int(where[1])) for *_, where in found})
-        self._found[entry] = [Endpoint(address, name) for address in addresses]
+        self._found[entry] = [ReplicaAddress(address, name) for address in addresses]
 
 
 async def keep_finding(

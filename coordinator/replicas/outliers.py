@@ -7,6 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+FIRST_EJECTION_S = 10.0
+"""Seconds of a replica's first ejection, as long as a service takes to restart; each further one is twice as long."""
+LONGEST_EJECTION_S = 300.0
+"""Seconds of the longest ejection: a replica that was mended gets sessions again within five minutes."""
 _MOST_DOUBLINGS = 30
 """Doublings of an ejection's time, at most, so that the float does not overflow."""
 
@@ -25,10 +29,8 @@ class EjectionSettings:
 
     num_failures: int = 5
     """Consecutive failures that eject a replica."""
-    first_s: float = 10.0
-    """Length of the first ejection; it doubles with each further one."""
-    most_s: float = 300.0
-    """The longest ejection."""
+    first_s: float = FIRST_EJECTION_S
+    most_s: float = LONGEST_EJECTION_S
     num_successes: int = 2
     """Consecutive successes on probation after which a replica is trusted again."""
 

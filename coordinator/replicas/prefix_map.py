@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import structlog
 
-from specdec.store.errors import StoreError, StoreUnavailable
-from specdec.store.interface import Store
+from specdec.store.interface import Store, StoreError, StoreUnavailable
 
 _FLUSH_S = 0.1
 """Seconds between two writes: common prefixes are written once; a conversation's next turn comes later."""

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import structlog
 
-from specdec.coordinator.replicas.discovery import Endpoint
+from specdec.coordinator.replicas.discovery import ReplicaAddress
 from specdec.store.announcer import AnnouncedState
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import ReplicaRecord, Store
-from specdec.wire.addresses import check_address
+from specdec.store.interface import ReplicaRecord, Store, StoreUnavailable
+from specdec.wire.settings import check_address
 
 _log = structlog.get_logger(__name__)
 _DIALLED = frozenset({AnnouncedState.READY, AnnouncedState.DRAINING})
@@ -36,14 +35,14 @@ class RegistryView:
         """The records of a role's processes."""
         return [record for record in self._records if record.role == role]
 
-    def endpoints(self, role: str) -> list[Endpoint]:
+    def endpoints(self, role: str) -> list[ReplicaAddress]:
         """Addresses of a role's usable replicas.
 
         A replica that loads for the first time is left out: it may take long, and would count as down. One that loads
         again stays: it has been restarted, and sessions may wait for it.
         """
         return [
-            Endpoint(record.address, is_registered=True)
+            ReplicaAddress(record.address, is_registered=True)
             for record in self.records(role)
             if (role, record.address) in self._dialled
         ]

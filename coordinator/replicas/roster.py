@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from specdec.coordinator.links.replica_link import ReplicaLink
-from specdec.coordinator.replicas.discovery import Endpoint
+from specdec.coordinator.replicas.discovery import ReplicaAddress
 
 _GOODBYE_S = 1.0
 """Seconds to wait for a replica that does not read its stream to the end."""
@@ -21,7 +21,7 @@ _Link = TypeVar("_Link", bound=ReplicaLink)
 @dataclass(slots=True)
 class _Member(Generic[_Link]):
     link: _Link
-    endpoint: Endpoint
+    endpoint: ReplicaAddress
     """Its last discovered endpoint."""
     task: asyncio.Task[None]
 
@@ -42,7 +42,7 @@ class Roster(Generic[_Link]):
 
     def __init__(
         self,
-        make_link: Callable[[Endpoint], _Link],
+        make_link: Callable[[ReplicaAddress], _Link],
         on_links: Callable[[list[_Link]], None],
         on_removed: Callable[[_Link], None],
     ) -> None:
@@ -52,7 +52,7 @@ class Roster(Generic[_Link]):
         self._members: dict[str, _Member[_Link]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def update(self, endpoints: Sequence[Endpoint]) -> None:
+    def update(self, endpoints: Sequence[ReplicaAddress]) -> None:
         """Start links to new endpoints, retire those of vanished ones, and remove idle retired ones."""
         wanted = {endpoint.address: endpoint for endpoint in endpoints}
         started = [

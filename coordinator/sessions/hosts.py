@@ -10,7 +10,7 @@ from specdec.v1 import common_pb2 as pb
 SessionT_contra = TypeVar("SessionT_contra", contravariant=True)
 
 
-class SessionHost(Protocol[SessionT_contra]):
+class SessionReplica(Protocol[SessionT_contra]):
     """A replica that holds a session. No method waits."""
 
     @property
@@ -40,7 +40,7 @@ class SessionHost(Protocol[SessionT_contra]):
         """End a session."""
 
 
-class TargetHost(SessionHost[SessionT_contra], Protocol[SessionT_contra]):
+class TargetHost(SessionReplica[SessionT_contra], Protocol[SessionT_contra]):
     """The target that holds a session."""
 
     @property
@@ -63,7 +63,7 @@ class TargetHost(SessionHost[SessionT_contra], Protocol[SessionT_contra]):
         """Assign a session that is to be opened here later."""
 
 
-class DraftHost(SessionHost[SessionT_contra], Protocol[SessionT_contra]):
+class DraftHost(SessionReplica[SessionT_contra], Protocol[SessionT_contra]):
     """The draft that holds a session."""
 
     def commit(

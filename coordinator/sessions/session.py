@@ -206,6 +206,6 @@ class Session:
         return body
 
 
-SessionHost: TypeAlias = hosts.SessionHost[Session]
+SessionHost: TypeAlias = hosts.SessionReplica[Session]
 TargetHost: TypeAlias = hosts.TargetHost[Session]
 DraftHost: TypeAlias = hosts.DraftHost[Session]

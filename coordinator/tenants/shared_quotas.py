@@ -8,8 +8,8 @@ import structlog
 
 from specdec.coordinator.tasks import end_tasks
 from specdec.coordinator.tenants.quotas import QuotaRate, TokenQuotas, quota_exceeded
-from specdec.store.errors import StoreError, StoreUnavailable
 from specdec.store.guarded import GuardedStore
+from specdec.store.interface import StoreError, StoreUnavailable
 
 _INTERVAL_S = 0.05
 """Seconds between reports of used tokens; a report is one store operation per active tenant."""

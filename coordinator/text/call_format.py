@@ -36,7 +36,7 @@ _REASONING_NAMES = (REASONING_FIELDS, ("reasoning_content", "reasoning"), ("reas
 """Sets of fields for reasoning, best first."""
 
 
-class Probe(Protocol):
+class TemplateProbe(Protocol):
     """Renders messages; None if the template refuses them."""
 
     def __call__(self, messages: list[Message], tools: list[Any] | None = None) -> str | None: ...
@@ -74,7 +74,7 @@ _FORMS = tuple(CallForm(content, is_text) for content in CallContent for is_text
 class CallFormats:
     """The forms of one template. Each is found when the first message needs it."""
 
-    def __init__(self, probe: Probe, fit_content: Callable[[Message], Message]) -> None:
+    def __init__(self, probe: TemplateProbe, fit_content: Callable[[Message], Message]) -> None:
         """`fit_content` converts a message's content to the template's format."""
         self._probe = probe
         self._fit_content = fit_content

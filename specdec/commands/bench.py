@@ -17,19 +17,23 @@ import specdec
 from specdec.client import Client, ClientSettings
 from specdec.commands import connection
 from specdec.commands.errors import reported_errors
-from specdec.commands.inputs.destinations import report_folder
-from specdec.commands.inputs.number_lists import MOST_TOKENS, positive_numbers, prompts_from, whole_numbers
+from specdec.commands.inputs.option_values import (
+    MOST_TOKENS,
+    positive_numbers,
+    prompts_from,
+    report_folder,
+    whole_numbers,
+)
 from specdec.commands.measuring.breakdown import breakdown_of, breakdown_plots, breakdown_tables
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.prompts import Prompts, prompts_for
 from specdec.commands.measuring.report import Report, machine
 from specdec.commands.measuring.requests import Sampling
-from specdec.commands.measuring.served import Load, Pass, Wishes, measure, warm_up
+from specdec.commands.measuring.served import Load, LoadPlan, LoadRun, measure, warm_up
 from specdec.commands.measuring.summary import plots_of, rows_of, tables_of
 from specdec.commands.up.command import stop_on_signals
 from specdec.commands.views.failures import EXIT_FAILURE, EXIT_INTERRUPTED
-from specdec.commands.views.shown import harmless
-from specdec.commands.views.tables import parameters
+from specdec.commands.views.tables import harmless, parameters
 from specdec.v1 import coordinator_pb2
 from specdec.wire.errors import SpecdecError
 
@@ -130,7 +134,7 @@ def bench(
         verify_mode=verify_mode,
         model=model,
     )
-    wishes = Wishes(
+    wishes = LoadPlan(
         prompts=() if own is None else own.prompts,
         sampling=sampling,
         loads=loads,
@@ -162,7 +166,7 @@ def _loads(concurrency: str | None, rate: str | None, requests: int | None, seco
 
 
 def run(
-    address: str, settings: ClientSettings, wishes: Wishes, own: Prompts | None, folder: Path | None, notes: Console
+    address: str, settings: ClientSettings, wishes: LoadPlan, own: Prompts | None, folder: Path | None, notes: Console
 ) -> None:
     """Measure and report; an interrupted run reports its finished part.
 
@@ -174,7 +178,7 @@ def run(
         used = own or prompts_for(info.target.tokenizer_digest)
         wishes = dataclasses.replace(wishes, prompts=used.prompts, speculation=_possible(wishes, info, notes))
         notes.print(f"prompts: {used.source}", markup=False, soft_wrap=True)
-        passes: list[Pass] = []
+        passes: list[LoadRun] = []
         stopped_by: BaseException | None = None
         try:
             asyncio.run(_measure(address, settings, wishes, passes, progress))
@@ -213,14 +217,14 @@ async def _ask(address: str, settings: ClientSettings) -> coordinator_pb2.GetMod
 
 
 async def _measure(
-    address: str, settings: ClientSettings, wishes: Wishes, passes: list[Pass], progress: Progress
+    address: str, settings: ClientSettings, wishes: LoadPlan, passes: list[LoadRun], progress: Progress
 ) -> None:
     progress.tell("warming up")
     await warm_up(address, settings, wishes)
     await measure(address, settings, wishes, passes, progress.tell)
 
 
-def _possible(wishes: Wishes, info: coordinator_pb2.GetModelInfoResponse, notes: Console) -> Sequence[bool]:
+def _possible(wishes: LoadPlan, info: coordinator_pb2.GetModelInfoResponse, notes: Console) -> Sequence[bool]:
     """The wanted kinds of runs, without those that the deployment cannot do."""
     if info.HasField("draft") or info.drafters or True not in wishes.speculation:
         return wishes.speculation
@@ -236,7 +240,7 @@ def describe_pair(info: coordinator_pb2.GetModelInfoResponse) -> str:
 
 
 def _facts(
-    address: str, info: coordinator_pb2.GetModelInfoResponse, used: Prompts, wishes: Wishes
+    address: str, info: coordinator_pb2.GetModelInfoResponse, used: Prompts, wishes: LoadPlan
 ) -> dict[str, object]:
     sampling = wishes.sampling
     return {

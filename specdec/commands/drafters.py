@@ -15,7 +15,7 @@ from rich.console import Console
 from specdec.client import ClientSettings
 from specdec.commands import connection
 from specdec.commands.errors import reported_errors
-from specdec.commands.views.shown import harmless
+from specdec.commands.views.tables import harmless
 from specdec.v1 import common_pb2, target_pb2, target_pb2_grpc
 from specdec.wire.errors import from_rpc_error
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.commands.views.failures import EXIT_CODES, EXIT_FAILURE, EXIT_INTERRUPTED, connect_failure
-from specdec.commands.views.shown import harmless
+from specdec.commands.views.tables import harmless
 from specdec.wire.errors import InvalidRequest, Overloaded, SpecdecError, Unavailable
 
 

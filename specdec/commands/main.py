@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from specdec.service.grpc_polling import poll_in_one_thread
+from specdec.service.process import poll_in_one_thread
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
 
         app()
     except ModuleNotFoundError as error:
-        from specdec.service.extras import missing_extra
+        from specdec.service.process import missing_extra
 
         if (to_do := missing_extra(error)) is None:
             raise

@@ -13,7 +13,7 @@ from specdec.client import Client, ClientSettings
 from specdec.commands import connection
 from specdec.commands.errors import reported_errors
 from specdec.commands.views import tables
-from specdec.commands.views.shown import cell, harmless
+from specdec.commands.views.tables import cell, harmless
 from specdec.v1 import coordinator_pb2
 
 

@@ -39,7 +39,7 @@ _SERVICE_LINK_NAME = re.compile(
 )
 _INVALID_EXIT_CODE = 2
 _QUOTED = re.compile(r"(['\"]).*\1")
-# What --help calls the values of a Python type.
+# Names of values in --help, by their Python type.
 _VALUE_NAMES = {
     "str": "TEXT",
     "SecretStr": "SECRET",
@@ -117,7 +117,8 @@ def _load(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: str) -> t
     except SettingsError as error:
         raise SettingsInvalid([_plain(cls, error)]) from error
     values = {name: getattr(loaded, name) for name in cls.model_fields}
-    given = loaded.model_fields_set | removed | removed_flags
+    inner = {name for value in values.values() if isinstance(value, BaseModel) for name in value.model_extra or ()}
+    given = loaded.model_fields_set | removed | removed_flags | (inner & REMOVED.keys())
     return cls.model_validate(values), notices(frozenset(given))
 
 
@@ -186,7 +187,7 @@ def _add_flag(parser: argparse.ArgumentParser, *names: str, **options: Any) -> a
 
 
 def _unknown_variables(cls: type[BaseModel], environment: Mapping[str, str], env_prefix: str) -> list[str]:
-    """One line for each variable that was meant for this service and names none of its settings."""
+    """One line for each variable with the service's prefix that names none of its settings."""
     prefix = env_prefix.lower()
     problems = []
     for variable, value in sorted(environment.items()):
@@ -201,7 +202,7 @@ def _unknown_variables(cls: type[BaseModel], environment: Mapping[str, str], env
 
 
 def _nearest(cls: type[BaseModel], name: str, prefix: str = "", spell: Callable[[str], str] = str) -> str:
-    """A guess at the setting that a wrong name stood for, ready to be appended; empty without a good one."""
+    """The setting that a wrong name most likely stands for, ready to be appended; empty without a good guess."""
     nearest = difflib.get_close_matches(name, ["config", *(cls.model_fields.keys() - REPLACED.keys())], n=1)
     return f"; did you mean {prefix}{spell(nearest[0])}?" if nearest else ""
 
@@ -240,7 +241,7 @@ def _read_file(path: Path) -> Any:
 
 
 def parse_failure(error: yaml.YAMLError | ValueError) -> str:
-    """Why a file does not parse, and where. Quotes nothing of it: the line may hold a password."""
+    """Why a file does not parse, and where. The file is not quoted: the line may hold a password."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return str(error)
     mark = error.problem_mark
@@ -275,7 +276,7 @@ def _is_secret(cls: type[BaseModel], name: str) -> bool:
 
 
 def _plain(cls: type[BaseModel], error: SettingsError) -> str:
-    """The message without the library's own words around it, and what a wrong flag may have stood for."""
+    """The message without the library's own words, and the flag that a wrong one most likely stands for."""
     message = str(error).removeprefix("error parsing CLI: ")
     if not message.startswith("unrecognized arguments: "):
         return message

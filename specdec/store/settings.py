@@ -1,4 +1,4 @@
-"""Settings of the store that services share, and the store they describe."""
+"""Settings of the store that services share, and the store made from them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from specdec.store.errors import StoreUrlError
 from specdec.store.guarded import GuardedStore, OperationObserver, StateObserver
+from specdec.store.interface import StoreUrlError
 from specdec.store.keys import DEFAULT_PREFIX
 from specdec.store.memory import MemoryStore
 from specdec.store.urls import RedisOptions, connect
-from specdec.wire.addresses import Address
-from specdec.wire.settings import check_client_tls, client_tls_paths
+from specdec.wire.settings import Address, check_client_tls, client_tls_paths
 
 
 class StoreSettings(BaseModel):
-    """Where the shared store is. Without `redis_url` everything is kept in the process."""
+    """The shared store. Without `redis_url` everything is kept in the process."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -26,13 +25,13 @@ class StoreSettings(BaseModel):
         description="Redis of all services: redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB, "
         "redis+cluster://HOST:PORT,HOST:PORT, or rediss (TLS) in place of redis; null: none.",
     )
-    redis_username: str | None = Field(default=None, min_length=1, description="Redis user; wins over the URL's.")
+    redis_username: str | None = Field(default=None, min_length=1, description="Redis user; it wins over the URL's.")
     redis_password: SecretStr | None = Field(
-        default=None, min_length=1, description="Redis password; wins over the URL's."
+        default=None, min_length=1, description="Redis password; it wins over the URL's."
     )
-    redis_sentinel_username: str | None = Field(default=None, min_length=1, description="User at the sentinels.")
+    redis_sentinel_username: str | None = Field(default=None, min_length=1, description="Redis user at the sentinels.")
     redis_sentinel_password: SecretStr | None = Field(
-        default=None, min_length=1, description="Password at the sentinels."
+        default=None, min_length=1, description="Redis password at the sentinels."
     )
     redis_tls_dir: Path | None = Field(
         default=None,
@@ -43,20 +42,20 @@ class StoreSettings(BaseModel):
     redis_tls_cert_file: Path | None = Field(default=None, description="Replaced by redis_tls_dir.")
     redis_tls_key_file: Path | None = Field(default=None, description="Replaced by redis_tls_dir.")
     redis_timeout_s: float = Field(
-        default=0.25, gt=0, description="A Redis operation that takes longer counts as failed."
+        default=0.25, gt=0, description="Longest time of a Redis operation, in seconds; a longer one counts as failed."
     )
     redis_key_prefix: str = Field(
         default=DEFAULT_PREFIX, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="First part of all keys."
     )
     advertise_address: Address | None = Field(
         default=None,
-        description="host:port under which others reach this process, for the registry; null: the host name (or "
-        "host, unless that is a wildcard) and port.",
+        description="host:port at which others reach this process, for the registry; null: the setting host, or where "
+        "that is a wildcard the machine's name, and the port.",
     )
     registry_ttl_s: float = Field(
         default=15.0,
         ge=1,
-        description="A process that did not renew its registration for this long is gone; it renews every third.",
+        description="Seconds that a registration lasts without renewal; processes renew it after a third of them.",
     )
 
     @model_validator(mode="after")
@@ -74,7 +73,7 @@ class StoreSettings(BaseModel):
         return self
 
     def redis_options(self) -> RedisOptions:
-        """How to reach Redis, apart from where it is."""
+        """Credentials, TLS and limits of connections to Redis."""
         return RedisOptions(
             username=self.redis_username,
             password=self.redis_password,

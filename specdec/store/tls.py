@@ -1,4 +1,4 @@
-"""TLS to Redis, with files that are followed when they are renewed."""
+"""TLS to Redis, with files that are read again when they are renewed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.connection import RedisSSLContext, SSLConnection
 
-from specdec.store.errors import StoreUrlError
+from specdec.store.interface import StoreUrlError
 from specdec.wire.tls_files import TlsFiles, TlsFilesBroken, TlsPaths, client_context
 
 
@@ -22,7 +22,7 @@ def redis_tls_files(paths: TlsPaths) -> TlsFiles:
 
 
 def follow_files(client: Redis | RedisCluster, files: TlsFiles) -> None:
-    """Make a client that has yet to connect use the files, and no other authorities, each time it connects.
+    """Make a client, before it first connects, use the files and no other authorities at each connection.
 
     redis-py's own connections keep the certificate of their first attempt for as long as their pool lives, and trust
     the system's authorities beside those of a file.

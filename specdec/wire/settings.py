@@ -1,18 +1,37 @@
-"""Settings of both ends of a connection."""
+"""Settings of both ends of a connection, and addresses as settings and messages have them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
 from specdec.wire.tls_files import FOLDER_FILES, TlsFile, TlsPaths
 
 
+def check_address(address: str) -> str:
+    """Return an address unchanged. Raises ValueError where it is not host:port."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not host:port")
+    if host.count(":") > 1 and not host.endswith("]"):
+        raise ValueError(f"{address!r}: an IPv6 address is written in brackets, such as [::1]:50052")
+    return address
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port; an IPv6 address gets brackets unless it has them."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+Address = Annotated[str, BeforeValidator(check_address)]
+"""host:port, or dns:///name:port where a setting allows it."""
+
+
 class WireSettings(BaseModel):
-    """What both ends of a connection set alike."""
+    """Message limits and keepalive, the same at both ends of a connection."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -20,18 +39,18 @@ class WireSettings(BaseModel):
         default=16 * 1024 * 1024,
         ge=MIN_MESSAGE_BYTES,
         le=128 * 1024 * 1024,
-        description="Largest gRPC message that is taken; peers are told. At a target or a draft it must hold a session "
-        "with all tokens of the context.",
+        description="Largest gRPC message that is accepted, in bytes; peers learn it. At a target or a draft it must "
+        "hold a session with all tokens of the context.",
     )
-    keepalive_time_s: float = Field(default=2.0, ge=1, description="Ping a silent peer after this long.")
+    keepalive_time_s: float = Field(default=2.0, ge=1, description="Seconds of a peer's silence before it is pinged.")
     keepalive_timeout_s: float = Field(
         default=3.0,
         ge=0.1,
-        description="A peer that owes the answer to a ping this long is gone: its silence shows after the sum of both.",
+        description="Seconds that a peer has to answer a ping; then the connection is closed.",
     )
 
 
-class ClientSettings(WireSettings):
+class PeerSettings(WireSettings):
     """How to call other services, over TLS or not."""
 
     replica_tls: bool = Field(

@@ -1,6 +1,6 @@
-"""TLS of a server and of a client, whose files are read again when they change; and who may call.
+"""TLS of servers and clients, whose files are read again when they change, and the check of clients' names.
 
-A server reads its files before every handshake. A gRPC channel keeps what it was opened with: see `ReplicaChannel`.
+A server reads its files before every handshake. A gRPC channel keeps its first certificate: see `ReplicaChannel`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 
 from specdec.wire.abort import abort_with
 from specdec.wire.errors import PermissionDenied
-from specdec.wire.settings import ClientSettings, client_tls_paths
+from specdec.wire.settings import PeerSettings, client_tls_paths
 from specdec.wire.tls_files import TlsFiles, TlsMaterial, TlsPaths, client_context, server_context
 
 _HEALTH = "/grpc.health.v1.Health/"
@@ -35,10 +35,10 @@ def server_tls_files(settings: ServesTls) -> TlsFiles | None:
     return None if paths is None else TlsFiles(server_context, paths)
 
 
-def replica_tls_files(settings: ClientSettings) -> TlsFiles | None:
+def replica_tls_files(settings: PeerSettings) -> TlsFiles | None:
     """The files for calls to replicas; None without TLS.
 
-    Raises TlsFilesBroken: gRPC would take broken ones and only fail to connect, again and again.
+    Raises TlsFilesBroken: gRPC would accept broken files, and fail to connect again and again.
     """
     if not settings.replica_tls:
         return None
@@ -72,10 +72,10 @@ def _grpc_configuration(material: TlsMaterial) -> grpc.ServerCertificateConfigur
 
 
 class ClientNameInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses with PERMISSION_DENIED whoever's certificate has none of the allowed names; health is for all.
+    """Refuses calls whose client certificate has none of the allowed names, with PERMISSION_DENIED. Health is exempt.
 
-    A name is a DNS name among the certificate's alternative names, or its common name. Upper and lower case are
-    the same; wildcards mean nothing.
+    A name is a DNS name among the certificate's alternative names, or its common name. Case is ignored; wildcards
+    are not supported.
     """
 
     def __init__(self, allowed_names: Iterable[str]) -> None:

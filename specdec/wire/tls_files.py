@@ -1,7 +1,7 @@
 """Keys, certificates and authorities in PEM files that are renewed under a running process.
 
-Secrets are exchanged in place (cert-manager swaps a symbolic link), so whoever begins connections asks for the files
-as they are then. Connections that are open keep what they have; new ones get the new certificate.
+Secrets are exchanged in place (Kubernetes swaps the link `..data`), so the files are read before each new connection.
+Open connections keep their certificate; new ones get the new certificate.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import structlog
 
-# A renewal may come between two reads; then key and certificate are read again.
 _MAX_READS = 3
+"""Reads of all files until two agree: a renewal may come between two files."""
 FOLDER_FILES = ("tls.crt", "tls.key", "ca.crt")
 """Certificate chain, its private key and authorities, as a Kubernetes secret of type kubernetes.io/tls names them."""
 _log = structlog.get_logger(__name__)
@@ -24,7 +24,7 @@ _Content = tuple[bytes | None, bytes | None, bytes | None]
 
 
 class TlsFilesBroken(Exception):
-    """A TLS file cannot be used; the message names the setting and says why."""
+    """A TLS file cannot be used; the message names the setting and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +75,19 @@ class TlsPaths:
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """One consistent state of the files: PEM bytes, checked; None for a file that is not named."""
+    """One consistent state of the files: PEM bytes, checked; None for a file that is left out."""
 
     key: bytes | None = field(repr=False)
     chain: bytes | None
     authorities: bytes | None
     ssl_context: ssl.SSLContext = field(compare=False)
-    """The same for Python's own servers and clients."""
+    """The files' content for Python's own servers and clients."""
 
 
 class TlsFiles:
-    """A certificate, its key and authorities, always as they are on disk. Safe for any thread.
+    """A certificate, its key and authorities as they are on disk. Safe for any thread.
 
-    Files that change to something unusable are logged once and the last good state is kept.
+    Where changed files cannot be used, the fault is logged once and the last good state is kept.
     """
 
     def __init__(
@@ -100,18 +100,18 @@ class TlsFiles:
         self._paths = paths
         self._lock = threading.Lock()
         self.refused = ""
-        """Why the files on disk are not in use, as of the last look at them; empty when they are."""
+        """The reason why the files on disk are not in use, as of the last read; empty when they are."""
         self.num_refusals = 0
-        """How often files have changed to something unusable."""
+        """Number of changes to files that cannot be used."""
         self._current = self._load()
 
     @property
     def names_authorities(self) -> bool:
-        """Whether authorities are named: a server then demands certificates of its clients."""
+        """Whether there is a file of authorities: a server then demands certificates of its clients."""
         return self._paths.authorities is not None
 
     def current(self) -> TlsMaterial:
-        """The newest good state; the same object until it changes. Never raises. Reads three small files."""
+        """The newest good state, the same object until it changes. Reads three small files. Never raises."""
         with self._lock:
             try:
                 if self._read() != (self._current.key, self._current.chain, self._current.authorities):
@@ -133,7 +133,7 @@ class TlsFiles:
         return key, chain, authorities
 
     def _load(self) -> TlsMaterial:
-        """What was read and checked while nothing changed in between."""
+        """The files, checked, which did not change between two reads."""
         for _ in range(_MAX_READS):
             content = self._read()
             try:
@@ -156,7 +156,7 @@ class TlsFiles:
         certificate, key = self._paths.certificate, self._paths.key
         if certificate is not None and key is not None:
             try:
-                # Without a password OpenSSL would ask the terminal for that of an encrypted key.
+                # Without one OpenSSL asks the terminal for the password of an encrypted key.
                 context.load_cert_chain(certificate.path, key.path, password="")
             except (OSError, ValueError) as error:
                 raise TlsFilesBroken(f"{_origin(certificate, key)}: {_why(error)}") from error

@@ -11,8 +11,7 @@ from pydantic import SecretStr
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import JournalWrite, NewRequest, ReplicaRecord, RequestKey, Store
+from specdec.store.interface import JournalWrite, NewRequest, ReplicaRecord, RequestKey, Store, StoreUnavailable
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.tls_files import TlsFile, TlsPaths

@@ -11,8 +11,8 @@ import pytest
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from specdec.store.errors import StoreUnavailable, StoreUrlError
 from specdec.store.guarded import GuardedStore
+from specdec.store.interface import StoreUnavailable, StoreUrlError
 from specdec.store.urls import RedisOptions, connect
 from specdec.wire.backoff import Backoff
 from specdec.wire.tls_files import TlsFile

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from specdec.store.errors import StoreUnavailable, StoreUrlError
+from specdec.store.interface import StoreUnavailable, StoreUrlError
 from specdec.store.urls import RedisOptions, connect
 from tests.support.servers.certificates import Authority, Certificate, SecretVolume
 from tests.support.servers.redis_server import RedisServer, redis_cluster, redis_sentinel

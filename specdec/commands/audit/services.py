@@ -24,8 +24,8 @@ class AuditImpossible(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The answer to a prompt."""
+class ServiceAnswer:
+    """What came back for a prompt."""
 
     token_ids: Sequence[int]
     num_drafted: int = 0
@@ -35,7 +35,7 @@ class Answer:
     """Whether it ended with an end-of-sequence token, which may be missing in the ids."""
 
 
-class Service(Protocol):
+class AuditedService(Protocol):
     """Answers prompts."""
 
     name: str
@@ -45,7 +45,7 @@ class Service(Protocol):
 
     async def complete(
         self, prompt: Sequence[int], *, num_tokens: int, temperature: float, seed: int, speculate: bool = True
-    ) -> Answer:
+    ) -> ServiceAnswer:
         """An answer. Raises AuditImpossible, or the typed errors of `specdec.wire.errors`."""
         ...
 
@@ -61,7 +61,7 @@ class OwnService:
 
     async def complete(
         self, prompt: Sequence[int], *, num_tokens: int, temperature: float, seed: int, speculate: bool = True
-    ) -> Answer:
+    ) -> ServiceAnswer:
         """Complete a prompt, past end-of-sequence tokens."""
         request = api.GenerateRequest(model=self._model)
         request.prompt_token_ids.token_ids.extend(prompt)
@@ -71,7 +71,7 @@ class OwnService:
         request.speculation.enabled = speculate
         completion = await self._client.complete(request)
         stats = completion.require_finished().stats
-        return Answer(
+        return ServiceAnswer(
             token_ids=completion.choices[0].token_ids, num_drafted=stats.num_proposed, num_accepted=stats.num_accepted
         )
 
@@ -96,7 +96,7 @@ class OpenAIServer:
 
     async def complete(
         self, prompt: Sequence[int], *, num_tokens: int, temperature: float, seed: int, speculate: bool = True
-    ) -> Answer:
+    ) -> ServiceAnswer:
         """Complete a prompt; the server ignores `speculate`."""
         body = {
             "model": self._model,
@@ -128,7 +128,7 @@ class OpenAIServer:
             raise AuditImpossible(f"{self._url} does not answer in JSON") from error
 
 
-def _answer(content: Any) -> Answer:
+def _answer(content: Any) -> ServiceAnswer:
     try:
         choice = content["choices"][0]
         ids = choice.get("token_ids")
@@ -141,7 +141,7 @@ def _answer(content: Any) -> Answer:
                 raise AuditImpossible(message + "may be several sequences of tokens")
             ids = [int(name.removeprefix("token_id:")) for name in names]
         token_ids = [int(token) for token in ids]
-        return Answer(token_ids=token_ids, has_ended=choice.get("finish_reason") == "stop")
+        return ServiceAnswer(token_ids=token_ids, has_ended=choice.get("finish_reason") == "stop")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise AuditImpossible(f"the server's answer is no completion: {error!r}") from error
 

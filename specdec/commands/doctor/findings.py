@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Outcome(StrEnum):
-    """Outcome of a line."""
+class FindingOutcome(StrEnum):
+    """Of a line."""
 
     PASS = "pass"
     WARN = "warn"
@@ -20,8 +20,7 @@ class Finding:
     """A line: a statement about the deployment, and whether it holds."""
 
     what: str
-    """The statement that holds if the line passes."""
-    outcome: Outcome
+    outcome: FindingOutcome
     measured: str
     """The observation, with figures."""
     do: str = ""
@@ -30,14 +29,14 @@ class Finding:
 
 def passed(what: str, measured: str) -> Finding:
     """A line that passes."""
-    return Finding(what=what, outcome=Outcome.PASS, measured=measured)
+    return Finding(what=what, outcome=FindingOutcome.PASS, measured=measured)
 
 
 def warned(what: str, measured: str, do: str) -> Finding:
     """A line with a warning."""
-    return Finding(what=what, outcome=Outcome.WARN, measured=measured, do=do)
+    return Finding(what=what, outcome=FindingOutcome.WARN, measured=measured, do=do)
 
 
 def failed(what: str, measured: str, do: str) -> Finding:
     """A line that fails."""
-    return Finding(what=what, outcome=Outcome.FAIL, measured=measured, do=do)
+    return Finding(what=what, outcome=FindingOutcome.FAIL, measured=measured, do=do)

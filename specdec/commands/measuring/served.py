@@ -27,7 +27,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Pass:
+class LoadRun:
     """One run of a load."""
 
     load: Load
@@ -41,7 +41,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class LoadPlan:
     """Prompts, loads and repeats of a benchmark."""
 
     prompts: Sequence[Prompt]
@@ -64,8 +64,8 @@ class Wishes:
         return self.num_requests or max(4 * concurrency, len(self.prompts))
 
 
-async def warm_up(address: str, settings: ClientSettings, wishes: Wishes) -> None:
-    """Run the beginning of one request of each kind.
+async def warm_up(address: str, settings: ClientSettings, wishes: LoadPlan) -> None:
+    """Ask once of each kind, for the first tokens of an answer.
 
     Raises the typed errors of `specdec.wire.errors`, because every later request would fail too.
     """
@@ -83,8 +83,8 @@ async def warm_up(address: str, settings: ClientSettings, wishes: Wishes) -> Non
 async def measure(
     address: str,
     settings: ClientSettings,
-    wishes: Wishes,
-    passes: list[Pass],
+    wishes: LoadPlan,
+    passes: list[LoadRun],
     tell: Callable[[str], None] = lambda what: None,
 ) -> None:
     """Run the passes of every load; the order of those with and without speculation alternates.
@@ -95,17 +95,19 @@ async def measure(
     for repeat, (number, load) in itertools.product(range(wishes.repeats), enumerate(wishes.loads)):
         order = wishes.speculation if (repeat + number) % 2 == 0 else wishes.speculation[::-1]
         for speculate in order:
-            one = Pass(load, speculate, repeat)
+            one = LoadRun(load, speculate, repeat)
             passes.append(one)
             await _run(address, settings, wishes, one, tell)
     if wishes.tells_steps and True in wishes.speculation:
         for load in wishes.loads:
-            one = Pass(load, True, 0, tells_steps=True)
+            one = LoadRun(load, True, 0, tells_steps=True)
             passes.append(one)
             await _run(address, settings, wishes, one, tell)
 
 
-async def _run(address: str, settings: ClientSettings, wishes: Wishes, one: Pass, tell: Callable[[str], None]) -> None:
+async def _run(
+    address: str, settings: ClientSettings, wishes: LoadPlan, one: LoadRun, tell: Callable[[str], None]
+) -> None:
     load = one.load
     # Passes with and without speculation have equal arrivals, prompts and seeds.
     times_s = poisson(load.rate, wishes.seconds, seed=one.repeat) if load.rate else []

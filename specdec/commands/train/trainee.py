@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from specdec.commands.train.recipe import Recipe
-from specdec.commands.train.states import Batch
+from specdec.commands.train.states import TextBatch
 
 
 @dataclass(slots=True)
@@ -35,8 +35,8 @@ class Trainee(Protocol):
     target_ids: torch.Tensor | None
     """[D] int64: the target's ids of the tokens that it can propose; None: all, in order."""
 
-    def guesses(self, batch: Batch, num_depths: int) -> Iterator[Guesses]:
-        """Yield the drafts of each depth, along the target's own tokens; in training only of the learned depths."""
+    def guesses(self, batch: TextBatch, num_depths: int) -> Iterator[Guesses]:
+        """Of each depth in turn, over the target's own tokens. In training, only the depths that are learned."""
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint in a format of other engines."""

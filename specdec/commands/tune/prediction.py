@@ -43,7 +43,7 @@ class Measurements:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SettingsChoice:
     """Settings that are tuned."""
 
     draft_tokens: int
@@ -58,7 +58,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class SpeedPrediction:
     """Speed-ups over plain decoding, and their parts."""
 
     serial: float
@@ -72,7 +72,7 @@ class Prediction:
     rounds: Rounds
 
 
-def predict(measured: Measurements, choice: Choice, temperature: float, load: int) -> Prediction:
+def predict(measured: Measurements, choice: SettingsChoice, temperature: float, load: int) -> SpeedPrediction:
     """Prediction for a choice at a temperature with `load` requests at once."""
     num_siblings = choice.num_siblings if choice.mode == "coupled" else 0
     one_round = rounds(measured.outputs[temperature], choice.mode, choice.draft_tokens, num_siblings)
@@ -85,7 +85,7 @@ def predict(measured: Measurements, choice: Choice, temperature: float, load: in
     hidden = one_round.tokens * plain / (max(choice.draft_tokens * draft, verify) + outside)
     # Times are averaged, not speeds.
     share = one_round.whole if measured.is_parallel else 0.0
-    return Prediction(
+    return SpeedPrediction(
         serial=serial,
         hidden=hidden,
         expected=1 / (share / hidden + (1 - share) / serial),
@@ -103,7 +103,7 @@ def _outside_ms(outside_ms: Mapping[int, float], load: int) -> float:
     return outside_ms[min(outside_ms, key=lambda known: abs(known - load))]
 
 
-def curve(measured: Measurements, choice: Choice, temperature: float, load: int) -> list[float]:
+def curve(measured: Measurements, choice: SettingsChoice, temperature: float, load: int) -> list[float]:
     """Expected speed-ups by draft length from 1 to the choice's, if every round has that length."""
     lengths = DRAFT_TOKENS[: choice.draft_tokens]
     return [
@@ -111,8 +111,8 @@ def curve(measured: Measurements, choice: Choice, temperature: float, load: int)
     ]
 
 
-def best_length(measured: Measurements, choice: Choice, temperature: float, load: int) -> Choice:
-    """The choice with the draft length that the target uses within the limit.
+def best_length(measured: Measurements, choice: SettingsChoice, temperature: float, load: int) -> SettingsChoice:
+    """What a limit on the draft length comes to: in coupled mode the target verifies no more of it than pays.
 
     In coupled mode the target verifies only as many tokens as pay. In rejection mode every round has the limit's
     length, because only positions may decide.
@@ -123,13 +123,13 @@ def best_length(measured: Measurements, choice: Choice, temperature: float, load
     return dataclasses.replace(choice, draft_tokens=1 + ratios.index(max(ratios)))
 
 
-def expected_speedup(measured: Measurements, choice: Choice, temperature: float, load: int) -> float:
+def expected_speedup(measured: Measurements, choice: SettingsChoice, temperature: float, load: int) -> float:
     """Expected speed-up with a choice as limit (`best_length`)."""
     return predict(measured, best_length(measured, choice, temperature, load), temperature, load).expected
 
 
-def pick(measured: Measurements, loads: Sequence[int], modes: Sequence[str]) -> Choice:
-    """The choice with the highest geometric mean of speed-ups over all temperatures and loads.
+def pick(measured: Measurements, loads: Sequence[int], modes: Sequence[str]) -> SettingsChoice:
+    """The choice with the highest geometric mean of speed-ups over all temperatures and loads, and the shortest draft.
 
     Among nearly equal ones the shortest draft is chosen; rejection mode only if it gains a tenth, because coupled mode
     keeps the tokens of plain decoding.
@@ -140,8 +140,8 @@ def pick(measured: Measurements, loads: Sequence[int], modes: Sequence[str]) -> 
     return max(others, key=lambda pair: pair[0])[1] if others else usual
 
 
-def _pick_in(measured: Measurements, loads: Sequence[int], mode: str) -> tuple[Choice, float]:
-    ranked: list[tuple[float, Choice]] = []
+def _pick_in(measured: Measurements, loads: Sequence[int], mode: str) -> tuple[SettingsChoice, float]:
+    ranked: list[tuple[float, SettingsChoice]] = []
     for longest in candidates(measured, mode):
         curves = [curve(measured, longest, temperature, load) for temperature in measured.outputs for load in loads]
         if mode == "coupled":
@@ -159,8 +159,8 @@ def _pick_in(measured: Measurements, loads: Sequence[int], mode: str) -> tuple[C
     return choice, mean
 
 
-def candidates(measured: Measurements, mode: str) -> list[Choice]:
-    """All widths to compare, with the longest draft.
+def candidates(measured: Measurements, mode: str) -> list[SettingsChoice]:
+    """Every width worth a thought, at the longest draft.
 
     A second head pays if two rows cost the draft little more than one, and the draft does not take turns with the
     target.
@@ -168,6 +168,6 @@ def candidates(measured: Measurements, mode: str) -> list[Choice]:
     second_row = measured.draft.of(2, 1) / measured.draft.of(1, 1)
     heads = 2 if measured.is_parallel and second_row < _CHEAP_ROW else 1
     return [
-        Choice(draft_tokens=DRAFT_TOKENS[-1], num_siblings=num, max_heads=heads if num else 1, mode=mode)
+        SettingsChoice(draft_tokens=DRAFT_TOKENS[-1], num_siblings=num, max_heads=heads if num else 1, mode=mode)
         for num in (SIBLINGS if mode == "coupled" else (0,))
     ]

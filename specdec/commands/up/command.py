@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from specdec.commands.errors import ClusterFailed, reported_errors
 from specdec.commands.inputs.config_file import by_parameter, read_config
@@ -21,7 +22,6 @@ from specdec.commands.measuring.progress import Progress
 from specdec.commands.up.cluster import Cluster
 from specdec.commands.up.devices import device_kind
 from specdec.commands.up.drafters import drafter_settings
-from specdec.commands.up.log_view import LogView
 from specdec.commands.up.mps import shared_by_mps
 from specdec.commands.up.placement import choose_placement
 from specdec.commands.up.plan import (
@@ -39,11 +39,11 @@ from specdec.commands.views.tables import make_table
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.errors import ModelLoadError
 
+_STYLES = ("green", "cyan", "magenta", "yellow", "blue")
 _CHECK_S = 0.2
-
 TargetModel = Annotated[
     str | None,
-    typer.Option("--target", help="Folder or hub id. (default: the shipped one)", show_default=False),
+    typer.Option("--target", help="Target model: folder or hub id. (default: the shipped one)", show_default=False),
 ]
 DraftModel = Annotated[
     str | None,
@@ -52,6 +52,27 @@ DraftModel = Annotated[
 Device = Annotated[
     str, typer.Option(help="Device of the engines; auto takes GPUs if there are any.", metavar="auto|cpu|cuda")
 ]
+
+
+class LogView:
+    """Follows the log files of a cluster."""
+
+    def __init__(self, cluster: Cluster, console: Console) -> None:
+        self._console = console
+        self._logs = {name: service.log_path for name, service in cluster.services.items()}
+        self._offsets = dict.fromkeys(self._logs, 0)
+        self._width = max(map(len, self._logs))
+
+    def show_new_lines(self) -> None:
+        """Print the whole lines that were written since the last call."""
+        for style, (name, path) in zip(_STYLES * len(self._logs), self._logs.items(), strict=False):
+            with path.open("rb") as log:
+                log.seek(self._offsets[name])
+                data = log.read()
+            lines, newline, _rest = data.rpartition(b"\n")
+            self._offsets[name] += len(lines) + len(newline)
+            for line in lines.decode("utf-8", errors="replace").splitlines():
+                self._console.print(Text.assemble((f"{name:<{self._width}} ", style), line), soft_wrap=True)
 
 
 def _take_config(context: typer.Context, config: Path | None) -> Path | None:

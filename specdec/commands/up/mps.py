@@ -119,7 +119,7 @@ def _running_daemon(control: str, environment: Mapping[str, str], timeouts: MpsT
         Path(path).mkdir()
     with (folder / _LOG_NAME).open("wb") as log:
         daemon = subprocess.Popen(
-            [sys.executable, "-m", "specdec.commands.up.child", str(os.getpid()), "", control, "-f"],
+            [sys.executable, "-m", "specdec.service.process", str(os.getpid()), "", control, "-f"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

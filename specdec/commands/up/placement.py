@@ -23,7 +23,7 @@ from specdec.client import ClientSettings
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.measuring.prompts import prompts_for
 from specdec.commands.measuring.requests import Sampling
-from specdec.commands.measuring.served import Load, Pass, Wishes, measure, warm_up
+from specdec.commands.measuring.served import Load, LoadPlan, LoadRun, measure, warm_up
 from specdec.commands.up.cluster import Cluster
 from specdec.commands.up.plan import LocalPlan, Placement, plan_services
 from specdec.engine.checkpoints.files import find_model_files, read_tokenizer
@@ -39,7 +39,7 @@ _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlacementChoice:
     """The result for a pair on this machine."""
 
     placement: Placement
@@ -54,7 +54,7 @@ class Choice:
         return f"{self.placement} (tokens/s measured here{when}: {figures})"
 
 
-def choose_placement(plan: LocalPlan, tell: Callable[[str], None], cache: Path | None = None) -> Choice:
+def choose_placement(plan: LocalPlan, tell: Callable[[str], None], cache: Path | None = None) -> PlacementChoice:
     """Return the faster placement of one target and one draft on CPU, measured the first time.
 
     `tell` is called with the progress. If too few tokens come in time, the choice is apart and is not kept.
@@ -70,8 +70,8 @@ def choose_placement(plan: LocalPlan, tell: Callable[[str], None], cache: Path |
         speeds[name] = _speed(dataclasses.replace(plan, placement=name), tell)
     if not all(speeds.values()):
         tell("too few tokens to compare the placements")
-        return Choice("apart", speeds, is_new=True)
-    choice = Choice(max(_PLACEMENTS, key=lambda name: speeds[name]), speeds, is_new=True)
+        return PlacementChoice("apart", speeds, is_new=True)
+    choice = PlacementChoice(max(_PLACEMENTS, key=lambda name: speeds[name]), speeds, is_new=True)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"placement": choice.placement, "tokens_per_s": speeds}, indent=1) + "\n")
@@ -94,7 +94,7 @@ def _speed(plan: LocalPlan, tell: Callable[[str], None]) -> float:
     with Cluster(plan_services(trial)) as cluster:
         cluster.start(lambda what: say(f"waiting for {what}"))
         for temperature in _TEMPERATURES:
-            wishes = Wishes(
+            wishes = LoadPlan(
                 prompts=prompts,
                 sampling=Sampling(temperature=temperature, max_tokens=_MAX_TOKENS, verify_mode=None),
                 loads=_LOADS,
@@ -106,12 +106,12 @@ def _speed(plan: LocalPlan, tell: Callable[[str], None]) -> float:
     return math.exp(sum(map(math.log, speeds)) / len(speeds)) if all(speeds) else 0.0
 
 
-async def _measure(address: str, wishes: Wishes, tell: Callable[[str], None]) -> list[float]:
+async def _measure(address: str, wishes: LoadPlan, tell: Callable[[str], None]) -> list[float]:
     settings = ClientSettings(timeout_s=_TIMEOUT_S)
     await warm_up(address, settings, wishes)
     speeds = []
     for load in wishes.loads:
-        passes: list[Pass] = []
+        passes: list[LoadRun] = []
         try:
             async with asyncio.timeout(_MOST_S):
                 await measure(address, settings, dataclasses.replace(wishes, loads=[load]), passes, tell)
@@ -148,12 +148,12 @@ def _files(model: str) -> list[object]:
     return [str(Path(model).resolve()) if files else model, *facts]
 
 
-def _read(file: Path) -> Choice | None:
+def _read(file: Path) -> PlacementChoice | None:
     try:
         content = json.loads(file.read_text())
         placement, speeds = content["placement"], content["tokens_per_s"]
         if placement in _PLACEMENTS:
-            return Choice(placement, {str(name): float(speed) for name, speed in speeds.items()}, is_new=False)
+            return PlacementChoice(placement, {str(name): float(speed) for name, speed in speeds.items()}, is_new=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     return None

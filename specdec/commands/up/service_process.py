@@ -60,7 +60,7 @@ class ServiceProcess:
 
     def start(self) -> None:
         """Start it in its own session, which a terminal's Ctrl-C does not reach; append to its log."""
-        command = [sys.executable, "-m", "specdec.commands.up.child", str(os.getpid())]
+        command = [sys.executable, "-m", "specdec.service.process", str(os.getpid())]
         command += [",".join(map(str, self.spec.cores)), self.spec.module, *self.spec.arguments]
         with self.log_path.open("ab") as log:
             self._log_start_bytes = log.tell()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.up.cluster import Cluster, end_of_log
 from specdec.commands.up.service_process import ServiceProcess
-from specdec.service.restarts import RestartCount, RestartPolicy
+from specdec.wire.backoff import RestartCount, RestartPolicy
 
 
 @dataclass(slots=True)

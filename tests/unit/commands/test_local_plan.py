@@ -301,5 +301,5 @@ def test_a_draft_with_a_model_may_have_a_target_and_drafters_must() -> None:
     settings = DraftSettings(model="M", target="host:1")
     assert settings.target == "host:1"
     assert (settings.heterogeneous_vocab, settings.parallel_drafting) == ("auto", None)
-    with pytest.raises(ValidationError, match="drafters need one"):
+    with pytest.raises(ValidationError, match="drafters need a target"):
         DraftSettings(drafters="ngram")  # type: ignore[arg-type]

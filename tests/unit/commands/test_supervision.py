@@ -11,8 +11,7 @@ from specdec.commands.errors import ClusterFailed
 from specdec.commands.up.cluster import Cluster, ClusterTimeouts, free_port
 from specdec.commands.up.service_process import ServiceSpec
 from specdec.commands.up.supervision import Supervision
-from specdec.service.restarts import RestartCount, RestartPolicy
-from specdec.wire.backoff import Backoff
+from specdec.wire.backoff import Backoff, RestartCount, RestartPolicy
 
 DEADLINE_S = 120.0
 POLL_S = 0.005

@@ -13,11 +13,11 @@ from specdec.config import (
     load_settings,
     settings_or_exit,
 )
-from specdec.config.retired import REPLACED
+from specdec.config.retired import REMOVED, REPLACED
 from specdec.config.sources import SettingsInvalid
 from specdec.engine.settings import EngineSettings
 from specdec.gateway.settings import GatewaySettings
-from specdec.service.affinity import parse_cores, split_cores
+from specdec.service.process import parse_cores, split_cores
 from specdec.wire.settings import client_tls_paths
 from tests.support.servers.certificates import Authority, SecretVolume
 
@@ -201,7 +201,7 @@ def test_secret_is_not_shown_by_repr() -> None:
         (["--metrics-tls"], "metrics_tls needs tls_dir"),
         (["--redis-tls-dir", "/none"], "redis_tls_dir needs redis_url"),
         (["--redis-url=rediss://h:1", "--redis-tls-dir=/none"], "redis_tls_dir: the folder /none has no file ca.crt"),
-        (["--engine-cores", "3-1"], "counts down"),
+        (["--engine-cores", "3-1"], "a falling range"),
         (["--engine-cores", "some"], "not auto, off or a list"),
     ],
 )
@@ -259,6 +259,39 @@ def test_a_replaced_setting_is_read_and_its_notice_names_the_new_one(
         ("setting_outdated", "warning", "target", "tls_key_file"),
     ]
     assert told[0]["reason"] == "tls_cert_file is read in this release only: set tls_dir instead"
+
+
+@pytest.mark.parametrize("given", ["flag", "flag with a space", "variable", "file", "own draft"])
+def test_a_removed_setting_is_ignored_and_its_notice_says_what_holds_now(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model=m", "--max-sessions=7"]
+    match given:
+        case "flag":
+            argv += ["--session-ttl-s=5"]
+        case "flag with a space":
+            argv += ["--session-ttl-s", "5", "--port", "0"]
+        case "variable":
+            monkeypatch.setenv("SPECDEC_TARGET_SESSION_TTL_S", "5")
+        case "own draft":
+            argv += ['--own-draft={"model": "d", "session_ttl_s": 5}']
+        case _:
+            (tmp_path / "c.yaml").write_text("session-ttl-s: 5\n")
+            argv += ["--config", str(tmp_path / "c.yaml")]
+    settings = settings_or_exit(TargetSettings, argv, env_prefix=TargetSettings.env_prefix, prog="target")
+    assert settings.max_sessions == 7
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert (told["event"], told["setting"]) == ("setting_outdated", "session_ttl_s")
+    assert told["reason"] == (
+        "session_ttl_s was removed and is ignored: a session outlives its coordinator's stream by 60 s"
+    )
+
+
+def test_no_setting_has_the_name_of_a_removed_one() -> None:
+    kinds: tuple[Any, ...] = (TargetSettings, DraftSettings, CoordinatorSettings, GatewaySettings)
+    assert not REMOVED.keys() & {name for kind in kinds for name in kind.model_fields}
+    assert REPLACED.keys() <= {name for kind in kinds for name in kind.model_fields}
 
 
 def test_help_and_hints_name_no_replaced_setting(capsys: pytest.CaptureFixture[str]) -> None:
