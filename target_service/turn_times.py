@@ -36,7 +36,8 @@ class TurnTimes:
     def observe(self, step: StepRecord, pacing: Pacing) -> None:
         """A turn with a step is over; `pacing` learns from it."""
         # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
-        pacing.observe_step(step.output.num_tokens, step.turn_s)
+        if step.is_decode:
+            pacing.observe_step(step.output.num_tokens, step.turn_s)
         now_s = time.monotonic()
         prompt_s = self._own_draft.take_prompt_s()
         if self._last_end_s is None:  # there was nothing to do: it begins after the draft's work

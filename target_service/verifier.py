@@ -31,7 +31,6 @@ from specdec.target_service.proposals.gathering import Gathering
 from specdec.target_service.proposals.intake import ProposalIntake
 from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
-from specdec.target_service.proposals.swap import POLL_S as SWAP_POLL_S
 from specdec.target_service.proposals.swap import DrafterSwap
 from specdec.target_service.records.metrics import TargetRecorder
 from specdec.target_service.records.progress import describe_progress, due_for_progress
@@ -215,7 +214,7 @@ class Verifier:
     def wait_s(self, now_s: float) -> float | None:
         """When the next step is due: now, after a hold-off, or not before a frame arrives."""
         waits_s = [wait_s for group in self._groups() if (wait_s := self.pacing.wait_s(group, now_s)) is not None]
-        idle_s = POLL_S if self._admission.is_compiling else SWAP_POLL_S if self._swap.is_under_way else None
+        idle_s = POLL_S if self._admission.is_compiling or self._swap.is_under_way else None
         return min(waits_s, default=idle_s)
 
     def step(self) -> None:

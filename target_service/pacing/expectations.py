@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence, Set
 
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.tree import ROOT
 from specdec.target_service.policy.acceptance import Acceptance, OwnRecord
+from specdec.target_service.policy.budget import TRY_EVERY
 from specdec.target_service.policy.marginal_gains import DrafterCall, Headroom, MarginalGains
 from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.session import TargetSession
 from specdec.target_service.tree.speculation_tree import Node
 from specdec.target_service.tree.walk import Walk
 from specdec.wire.sampling_params import VerifyMode
-
-_LEAST_COST_S = 1e-9
-_ASK_ALL_STEPS = 16
-"""In one step of so many a session's sources are asked whatever is expected of them: else a bad record would last."""
 
 
 class Expectations:
@@ -67,7 +65,7 @@ class Expectations:
 
     def worth_per_s(self, source: str, cost_s: float, limit: int) -> float:
         """Tokens that a source gains per second that asking it takes, where nobody has proposed anything yet."""
-        return self.marginal.expected(source, Headroom(limit, limit)) / max(cost_s, _LEAST_COST_S)
+        return self.marginal.expected(source, Headroom(limit, limit)) / cost_s if cost_s else math.inf
 
     def is_worth_asking(self, source: str, asks: Iterable[tuple[TargetSession, Headroom]], cost_s: float) -> bool:
         """Whether one call for all these sessions, which takes so long, gains more tokens than are decoded meanwhile.
@@ -78,7 +76,7 @@ class Expectations:
         gained = 0.0
         for session, headroom in asks:
             is_first = not len(session.tree) or session.mode is VerifyMode.REJECTION
-            if headroom.limit and (is_first or session.num_walks % _ASK_ALL_STEPS == 0):
+            if headroom.limit and (is_first or session.num_walks % TRY_EVERY == 0):
                 return True
             gained += self.marginal.expected(source, headroom)
         return gained > cost_s * self.tokens_per_s

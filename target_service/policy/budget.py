@@ -13,6 +13,13 @@ from specdec.target_service.policy.means import Mean
 
 SHARE = 0.014
 """Share of all time that probes, references, misjudgements and trial waits may cost."""
+TRIAL_STEPS = 13
+"""Steps of a probe, waits for one depth in a row, calls before a drafter is judged in a session."""
+TRY_EVERY = 16
+"""Decisions, one of which tries what seems worse, so that no bad record lasts."""
+WORTHWHILE = 1.15
+"""Factor over plain decoding above which a session begins to speculate, or a step to wait: gains are noisy, and what
+is not measured may be lost."""
 _LEAST_S = 0.04
 """Seconds, or one plain step if that is longer, that an account may be above or below zero."""
 _SAVINGS = 2

@@ -25,23 +25,20 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from specdec.target_service.policy.budget import Account
+from specdec.target_service.policy.budget import TRIAL_STEPS, WORTHWHILE, Account
 from specdec.target_service.policy.gate_state import FIRST_GAIN, GateState, Phase
 from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.policy.references import References, Settling
 from specdec.target_service.policy.step_clock import StepClock
 
-_LEAVE, _ENTER = 1.06, 1.15
-"""Factors over plain decoding below which a session stops, and above which one begins. Near 1 nothing is gained, and
-what is not measured may be lost: of requests that began together the last ones decode in small batches."""
+_LEAVE = 1.06
+"""Factor over plain decoding below which a session stops; `WORTHWHILE` is the one above which it begins."""
 _ODDS = 8.0
 """Exponent of the odds against a run of steps without an accepted token at which a session stops: exp(-8), by what it
 gained so far."""
 _LEAST_TRIALS = 2
 """Trials of a kind (probes, emptied accounts) that must fail before nothing more is lent to it: the first text may be
 one that nobody can guess."""
-_PROBE_STEPS, _FRUITLESS_STEPS = 16, 6
-"""Steps of a probe, and steps without an accepted token that end it sooner; half as many for a kind that has failed."""
 _PROBE_EVERY_S = 0.4
 """Seconds between two probes, and after a session was suspended."""
 
@@ -230,7 +227,7 @@ class SpeculationGate:
                         self._suspend(state, now_s)
             elif account.is_due(now_s) and (
                 account.num_failed < _LEAST_TRIALS
-                or any(state.kind == kind and self._pays(self._known_gain(state), _ENTER) for state in states)
+                or any(state.kind == kind and self._pays(self._known_gain(state), WORTHWHILE) for state in states)
             ):
                 account.make_even()
 
@@ -269,15 +266,16 @@ class SpeculationGate:
 
     def _consider_probe(self, state: GateState, now_s: float) -> None:
         account = self._account(state.kind)
-        most_fruitless = _FRUITLESS_STEPS if account.num_failed < _LEAST_TRIALS else _FRUITLESS_STEPS // 2
-        if self._pays(state.gain * min(1.0, state.num_counted / _PROBE_STEPS), _ENTER):
+        # Half of the trial without an accepted token ends it; a quarter, of a kind that has failed.
+        most_fruitless = TRIAL_STEPS // (2 if account.num_failed < _LEAST_TRIALS else 4)
+        if self._pays(state.gain * min(1.0, state.num_counted / TRIAL_STEPS), WORTHWHILE):
             state.enter(Phase.ON, now_s)
             state.num_counted = 1  # its draft is under way
             if state.gain > self._gains[state.kind]:
                 self._learn(state.kind, state.gain, 1 / 2)  # it may have been lucky
             self._num_at_once *= 2
             self._probe_due_s = now_s
-        elif state.num_counted >= _PROBE_STEPS or state.num_without_acceptance >= most_fruitless:
+        elif state.num_counted >= TRIAL_STEPS or state.num_without_acceptance >= most_fruitless:
             account.num_failed += 1
             self._suspend(state, now_s)
             self._num_at_once = 1
@@ -302,7 +300,7 @@ class SpeculationGate:
         # What is left of a request pays its prompt back: of those whose prompts are to be computed the last come first.
         off = sorted((state for state in states if state.phase is Phase.OFF), key=_turn)
         for state in off:  # a load that has fallen makes worth it what was not
-            if state.gain > 0 and self._pays(state.gain, _ENTER):
+            if state.gain > 0 and self._pays(state.gain, WORTHWHILE):
                 self._probe(state, now_s)
         num_free = self._num_at_once - sum(state.phase is Phase.PROBE for state in states)
         if now_s < self._probe_due_s or num_free <= 0:

@@ -12,11 +12,8 @@ from collections import defaultdict
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-_NUM_BANDS = 4
-_PRIOR_SHARE, _PRIOR_TOKENS = 0.5, 8.0
-"""Before anything was seen; in tokens that were left."""
-_DECAY = 0.98
-"""What is left of a call's weight after one more: the mean follows about the last fifty."""
+from specdec.target_service.policy.acceptance import NUM_BANDS, PRIOR_RATE
+from specdec.target_service.policy.means import PRIOR_WEIGHT, SLOW_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +39,8 @@ class DrafterCall:
 
 @dataclass(slots=True)
 class _Band:
-    gained: float = _PRIOR_SHARE * _PRIOR_TOKENS
-    headroom: float = _PRIOR_TOKENS
+    gained: float = PRIOR_RATE * PRIOR_WEIGHT
+    headroom: float = PRIOR_WEIGHT
 
 
 @dataclass(slots=True)
@@ -51,7 +48,7 @@ class MarginalGains:
     """Of all sources. Memory: eight numbers for each."""
 
     _bands: defaultdict[str, list[_Band]] = field(
-        default_factory=lambda: defaultdict(lambda: [_Band() for _ in range(_NUM_BANDS)])
+        default_factory=lambda: defaultdict(lambda: [_Band() for _ in range(NUM_BANDS)])
     )
 
     def expected(self, source: str, headroom: Headroom) -> float:
@@ -62,8 +59,8 @@ class MarginalGains:
     def observe(self, call: DrafterCall, accepted: Set[int]) -> None:
         """A step is over for which a source was asked; `accepted`: nodes of the tree."""
         band = self._bands[call.source][_headroom_band(call.headroom)]
-        band.gained = band.gained * _DECAY + sum(node in accepted for node in call.new_nodes)
-        band.headroom = band.headroom * _DECAY + call.headroom.tokens
+        band.gained = band.gained * (1 - SLOW_WEIGHT) + sum(node in accepted for node in call.new_nodes)
+        band.headroom = band.headroom * (1 - SLOW_WEIGHT) + call.headroom.tokens
 
     def forget(self, source: str) -> None:
         """Another one has its name."""
@@ -71,4 +68,4 @@ class MarginalGains:
 
 
 def _headroom_band(headroom: Headroom) -> int:
-    return max(0, min(int(_NUM_BANDS * headroom.tokens / headroom.limit), _NUM_BANDS - 1)) if headroom.limit > 0 else 0
+    return max(0, min(int(NUM_BANDS * headroom.tokens / headroom.limit), NUM_BANDS - 1)) if headroom.limit > 0 else 0

@@ -9,29 +9,25 @@ from specdec.target_service.policy.step_clock import LEAST_STEPS, StepClock, loa
 
 _NUM_STEPS = 8
 """Steps of a reference."""
-_SETTLING_STEPS, _SETTLING_S = 2, 0.005
-"""Steps, and seconds, that drafts may work on after they were told to stop. A reference among these would find plain
-steps as long as any, and speculation free."""
+_SETTLING_S = 0.005
+"""Seconds that drafts may work on after they were told to stop. A reference within these would find plain steps as long
+as any, and speculation free."""
 
 
 @dataclass(slots=True)
 class Settling:
     """Drafts were told otherwise: steps until they have noticed say nothing of what any cost."""
 
-    _num_left: int = 0
     until_s: float = float("-inf")
     """When they have noticed, at the latest."""
 
     def begin(self, now_s: float) -> None:
         """They were told at `now_s`."""
-        self._num_left, self.until_s = _SETTLING_STEPS, now_s + _SETTLING_S
+        self.until_s = now_s + _SETTLING_S
 
     def covers(self, began_s: float) -> bool:
-        """Whether it goes on in the step that is over, which began then."""
-        if not self._num_left and began_s >= self.until_s:
-            return False
-        self._num_left = max(0, self._num_left - 1)
-        return True
+        """Whether it went on when the step began."""
+        return began_s < self.until_s
 
 
 @dataclass(slots=True)

@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 
 from specdec.target_service.policy.means import MOST_SURPRISE, WEIGHT
 
-_PRIOR_WEIGHT = 0.5
-"""Weight of the prior line, in all steps that a moving mean remembers."""
-
 
 @dataclass(slots=True)
 class StepTimeModel:
@@ -33,7 +30,7 @@ class StepTimeModel:
 
     def __post_init__(self) -> None:
         self._prior = (self.base_s, self.row_s)
-        self._add_prior(0.5, scale=1.0)
+        self._add_prior(1.0, scale=1.0)
 
     def observe(self, num_rows: int, elapsed_s: float) -> None:
         """A step of `num_rows` rows took `elapsed_s`."""
@@ -43,7 +40,7 @@ class StepTimeModel:
         self._add(num_rows, elapsed_s)
         weight, x, y, _, _ = self._sums
         base_s, row_s = self._prior
-        self._add_prior(_PRIOR_WEIGHT * WEIGHT, scale=y / (base_s * weight + row_s * x))
+        self._add_prior(WEIGHT, scale=y / (base_s * weight + row_s * x))
         weight, x, y, xx, xy = self._sums
         spread = weight * xx - x * x
         if spread > 1e-6 * weight * weight:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from specdec.drafting.interface import Room
 from specdec.target_service.pacing.expectations import Expectations
 from specdec.target_service.policy.marginal_gains import Headroom
+from specdec.target_service.policy.means import Mean
 from specdec.target_service.proposals.session_drafters import DrafterInSession
 from specdec.target_service.session import TargetSession
-
-_COST_WEIGHT = 1 / 64
-"""Of one call in the mean time that they take."""
 
 
 class AskOrder:
     """Mean times of calls, and what follows from them. Who is not asked for a step when its turn comes is not later."""
 
     def __init__(self) -> None:
-        self._costs_s: dict[str, float] = {}
+        self._costs_s: defaultdict[str, Mean] = defaultdict(Mean)
 
     def order(
         self, drafters: Iterable[DrafterInSession], room: Room, expectations: Expectations
@@ -49,20 +48,17 @@ class AskOrder:
         asked.add(name)
         headroom = expectations.headroom(session)
         return (
-            headroom
-            if expectations.is_worth_asking(name, [(session, headroom)], self._costs_s.get(name, 0.0))
-            else None
+            headroom if expectations.is_worth_asking(name, [(session, headroom)], self._costs_s[name].value) else None
         )
 
     def observe(self, name: str, elapsed_s: float) -> float:
         """A call took so long. Returns the mean."""
-        cost_s = self._costs_s.get(name, elapsed_s)
-        self._costs_s[name] = cost_s = cost_s + _COST_WEIGHT * (elapsed_s - cost_s)
-        return cost_s
+        self._costs_s[name].observe(elapsed_s)
+        return self._costs_s[name].value
 
     def forget(self, name: str) -> None:
         """Another one has its name."""
         self._costs_s.pop(name, None)
 
     def _worth_per_s(self, name: str, room: Room, expectations: Expectations) -> float:
-        return expectations.worth_per_s(name, self._costs_s.get(name, 0.0), room.depth)
+        return expectations.worth_per_s(name, self._costs_s[name].value, room.depth)

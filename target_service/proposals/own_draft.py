@@ -20,15 +20,13 @@ from specdec.engine.errors import EngineError, ModelLoadError
 from specdec.replica.worker.build import BuiltEngine, build_engine
 from specdec.replica.worker.host import SessionHost
 from specdec.target_service.pacing.pacing import Pacing
+from specdec.target_service.policy.means import Mean
 from specdec.target_service.session import TargetSession
 from specdec.v1 import common_pb2 as pb
 
-_COST_WEIGHT = 1 / 16
-"""Of one call in the mean time that they take."""
 _LENIENCE = 0.5
 """Scores are a draft's own word: what one that is too sure draws is not verified, what one that is unsure leaves out is
 never seen."""
-_MOST_MIN_SCORE = 0.6
 
 
 def build_own_draft(
@@ -97,8 +95,7 @@ class OwnDraft:
         """`most_tokens` per session and step are drafted."""
         self.draft = draft
         self._most_tokens = most_tokens
-        self.cost_s = 0.0
-        """Mean time of a call."""
+        self._cost_s = Mean()
         self.asked: set[str] = set()
         """Sessions that the last call was for, and did not only compute a prompt."""
         self._prompt_s = 0.0
@@ -106,6 +103,11 @@ class OwnDraft:
         """Sessions that were opened at the draft and that it has not proposed for yet."""
         self._untold: dict[str, _Untold] = {}
         """Of sessions that were opened at the draft, by id. It hears of tokens when it is asked, of all at once."""
+
+    @property
+    def cost_s(self) -> float:
+        """Mean seconds of a call."""
+        return self._cost_s.value
 
     @property
     def is_there(self) -> bool:
@@ -163,7 +165,7 @@ class OwnDraft:
         if prompt_s:
             self._note_prompts(beginners, prompt_s, pacing)
         else:
-            self.cost_s += _COST_WEIGHT * (drafted_s - self.cost_s) if self.cost_s else drafted_s
+            self._cost_s.observe(drafted_s)
         self.asked.update(session.session_id for session in wanted if not prompt_s or session.arrived is not None)
         for session in own:
             session.drafted_s += drafted_s
@@ -199,5 +201,5 @@ class OwnDraft:
         cost_s = self.draft.round_s + pacing.clock.rows.row_s
         return Appetite(
             num_tokens=pacing.draft_credit(self._most_tokens),
-            min_path_score=min(_MOST_MIN_SCORE, _LENIENCE * pacing.expectations.tokens_per_s * cost_s),
+            min_path_score=_LENIENCE * min(1.0, pacing.expectations.tokens_per_s * cost_s),
         )

@@ -7,19 +7,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specdec.drafting.interface import Context, SessionDrafter
+from specdec.target_service.policy.budget import SHARE, TRIAL_STEPS
+from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.session import TargetSession
 
 _MOST_INTERVAL = 64
 """Steps between two calls of a drafter that brings nothing."""
-_JUDGED_CALLS = 16
-"""Before a drafter is judged in a session."""
 _MOST_LOST_TOKENS = 8.0
 """Or until its calls have lost so much: dear ones are judged sooner. Chosen: lookahead has something to offer from its
 fifth call on, which it is to reach."""
-_WEIGHT = 1 / 16
-"""Of a call in the means of a session."""
-_FREE_TOKENS = 0.005
-"""Calls that cost no more are not worth leaving out."""
 
 
 class DrafterRecorder(Protocol):
@@ -83,12 +79,12 @@ class DrafterInSession:
                 make up for dear calls.
         """
         self.num_calls += 1
-        self.gain += max(_WEIGHT, 1 / self.num_calls) * (credit - self.gain)
+        self.gain += max(WEIGHT, 1 / self.num_calls) * (credit - self.gain)
         if credit > 0 and credit >= cost_tokens:
             self.interval = 1
-        elif self.gain + _FREE_TOKENS < cost_tokens:
+        elif self.gain + SHARE < cost_tokens:
             lost_tokens = self.num_calls * (cost_tokens - self.gain)
-            if self.num_calls >= _JUDGED_CALLS or lost_tokens > _MOST_LOST_TOKENS:
+            if self.num_calls >= TRIAL_STEPS or lost_tokens > _MOST_LOST_TOKENS:
                 self.interval = min(_MOST_INTERVAL, 2 * self.interval)
         self.wait = self.interval - 1
 

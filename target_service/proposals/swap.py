@@ -23,8 +23,6 @@ from specdec.replica.worker.errors import SessionFailure, invalid
 from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.v1 import target_pb2
 
-POLL_S = 0.02
-"""While heads are loaded an idle loop looks again after so long."""
 _MOST_CHARS = 800
 """Of what is said about a refusal."""
 _log = structlog.get_logger("specdec.replica.worker")
