@@ -25,7 +25,7 @@ class StepTimeModel:
     edges: tuple[int, ...] = ()
     """Numbers of rows, rising, to the next of which a step is padded; empty where steps compute the rows they have."""
     _prior: tuple[float, float] = field(init=False)
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    _sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0, 0.0])
     """Weight, x, y, xx, xy."""
 
     def __post_init__(self) -> None:

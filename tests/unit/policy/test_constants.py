@@ -14,6 +14,7 @@ import torch
 
 from specdec.drafting.heads.session import Features, HeadSession
 from specdec.drafting.role.growth import GrowthPolicy
+from specdec.replica.worker.errors import SessionFailure
 from specdec.target_service.pacing.pacing import Pacing
 from specdec.target_service.policy.acceptance import Acceptance, Counts, SourceRecord
 from specdec.target_service.policy.budget import Account, WaitPurse
@@ -31,8 +32,10 @@ from specdec.target_service.proposals.head_runner import HeadRunner
 from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
 from specdec.target_service.proposals.session_drafters import DrafterInSession
+from specdec.target_service.proposals.swap import DrafterSwap
 from specdec.target_service.turn_times import TurnTimes
 from specdec.v1 import common_pb2 as pb
+from specdec.v1 import target_pb2
 
 PLAIN_S = 0.01
 ANY: Any = None
@@ -339,6 +342,13 @@ def test_a_draft_leaves_out_what_is_clearly_less_likely_than_it_costs() -> None:
     pacing = Pacing(None)
     pacing.clock.rows.row_s, pacing.expectations.tokens_per_s = 0.0, 100.0
     assert 0.1 < own._appetite(pacing).min_path_score < 0.3, "lenience"
+
+
+def test_a_refusal_of_drafters_says_what_fits_on_a_screen() -> None:
+    request = target_pb2.SetDraftersRequest(drafters="x" * 100_000).SerializeToString()
+    with pytest.raises(SessionFailure) as raised:
+        DrafterSwap(LocalDrafters((), ANY), ANY, ANY, 1.0).call(1, request)
+    assert 100 < len(str(raised.value)) < 2000, "most chars"
 
 
 def armed_s(deadline: Any) -> float:
