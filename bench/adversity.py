@@ -24,14 +24,14 @@ from safetensors.torch import load_file, save_file
 from bench.checkpoints import cache_folder
 from bench.decode import TokensDiffer, warm_up
 from bench.delay_proxy import DelayProxy
-from bench.deployment import Deployment, client_cores, running
-from bench.pairs import Model
-from bench.plan import Plan
+from bench.deployment import MeasuredDeployment, client_cores, running
+from bench.pairs import PairMember
+from bench.plan import BenchPlan
 from bench.prompts import Prompt, held_out_prompts
-from specdec.commands.measuring.figures import spread
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.requests import Run, run_group
+from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.tables import Table
 
 PROMISE = 0.97
@@ -53,7 +53,7 @@ class Adversity:
     """Of the draft's link, one way; several take turns."""
 
 
-def _adversities(plan: Plan) -> list[Adversity]:
+def _adversities(plan: BenchPlan) -> list[Adversity]:
     folder = plan.pair.target.folder
     prompts = held_out_prompts(folder, max(plan.num_prompts, _MOST_AT_ONCE))
     alone, crowd = [prompts[n : n + 1] for n in range(4)], [prompts[:_MOST_AT_ONCE]] * 3
@@ -75,7 +75,7 @@ def _adversities(plan: Plan) -> list[Adversity]:
     ]
 
 
-def run(plan: Plan, report: Report, progress: Progress) -> None:
+def run(plan: BenchPlan, report: Report, progress: Progress) -> None:
     """Measure every adversity at every temperature."""
     progress.part("adversity")
     rows: list[dict[str, object]] = []
@@ -97,12 +97,12 @@ def run(plan: Plan, report: Report, progress: Progress) -> None:
 
 @contextmanager
 def _started(
-    plan: Plan, progress: Progress, *, is_random: bool, has_link: bool
+    plan: BenchPlan, progress: Progress, *, is_random: bool, has_link: bool
 ) -> Iterator[tuple[str, DelayProxy | None]]:
     pair = plan.pair
     if is_random:
-        pair = dataclasses.replace(pair, draft=Model(name="random", folder=_scrambled(pair.draft.folder)))
-    deployment = Deployment(
+        pair = dataclasses.replace(pair, draft=PairMember(name="random", folder=_scrambled(pair.draft.folder)))
+    deployment = MeasuredDeployment(
         pair=pair,
         cores=plan.cores,
         device=plan.device,
@@ -115,7 +115,12 @@ def _started(
 
 
 def _measure(
-    address: str, adversity: Adversity, temperature: float, plan: Plan, proxy: DelayProxy | None, progress: Progress
+    address: str,
+    adversity: Adversity,
+    temperature: float,
+    plan: BenchPlan,
+    proxy: DelayProxy | None,
+    progress: Progress,
 ) -> dict[str, object]:
     sampling = dataclasses.replace(plan.sampling, temperature=temperature)
     ratios, suspended = [], []

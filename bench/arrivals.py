@@ -12,15 +12,15 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
-from bench.deployment import Deployment, running
-from bench.plan import Plan
+from bench.deployment import MeasuredDeployment, running
+from bench.plan import BenchPlan
 from bench.prompts import held_out_prompts
-from specdec.commands.measuring.figures import percentiles
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.requests import make_request, new_tenant
 from specdec.commands.measuring.streams import Stream, open_loop, poisson
-from specdec.commands.measuring.svg import Point, lines
+from specdec.commands.measuring.summary import percentiles
+from specdec.commands.measuring.svg import PlotPoint, lines
 from specdec.commands.measuring.tables import Table
 
 FIRST_RATE, GROWTH, MOST_RATES = 0.5, 2.0, 10
@@ -34,7 +34,7 @@ _COLUMNS = ("load", "speculation", "req/s offered", "req/s ended", "tokens/s", "
             "p90", "p99", "ITL ms p50", "p90", "p99")  # fmt: skip
 
 
-async def offer(address: str, plan: Plan, times: Sequence[float], *, speculate: bool) -> dict[str, object]:
+async def offer(address: str, plan: BenchPlan, times: Sequence[float], *, speculate: bool) -> dict[str, object]:
     """Send requests at these times; returns the figures."""
     prompts = held_out_prompts(plan.pair.target.folder, len(times))
     sampling = dataclasses.replace(plan.sampling, temperature=plan.temperatures[0])
@@ -45,7 +45,7 @@ async def offer(address: str, plan: Plan, times: Sequence[float], *, speculate: 
     return summarize(streams, start_s, times[-1], plan)
 
 
-def summarize(streams: Sequence[Stream], start_s: float, last_s: float, plan: Plan) -> dict[str, object]:
+def summarize(streams: Sequence[Stream], start_s: float, last_s: float, plan: BenchPlan) -> dict[str, object]:
     """The figures of one load, whose last request came at `last_s`."""
     ended = [stream for stream in streams if stream.ended_s is not None]
     until_s = max((stream.ended_s or 0.0) - start_s for stream in ended) if ended else last_s + _LATE_S
@@ -63,17 +63,17 @@ def summarize(streams: Sequence[Stream], start_s: float, last_s: float, plan: Pl
     }
 
 
-def _is_good(stream: Stream, plan: Plan) -> bool:
+def _is_good(stream: Stream, plan: BenchPlan) -> bool:
     mean_ms = 1e3 * sum(stream.gaps_s) / len(stream.gaps_s) if stream.gaps_s else 0.0
     first_ms = 1e3 * (stream.first_s or 0.0)
     return first_ms <= plan.first_token_slo_ms and mean_ms <= plan.per_token_slo_ms
 
 
-def run(plan: Plan, report: Report, progress: Progress) -> None:
+def run(plan: BenchPlan, report: Report, progress: Progress) -> None:
     """Measure Poisson arrivals and bursts."""
     progress.part("arrivals")
     most_tokens = _MOST_AT_ONCE * (plan.max_tokens + _PROMPT_TOKENS)
-    deployment = Deployment(
+    deployment = MeasuredDeployment(
         pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens, placement=plan.placement
     )
     with running(deployment, progress) as cluster:
@@ -91,7 +91,7 @@ def run(plan: Plan, report: Report, progress: Progress) -> None:
     report.add("arrivals", rows, [table], _plots(rows, plan))
 
 
-async def _measure(address: str, plan: Plan, progress: Progress) -> list[dict[str, object]]:
+async def _measure(address: str, plan: BenchPlan, progress: Progress) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for speculate in (True, False):
         await offer(address, plan, [0.0, 0.1], speculate=speculate)  # warms up
@@ -109,7 +109,9 @@ async def _measure(address: str, plan: Plan, progress: Progress) -> list[dict[st
     return rows
 
 
-async def _both(address: str, plan: Plan, times: Sequence[float], load: str, number: int) -> list[dict[str, object]]:
+async def _both(
+    address: str, plan: BenchPlan, times: Sequence[float], load: str, number: int
+) -> list[dict[str, object]]:
     """With speculation and without, in an order that flips."""
     found = {s: await offer(address, plan, times, speculate=s) for s in ((True, False), (False, True))[number % 2]}
     return [{"load": load, "speculation": speculate, **found[speculate]} for speculate in (True, False)]
@@ -120,18 +122,18 @@ def _is_saturated(row: dict[str, object]) -> bool:
     return isinstance(ended, float) and isinstance(offered, float) and ended < _SATURATED * offered
 
 
-def _plots(rows: Sequence[dict[str, object]], plan: Plan) -> dict[str, str]:
-    ttft: dict[str, list[Point]] = {}
-    goodput: dict[str, list[Point]] = {}
+def _plots(rows: Sequence[dict[str, object]], plan: BenchPlan) -> dict[str, str]:
+    ttft: dict[str, list[PlotPoint]] = {}
+    goodput: dict[str, list[PlotPoint]] = {}
     for row in rows:
         rate, spread, good = row.get("rate"), row["first_token_ms"], row["goodput_per_s"]
         if not isinstance(rate, float) or not isinstance(good, float):
             continue
         name = "speculation" if row["speculation"] else "plain"
-        goodput.setdefault(name, []).append(Point(rate, good, good, good))
+        goodput.setdefault(name, []).append(PlotPoint(rate, good, good, good))
         for part in ("p50", "p99"):
             if isinstance(spread, dict) and part in spread:
-                ttft.setdefault(f"{name}, {part}", []).append(Point(rate, spread[part], spread[part], spread[part]))
+                ttft.setdefault(f"{name}, {part}", []).append(PlotPoint(rate, spread[part], spread[part], spread[part]))
     note = f"{plan.pair.caption}; {len(plan.cores)} cores"
     where = f"{plan.label}, temperature {plan.temperatures[0]:g}"
     x_name = "requests per second, Poisson"

@@ -50,7 +50,7 @@ _ALIGNED = [["tt.divisibility", 16]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AttentionShape:
     """Sizes of a model's attention."""
 
     num_heads: int
@@ -60,12 +60,12 @@ class Shape:
 
 
 SHAPES = {
-    "8B": Shape(32, 8, 128),
-    "1B": Shape(32, 8, 64),
-    "0.5B": Shape(14, 2, 64),
-    "wide heads": Shape(16, 8, 256),
-    "8B float32": Shape(32, 8, 128, torch.float32),
-    "wide heads float32": Shape(16, 8, 256, torch.float32),
+    "8B": AttentionShape(32, 8, 128),
+    "1B": AttentionShape(32, 8, 64),
+    "0.5B": AttentionShape(14, 2, 64),
+    "wide heads": AttentionShape(16, 8, 256),
+    "8B float32": AttentionShape(32, 8, 128, torch.float32),
+    "wide heads float32": AttentionShape(16, 8, 256, torch.float32),
 }
 
 
@@ -120,7 +120,7 @@ def adjusted_on_meta(logits: torch.Tensor) -> torch.Tensor:
     return adjustments.adjusted(logits, 0)
 
 
-def launches_of(shape: Shape) -> dict[str, list[Launch]]:
+def launches_of(shape: AttentionShape) -> dict[str, list[Launch]]:
     """Every launch of a step with a model of this shape, by variant."""
     heads, dim = shape.num_heads, shape.head_dim
     config = LlamaConfig(

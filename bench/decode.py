@@ -14,14 +14,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.deployment import Deployment, running
-from bench.plan import Plan
+from bench.deployment import MeasuredDeployment, running
+from bench.plan import BenchPlan
 from bench.prompts import Prompt, held_out_prompts
 from specdec.commands.measuring.closed_loop import run_loop
-from specdec.commands.measuring.figures import spread
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.requests import Run, Sampling, run_group
+from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.tables import Table
 
 _COLUMNS = {
@@ -77,11 +77,11 @@ class TokensDiffer(AssertionError):
     """The same requests gave different tokens with and without speculation."""
 
 
-def run(plan: Plan, report: Report, progress: Progress) -> None:
+def run(plan: BenchPlan, report: Report, progress: Progress) -> None:
     """Measure every temperature and batch size."""
     progress.part("decode")
     most_tokens = max(plan.batches) * (plan.max_tokens + 256)
-    deployment = Deployment(
+    deployment = MeasuredDeployment(
         pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens, placement=plan.placement
     )
     with running(deployment, progress) as cluster:
@@ -93,7 +93,7 @@ def run(plan: Plan, report: Report, progress: Progress) -> None:
     report.add("decode", rows, [table])
 
 
-async def _measure(address: str, plan: Plan, progress: Progress) -> list[dict[str, object]]:
+async def _measure(address: str, plan: BenchPlan, progress: Progress) -> list[dict[str, object]]:
     rows = []
     await warm_up(address, plan)
     for temperature, batch in itertools.product(plan.temperatures, plan.batches):
@@ -109,7 +109,7 @@ async def _measure(address: str, plan: Plan, progress: Progress) -> list[dict[st
     return rows
 
 
-async def warm_up(address: str, plan: Plan) -> None:
+async def warm_up(address: str, plan: BenchPlan) -> None:
     """Let both engines, and what learns from steps, see some."""
     prompts = held_out_prompts(plan.pair.target.folder, 2)
     for speculate in (True, False):

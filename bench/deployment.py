@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bench.delay_proxy import DelayProxy
-from bench.pairs import Model, Pair
+from bench.pairs import Pair, PairMember
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.up.cluster import Cluster
 from specdec.commands.up.cores import assign_cores, share_cores
@@ -24,7 +24,7 @@ _WARMUP_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
+class MeasuredDeployment:
     """What `specdec up` would start, on cores that are told."""
 
     pair: Pair
@@ -47,7 +47,7 @@ class Deployment:
 
 
 @contextmanager
-def running(deployment: Deployment, progress: Progress, proxy: DelayProxy | None = None) -> Iterator[Cluster]:
+def running(deployment: MeasuredDeployment, progress: Progress, proxy: DelayProxy | None = None) -> Iterator[Cluster]:
     """Start it, and stop it at the end; meanwhile this thread, the client, runs where clients belong.
 
     With a proxy the coordinator reaches its drafts through that.
@@ -84,7 +84,7 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _plan(deployment: Deployment) -> LocalPlan:
+def _plan(deployment: MeasuredDeployment) -> LocalPlan:
     target, draft = dict(deployment.target), dict(deployment.draft)
     target.setdefault("kv_cache_memory_bytes", _kv_bytes(deployment, deployment.pair.target))
     if deployment.device != "cpu" and not deployment.is_plain and "drafters" not in draft:
@@ -106,7 +106,7 @@ def _plan(deployment: Deployment) -> LocalPlan:
     )
 
 
-def _kv_bytes(deployment: Deployment, model: Model) -> int:
+def _kv_bytes(deployment: MeasuredDeployment, model: PairMember) -> int:
     config = model.config
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     num_kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]

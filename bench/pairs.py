@@ -53,7 +53,7 @@ class NoSuchPair(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class PairMember:
     """A checkpoint, and the one that it was made of."""
 
     name: str
@@ -88,8 +88,8 @@ class Pair:
     """A target and a draft."""
 
     name: str
-    target: Model
-    draft: Model
+    target: PairMember
+    draft: PairMember
 
     @property
     def description(self) -> str:
@@ -127,14 +127,14 @@ def resolve_pair(name: str, device: str, cache: Path | None = None) -> Pair:
     return Pair(name=name, target=resolve_model(target, device, cache), draft=resolve_model(draft, device, cache))
 
 
-def resolve_model(name: str, device: str, cache: Path | None = None) -> Model:
+def resolve_model(name: str, device: str, cache: Path | None = None) -> PairMember:
     """Return a model by its name or folder; makes it where it has to be made. Raises NoSuchPair."""
     if name in ("shipped-target", "shipped-draft"):
-        return Model(name=name, folder=Path(shipped_model(name.removeprefix("shipped-"))))
+        return PairMember(name=name, folder=Path(shipped_model(name.removeprefix("shipped-"))))
     shape = TARGETS.get(name) or DRAFTS.get(name)
     if shape is not None:
         source = Path(shipped_model("target" if name in TARGETS else "draft"))
-        return Model(name=name, folder=inflated(source, shape, name, device, cache), source=source)
+        return PairMember(name=name, folder=inflated(source, shape, name, device, cache), source=source)
     if not (Path(name) / "config.json").is_file():
         raise NoSuchPair(f"{name}: neither a folder with a config.json nor one of {', '.join((*TARGETS, *DRAFTS))}")
-    return Model(name=Path(name).name, folder=Path(name))
+    return PairMember(name=Path(name).name, folder=Path(name))

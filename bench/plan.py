@@ -11,7 +11,7 @@ from specdec.commands.up.plan import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class BenchPlan:
     """One run of the bench. Every part takes from it what concerns it."""
 
     pair: Pair

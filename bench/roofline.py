@@ -61,7 +61,7 @@ GPUS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelSizes:
     """A Llama-like model by its sizes."""
 
     hidden: int
@@ -74,18 +74,18 @@ class Model:
 
 
 MODELS = {
-    "0.5B": Model(896, 4864, 24, 14, 2, 64, 151936),
-    "1B": Model(2048, 8192, 16, 32, 8, 64, 128256),
-    "8B": Model(4096, 14336, 32, 32, 8, 128, 128256),
-    "32B": Model(5120, 27648, 64, 40, 8, 128, 152064),
-    "70B": Model(8192, 28672, 80, 64, 8, 128, 128256),
+    "0.5B": ModelSizes(896, 4864, 24, 14, 2, 64, 151936),
+    "1B": ModelSizes(2048, 8192, 16, 32, 8, 64, 128256),
+    "8B": ModelSizes(4096, 14336, 32, 32, 8, 128, 128256),
+    "32B": ModelSizes(5120, 27648, 64, 40, 8, 128, 152064),
+    "70B": ModelSizes(8192, 28672, 80, 64, 8, 128, 128256),
 }
 # Draft, target, ranks of the target.
 PAIRS = (("1B", "8B", 1), ("1B", "70B", 4), ("0.5B", "32B", 1))
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepCost:
     """What a step of some rows of one sequence costs."""
 
     num_kernels: int
@@ -93,12 +93,12 @@ class Step:
     num_flops: int
 
 
-def _sizes(of: str | Model) -> Model:
+def _sizes(of: str | ModelSizes) -> ModelSizes:
     return MODELS[of] if isinstance(of, str) else of
 
 
 @cache
-def step_of(of: str | Model, num_rows: int, context: int = CONTEXT) -> Step:
+def step_of(of: str | ModelSizes, num_rows: int, context: int = CONTEXT) -> StepCost:
     """Count a step of a model, one of ``MODELS`` or another. Cost: a pass on the meta device."""
     model = _sizes(of)
     geometries = [LayerGeometry(model.kv_heads, model.head_dim, model.head_dim)] * model.layers
@@ -112,11 +112,11 @@ def step_of(of: str | Model, num_rows: int, context: int = CONTEXT) -> Step:
     tiles = -(-num_rows // shape.rows_per_tile)
     kv_bytes = 2 * 2 * model.kv_heads * model.head_dim * model.layers * context * tiles
     attention_flops = 4 * num_rows * context * model.heads * model.head_dim * model.layers
-    return Step(len(counter.operations), moved + kv_bytes, 2 * _num_weights(model) * num_rows + attention_flops)
+    return StepCost(len(counter.operations), moved + kv_bytes, 2 * _num_weights(model) * num_rows + attention_flops)
 
 
 @cache
-def _decoder(model: Model) -> DeviceDecoder:
+def _decoder(model: ModelSizes) -> DeviceDecoder:
     config = LlamaConfig(
         hidden_size=model.hidden,
         intermediate_size=model.intermediate,
@@ -132,13 +132,13 @@ def _decoder(model: Model) -> DeviceDecoder:
     return DeviceDecoder(random_model(config, torch.bfloat16, torch.device("meta")), geometries, options, 8192)
 
 
-def _num_weights(model: Model) -> int:
+def _num_weights(model: ModelSizes) -> int:
     """Of a step's matrix products, the output layer included."""
     attention = model.hidden * (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     return model.layers * (attention + 3 * model.hidden * model.intermediate) + model.hidden * model.vocab
 
 
-def step_s(of: str | Model, num_rows: int, gpu: Gpu, num_ranks: int = 1) -> float:
+def step_s(of: str | ModelSizes, num_rows: int, gpu: Gpu, num_ranks: int = 1) -> float:
     """Seconds that a step keeps the GPUs busy."""
     step = step_of(of, num_rows)
     of_memory = step.num_bytes / num_ranks / (gpu.bandwidth * BANDWIDTH_SHARE)
@@ -152,7 +152,9 @@ def fits(names: tuple[str, ...], gpu: Gpu, num_ranks: int = 1) -> bool:
     return sum(2 * _num_weights(MODELS[name]) for name in names) / num_ranks <= 0.9 * gpu.memory
 
 
-def speed_up(draft: str | Model, target: str | Model, num_ranks: int, gpu: Gpu, acceptance: float) -> tuple[float, int]:
+def speed_up(
+    draft: str | ModelSizes, target: str | ModelSizes, num_ranks: int, gpu: Gpu, acceptance: float
+) -> tuple[float, int]:
     """Tokens per second with a chain of drafted tokens over plain decoding, at the best length, and that length.
 
     The draft runs before each step, not beside it; ``acceptance`` is the share accepted of tokens after accepted ones.

@@ -20,10 +20,10 @@ import torch
 
 from bench.deployment import pinned
 from bench.pairs import Pair
-from bench.plan import Plan
-from specdec.commands.measuring.figures import spread
+from bench.plan import BenchPlan
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
+from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.tables import Table
 from specdec.commands.up.cores import assign_cores
 from specdec.engine.block_pool import BlockPool
@@ -46,7 +46,7 @@ _ROWS = {"one_row": (1, 0), "eight_rows": (1, 7), "sixteen_rows": (1, 15), "eigh
 _LARGE_BYTES = 1 << 29
 
 
-def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) -> None:
+def run(names: Sequence[str], plan: BenchPlan, report: Report, progress: Progress) -> None:
     """Measure 1 row, 8 and 16 rows of one sequence, and 8 sequences for each shape.
 
     Names are `target` and `draft` of the pair, or of `SHAPES`; none: what the device usually has.
@@ -77,7 +77,7 @@ def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) ->
     report.add("steps", rows, [table])
 
 
-def measure(name: str, plan: Plan) -> dict[str, object]:
+def measure(name: str, plan: BenchPlan) -> dict[str, object]:
     """Medians of one shape, in milliseconds, and ratios."""
     with tempfile.TemporaryDirectory() as folder:
         settings = _settings(name, plan, Path(folder))
@@ -118,7 +118,7 @@ def measure(name: str, plan: Plan) -> dict[str, object]:
     }
 
 
-def memory_bandwidth(plan: Plan) -> float:
+def memory_bandwidth(plan: BenchPlan) -> float:
     """Bytes per second of a large read on CPU, of a large copy (read plus written) on GPUs."""
     device = plan.device
     source = torch.ones(_LARGE_BYTES // 4, dtype=torch.float32, device=device)
@@ -145,7 +145,7 @@ def _stored_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _settings(name: str, plan: Plan, folder: Path) -> EngineSettings:
+def _settings(name: str, plan: BenchPlan, folder: Path) -> EngineSettings:
     device = plan.device
     options: dict[str, object] = {"device": "cuda:0" if device == "cuda" else device, "max_model_len": 1024}
     if device == "cpu":

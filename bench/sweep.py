@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from bench.decode import Case, measure, warm_up
 from bench.delay_proxy import DelayProxy
-from bench.deployment import Deployment, client_cores, running
-from bench.plan import Plan
+from bench.deployment import MeasuredDeployment, client_cores, running
+from bench.plan import BenchPlan
 from bench.prompts import Prompt, held_out_prompts, prompts_of_length
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.requests import Sampling
-from specdec.commands.measuring.svg import Point, lines
+from specdec.commands.measuring.svg import PlotPoint, lines
 from specdec.commands.measuring.tables import Table
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
@@ -45,12 +45,12 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SweepStep:
     """One value of what is varied."""
 
     label: str
     x: float
-    deployment: Deployment
+    deployment: MeasuredDeployment
     case: Case
     delay_ms: float | None = None
     """One-way, between coordinator and draft; None: no proxy between them."""
@@ -61,40 +61,44 @@ class Sweep:
     """What is varied."""
 
     name: str
-    steps: Sequence[Step]
+    steps: Sequence[SweepStep]
     log_x: bool = False
 
 
-def _concurrency(plan: Plan) -> Sweep:
+def _concurrency(plan: BenchPlan) -> Sweep:
     most = CONCURRENCIES[-1]
     deployment = _deployment(plan, most_tokens=most * (_PROMPT_TOKENS + plan.max_tokens))
     steps = []
     for count in CONCURRENCIES:
         prompts = held_out_prompts(plan.pair.target.folder, max(plan.num_prompts, count))
-        steps.append(Step(label=str(count), x=count, deployment=deployment, case=_case(plan, prompts, batch=count)))
+        steps.append(
+            SweepStep(label=str(count), x=count, deployment=deployment, case=_case(plan, prompts, batch=count))
+        )
     return Sweep(name="requests at once", steps=steps, log_x=True)
 
 
-def _temperature(plan: Plan) -> Sweep:
+def _temperature(plan: BenchPlan) -> Sweep:
     prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
     steps = [
-        Step(label=f"{value:g}", x=value, deployment=_deployment(plan), case=_case(plan, prompts, temperature=value))
+        SweepStep(
+            label=f"{value:g}", x=value, deployment=_deployment(plan), case=_case(plan, prompts, temperature=value)
+        )
         for value in TEMPERATURES
     ]
     return Sweep(name="temperature", steps=steps)
 
 
-def _context(plan: Plan) -> Sweep:
+def _context(plan: BenchPlan) -> Sweep:
     most = plan.pair.max_tokens - plan.max_tokens
     steps = []
     for length in (length for length in CONTEXTS if length <= most):
         prompts = prompts_of_length(plan.pair.target.folder, plan.num_prompts, length)
         deployment = _deployment(plan, most_tokens=2 * CONTEXTS[-1] * plan.num_prompts)
-        steps.append(Step(label=str(length), x=length, deployment=deployment, case=_case(plan, prompts)))
+        steps.append(SweepStep(label=str(length), x=length, deployment=deployment, case=_case(plan, prompts)))
     return Sweep(name="tokens in the prompt", steps=steps, log_x=True)
 
 
-def _draft_length(plan: Plan) -> Sweep:
+def _draft_length(plan: BenchPlan) -> Sweep:
     most = DRAFT_LENGTHS[-1]
     limits = {"max_draft_tokens": most}
     deployment = dataclasses.replace(
@@ -102,51 +106,51 @@ def _draft_length(plan: Plan) -> Sweep:
     )
     prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
     steps = [
-        Step(label=str(n), x=n, deployment=deployment, case=_case(plan, prompts, max_draft_tokens=n))
+        SweepStep(label=str(n), x=n, deployment=deployment, case=_case(plan, prompts, max_draft_tokens=n))
         for n in DRAFT_LENGTHS
     ]
     return Sweep(name="draft tokens per step, at most", steps=steps)
 
 
-def _tree_width(plan: Plan) -> Sweep:
+def _tree_width(plan: BenchPlan) -> Sweep:
     prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
     steps = []
     for number, (siblings, heads) in enumerate(TREE_WIDTHS):
         deployment = dataclasses.replace(_deployment(plan), draft={"num_siblings": siblings, "max_heads": heads})
         label = f"{siblings} runners-up, {heads} heads"
-        steps.append(Step(label=label, x=number, deployment=deployment, case=_case(plan, prompts)))
+        steps.append(SweepStep(label=label, x=number, deployment=deployment, case=_case(plan, prompts)))
     return Sweep(name="tree width (as numbered in the table)", steps=steps)
 
 
-def _draft_weights(plan: Plan) -> Sweep:
+def _draft_weights(plan: BenchPlan) -> Sweep:
     prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
     steps = []
     for number, name in enumerate(DRAFT_WEIGHTS if plan.device == "cpu" else DRAFT_WEIGHTS[:1]):
         deployment = dataclasses.replace(_deployment(plan), draft={"weight_quantization": name})
-        steps.append(Step(label=name, x=number, deployment=deployment, case=_case(plan, prompts)))
+        steps.append(SweepStep(label=name, x=number, deployment=deployment, case=_case(plan, prompts)))
     return Sweep(name="weight_quantization of the draft (as numbered in the table)", steps=steps)
 
 
-def _delay(plan: Plan) -> Sweep:
+def _delay(plan: BenchPlan) -> Sweep:
     prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
     steps = [
-        Step(label=f"{ms:g} ms", x=ms, deployment=_deployment(plan), case=_case(plan, prompts), delay_ms=ms)
+        SweepStep(label=f"{ms:g} ms", x=ms, deployment=_deployment(plan), case=_case(plan, prompts), delay_ms=ms)
         for ms in DELAYS_MS
     ]
     return Sweep(name="one-way delay to the draft, ms", steps=steps)
 
 
-def _cores(plan: Plan) -> Sweep:
+def _cores(plan: BenchPlan) -> Sweep:
     prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
     counts = sorted({*(n for n in (2, 4, 8, 16, 32) if n <= len(plan.cores)), len(plan.cores)})
     steps = []
     for count in counts:
         deployment = dataclasses.replace(_deployment(plan), cores=plan.cores[:count])
-        steps.append(Step(label=str(count), x=count, deployment=deployment, case=_case(plan, prompts)))
+        steps.append(SweepStep(label=str(count), x=count, deployment=deployment, case=_case(plan, prompts)))
     return Sweep(name="cores", steps=steps)
 
 
-SWEEPS: dict[str, Callable[[Plan], Sweep]] = {
+SWEEPS: dict[str, Callable[[BenchPlan], Sweep]] = {
     "concurrency": _concurrency,
     "temperature": _temperature,
     "context": _context,
@@ -158,14 +162,14 @@ SWEEPS: dict[str, Callable[[Plan], Sweep]] = {
 }
 
 
-def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) -> None:
+def run(names: Sequence[str], plan: BenchPlan, report: Report, progress: Progress) -> None:
     """Run sweeps; those that do not vary the temperature are run at each of the plan's. Raises KeyError for a name."""
     results: dict[str, object] = {}
     tables, plots = [], {}
     for name in names:
         progress.part(f"sweep of {name}")
         temperatures = (plan.temperatures[0],) if name == "temperature" else plan.temperatures
-        series: dict[str, list[Point]] = {}
+        series: dict[str, list[PlotPoint]] = {}
         for temperature in temperatures:
             sweep = SWEEPS[name](dataclasses.replace(plan, temperatures=(temperature,)))
             rows = asyncio.run(_measure(sweep, plan, progress))
@@ -182,9 +186,9 @@ def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) ->
     report.add("sweep", results, tables, plots)
 
 
-async def _measure(sweep: Sweep, plan: Plan, progress: Progress) -> list[dict[str, object]]:
+async def _measure(sweep: Sweep, plan: BenchPlan, progress: Progress) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    current: Deployment | None = None
+    current: MeasuredDeployment | None = None
     async with AsyncExitStack() as stack:
         inner = await stack.enter_async_context(AsyncExitStack())
         address, proxy = "", None
@@ -205,20 +209,20 @@ async def _measure(sweep: Sweep, plan: Plan, progress: Progress) -> list[dict[st
     return rows
 
 
-def _points(sweep: Sweep, rows: Sequence[dict[str, object]], key: str) -> list[Point]:
+def _points(sweep: Sweep, rows: Sequence[dict[str, object]], key: str) -> list[PlotPoint]:
     spreads = [row[key] for row in rows]
     pairs = zip(sweep.steps, spreads, strict=True)
-    return [Point.of(step.x, spread) for step, spread in pairs if isinstance(spread, dict)]
+    return [PlotPoint.of(step.x, spread) for step, spread in pairs if isinstance(spread, dict)]
 
 
-def _deployment(plan: Plan, most_tokens: int = 0) -> Deployment:
-    return Deployment(
+def _deployment(plan: BenchPlan, most_tokens: int = 0) -> MeasuredDeployment:
+    return MeasuredDeployment(
         pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens, placement=plan.placement
     )
 
 
 def _case(
-    plan: Plan,
+    plan: BenchPlan,
     prompts: Sequence[Prompt],
     *,
     batch: int = 1,

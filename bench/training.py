@@ -33,8 +33,8 @@ from specdec.commands.measuring.prompts import read_prompts
 from specdec.commands.measuring.report import Report, machine
 from specdec.commands.measuring.tables import Table
 from specdec.commands.shipped_pair import shipped_pair
-from specdec.commands.train.acceptance import Acceptance, acceptance
-from specdec.commands.train.continued import Asked, make_texts
+from specdec.commands.train.acceptance import MeasuredAcceptance, acceptance
+from specdec.commands.train.continued import ContinuationTask, make_texts
 from specdec.commands.train.job import Loaded, learn, load_target, make_trainee
 from specdec.commands.train.losses import LOSSES
 from specdec.commands.train.recipe import KINDS, Recipe
@@ -57,7 +57,7 @@ _SHIPPED = "the shipped draft"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrainingOutcome:
     """One run."""
 
     recipe: Recipe
@@ -67,9 +67,9 @@ class Outcome:
     """Of its steps."""
     num_learned: int
     """Parameters."""
-    after: list[Acceptance]
+    after: list[MeasuredAcceptance]
 
-    def at(self, temperature: float) -> Acceptance:
+    def at(self, temperature: float) -> MeasuredAcceptance:
         """On the outputs of one temperature."""
         return next(each for each in self.after if each.temperature == temperature)
 
@@ -148,7 +148,7 @@ def main() -> None:
     console.print(f"results: {report.save(options.results, name)}", soft_wrap=True)
 
 
-def losses_table(outcomes: Sequence[Outcome], kind: str, temperature: float) -> Table:
+def losses_table(outcomes: Sequence[TrainingOutcome], kind: str, temperature: float) -> Table:
     """What is accepted by depth after training with each loss, the mean over seeds."""
     found = [each for each in outcomes if each.recipe.kind == kind]
     depths = range(1, len(found[0].at(temperature).coupled) + 1)
@@ -176,7 +176,7 @@ def losses_table(outcomes: Sequence[Outcome], kind: str, temperature: float) -> 
     return table
 
 
-def kinds_table(outcomes: Sequence[Outcome], costs: Mapping[str, StepCosts]) -> Table:
+def kinds_table(outcomes: Sequence[TrainingOutcome], costs: Mapping[str, StepCosts]) -> Table:
     """What each drafter comes to in tokens per second at the length that is best for it, the first of its seeds."""
     columns = ["drafter", "parameters learned", "steps", "CPU s", "to draft 1 token, all, ms"]
     for temperature in TEMPERATURES:
@@ -207,12 +207,12 @@ def kinds_table(outcomes: Sequence[Outcome], costs: Mapping[str, StepCosts]) -> 
     return table
 
 
-def _name(one: Outcome) -> str:
+def _name(one: TrainingOutcome) -> str:
     return f"{one.recipe.kind}, {one.recipe.loss}" if one.recipe.initial_draft is None else _SHIPPED
 
 
 def _states(loaded: Loaded, options: argparse.Namespace, pair: Path, progress: Progress) -> States:
-    asked = Asked(
+    asked = ContinuationTask(
         prompts=read_prompts(options.prompts).prompts,
         held_out=read_prompts(pair / "prompts.json").prompts,
         temperatures=TEMPERATURES,
@@ -230,14 +230,14 @@ def _of_kind(states: States, loaded: Loaded, recipe: Recipe) -> States:
     return states if loaded.parts.taps(recipe) else replace(states, layer_ids=(), rows=states.rows[:, -1:])
 
 
-def _trained(loaded: Loaded, states: States, recipe: Recipe, work: Path, progress: Progress) -> Outcome:
+def _trained(loaded: Loaded, states: States, recipe: Recipe, work: Path, progress: Progress) -> TrainingOutcome:
     folder = work / f"{recipe.kind}-{recipe.loss}-{recipe.seed}"
     file = folder / "outcome.json"
     if file.is_file():
         known = json.loads(file.read_text())
         if known["recipe"] == recipe.as_json():
-            after = [Acceptance(**each) for each in known["after"]]
-            return Outcome(recipe, folder, known["cpu_s"], known["num_learned"], after)
+            after = [MeasuredAcceptance(**each) for each in known["after"]]
+            return TrainingOutcome(recipe, folder, known["cpu_s"], known["num_learned"], after)
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / "state.pt"
     state.unlink(missing_ok=True)  # Its seconds would not count.
@@ -254,17 +254,17 @@ def _trained(loaded: Loaded, states: States, recipe: Recipe, work: Path, progres
     # The first step, which warms up, counts like the others.
     cpu_s = (ended - began[0]) * recipe.num_steps / max(1, recipe.num_steps - 1)
     learned = sum(each.numel() for each in found.trainee.module.parameters() if each.requires_grad)
-    outcome = Outcome(recipe, folder, cpu_s, learned, found.after)
+    outcome = TrainingOutcome(recipe, folder, cpu_s, learned, found.after)
     file.write_text(json.dumps(outcome.as_json(), indent=1) + "\n")
     return outcome
 
 
-def _shipped(loaded: Loaded, states: States, draft: Path, depth: int) -> Outcome:
+def _shipped(loaded: Loaded, states: States, draft: Path, depth: int) -> TrainingOutcome:
     recipe = Recipe(kind="draft_model", num_depths=depth, initial_draft=str(draft))
     own = _of_kind(states, loaded, recipe)
     trainee = make_trainee(recipe, loaded.parts, None, own)
     found = acceptance(trainee, loaded.parts, own, depth)
-    return Outcome(recipe, draft, 0.0, sum(each.numel() for each in trainee.module.parameters()), found)
+    return TrainingOutcome(recipe, draft, 0.0, sum(each.numel() for each in trainee.module.parameters()), found)
 
 
 def _options() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Runs a coordinator: `python -m specdec.coordinator --targets host:50052 --drafts host:50053`."""
+"""Run a coordinator: `python -m specdec.coordinator --targets host:50052 --drafts host:50053`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec.telemetry import setup_logging
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.coordinator") -> int:
-    """Read the settings and serve until a signal; returns the exit code."""
+    """Read the settings and serve until a signal. Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     prefix = CoordinatorSettings.env_prefix
     settings = settings_or_exit(CoordinatorSettings, arguments, env_prefix=prefix, prog=prog)

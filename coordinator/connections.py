@@ -1,4 +1,4 @@
-"""The coordinator's connections: finds replicas, and runs a link to each."""
+"""Find the replicas, and run a link to each."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from specdec.coordinator.links.draft_link import DraftLink
 from specdec.coordinator.links.link_events import LinkSettings
 from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.recovery import DraftRecovery, TargetRecovery
-from specdec.coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
+from specdec.coordinator.replicas.discovery import Discovery, ReplicaAddress, keep_finding
 from specdec.coordinator.replicas.registry_view import RegistryView
 from specdec.coordinator.replicas.roster import Roster
 from specdec.coordinator.tasks import end_tasks
+from specdec.coordinator.timings import Timings
 from specdec.wire.channel import ReplicaChannel
 from specdec.wire.tls import replica_tls_files
 from specdec.wire.tls_files import TlsFiles
 
 
 class Connections:
-    """Links to what is configured, to what is behind names, and to what is in the registry."""
+    """Links to the replicas that are configured by address, resolved from DNS names, or found in the registry."""
 
     def __init__(
         self,
         *,
         settings: CoordinatorSettings,
+        timings: Timings,
         owner_id: str,
         targets: TargetRecovery,
         drafts: DraftRecovery,
@@ -37,12 +39,13 @@ class Connections:
         """Connect to nothing yet.
 
         Args:
-            settings: where replicas are, and how to connect to them.
+            settings: the replicas' addresses, and how to connect to them.
+            timings: how long an attempt to connect may take, and the first wait after one.
             owner_id: this coordinator's name, to the replicas.
-            targets: told what becomes of the targets' links.
-            drafts: told what becomes of the drafts' links.
-            decode_loop: told what comes over them.
-            registry: where more replicas are; None without a shared store.
+            targets: receives the events of the links to targets.
+            drafts: receives the events of the links to drafts.
+            decode_loop: receives the verdicts and proposals of all links.
+            registry: lists more replicas; None without a shared store.
         """
         self._settings = settings
         self._targets = targets
@@ -52,26 +55,26 @@ class Connections:
         self._link_settings = LinkSettings(
             owner_id=owner_id,
             lease_generation=1,
-            connect_timeout_s=settings.connect_timeout_s,
-            backoff_min_s=settings.reconnect_backoff_min_s,
+            connect_timeout_s=timings.connect_timeout_s,
+            backoff_min_s=timings.reconnect_first_s,
             backoff_max_s=settings.reconnect_backoff_max_s,
             max_message_bytes=settings.max_message_bytes,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.rosters: dict[str, Roster[TargetLink] | Roster[DraftLink]] = {}
-        """The links, by role; none before `open`."""
+        """The links, by role; empty before `open`."""
         self.tls_files: TlsFiles | None = None
-        """Those for calls to replicas, if any; None before `open`."""
+        """Certificates for calls to replicas; None without TLS and before `open`."""
 
     def open(self) -> None:
-        """Start links to what is configured, and keep looking for more. Raises TlsFilesBroken."""
+        """Start links to the configured replicas, and keep looking for more. Raises TlsFilesBroken."""
         links, loop = self._link_settings, self._decode_loop
         files = self.tls_files = replica_tls_files(self._settings)
 
-        def target(at: Endpoint) -> TargetLink:
+        def target(at: ReplicaAddress) -> TargetLink:
             return TargetLink(at.address, self._channel(at, files), links, events=self._targets, verdicts=loop)
 
-        def draft(at: Endpoint) -> DraftLink:
+        def draft(at: ReplicaAddress) -> DraftLink:
             return DraftLink(at.address, self._channel(at, files), links, events=self._drafts, proposals=loop)
 
         self.rosters = {
@@ -106,7 +109,7 @@ class Connections:
             looking = keep_finding(settings.discovery_s, refreshers, update)
             self._tasks.append(asyncio.create_task(looking, name="discovery"))
 
-    def _channel(self, endpoint: Endpoint, files: TlsFiles | None) -> ReplicaChannel:
+    def _channel(self, endpoint: ReplicaAddress, files: TlsFiles | None) -> ReplicaChannel:
         settings = self._settings
         if endpoint.server_name is not None and settings.replica_tls and settings.replica_tls_server_name is None:
             settings = settings.model_copy(update={"replica_tls_server_name": endpoint.server_name})

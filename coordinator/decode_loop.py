@@ -1,17 +1,17 @@
 """Read this first: what happens between a target's verdict and the client.
 
     open            a session starts on its target and its draft at once; both prefill
-    on_proposal     draft   -> target    relayed unopened
+    on_proposal     draft   -> target    relayed without parsing
     on_prompt_logprobs
-                    target  -> client    before the first verdict, where they are wanted
+                    target  -> client    before the first verdict, if the client wants them
     on_verdict      target  -> client    the tokens that survive the stop check, as text
                             -> draft     the same tokens, as a commit
-    on_written      client  -> target    credit: how far it may run ahead of what the client took
+    on_written      client  -> target    credit: how far it may run ahead of the client
     finish          both sides close; the client learns why
 
-The target decodes on its own: it needs no message between two steps, and a proposal only makes it faster. So
-nothing here waits, and nothing here can change a token: the client's tokens are the target's, cut at a stop
-string. How choices end is in `finishing.py`; what goes wrong on the way is repaired in `recovery/`.
+The target decodes on its own: it needs no message between two steps, and a proposal only makes it faster. So nothing
+here waits, and nothing here can change a token: the client's tokens are the target's, cut at a stop string.
+`finishing.py` ends choices; `recovery/` repairs failures on the way.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import MAX_PROPOSAL_BYTES
 
 _CREDIT_STEPS = 4
-"""The target hears of credit each time a quarter of its window was taken, long before it runs out of it."""
+"""Credit messages per window: a target is sent new credit long before it has used up the old."""
 
 _MOST_DOUBLINGS = 6
-"""Of the time that a draft gets, each time it let it pass."""
+"""Doublings, at most, of a draft's stall time-out: each missed time-out doubles it."""
 
 _MOST_PROPOSALS = 256
-"""Between two commits: a draft proposes no further ahead than 64 tokens, and has a few things to say of each."""
+"""Proposals of a draft between two commits: it drafts at most 64 tokens ahead, with a few messages for each."""
 _MOST_PROPOSED_BYTES = 4 * 2**20
-"""Likewise; the largest proposal, of 64 distributions over 64 tokens, takes some 40 KB."""
+"""Bytes of a draft's proposals between two commits; the largest (64 distributions over 64 tokens) has 40 KB."""
 _FLOOD = 4
-"""So many times as much is no mistake."""
+"""Multiple of these limits above which the draft is taken for faulty."""
 
 
 class DecodeLoop:
-    """Moves sessions forward. Runs in the event loop's thread, called by the links' readers; never blocks."""
+    """Moves sessions forward. The links' readers call it in the event loop's thread; it never blocks."""
 
     def __init__(
         self,
@@ -68,19 +68,19 @@ class DecodeLoop:
         """Move nothing yet.
 
         Args:
-            sessions: where sessions are kept from when they open.
-            journal: is told of all tokens.
-            observer: is told what happens.
+            sessions: the table of open sessions.
+            journal: records all tokens.
+            observer: counts and logs events.
             finisher: ends choices.
-            credit_window_tokens: how far a target may run ahead of what its client took.
-            on_progress: called when a session that was suspected of a target's end has got on.
-            on_desync: called, with the cause, when a target is not where the client is.
-            on_bad_draft: called, with the cause, when what a draft proposed is refused; None: by the target, which
-                does not say whose it was.
-            draft_stall_s: how long a draft may be told of commits without a proposal that knows of them.
-            on_draft: called when it was, when it is slow, and when it proposes far more than anyone can verify.
+            credit_window_tokens: how far a target may run ahead of its client.
+            on_progress: called when a session that was suspected of a target's crash has passed the crash's position.
+            on_desync: called, with the cause, when a target's position differs from the client's.
+            on_bad_draft: called, with the cause, when a proposal is refused; the host is None if the target refused
+                it, as the target does not name the draft.
+            draft_stall_s: how long a draft may receive commits without sending a proposal that knows of them.
+            on_draft: called when a draft stalls, is slow, or proposes far more than anyone can verify.
             on_hedged: called after each step of a session that has two drafts.
-            on_verified: called when a proposal was verified, with the number of tokens that were accepted.
+            on_verified: called when a proposal was verified, with the number of accepted tokens.
         """
         self._sessions = sessions
         self._journal = journal
@@ -151,7 +151,7 @@ class DecodeLoop:
         if kept:
             self._note_output(session, now_s)
             self._observer.tokens(origins, now_s, previous_s)
-        # What was forced was no draft's: a step that accepted nothing else says nothing of one.
+        # No draft proposes forced tokens: a step that accepted only these does not judge a draft.
         num_drafted = verdict.num_accepted - list(verdict.origins).count(pb.ORIGIN_FORCED)
         if verdict.verified_by_depth and session.drafting.sides and (num_drafted > 0 or not verdict.num_accepted):
             self._on_verified(session, max(0, num_drafted))
@@ -159,7 +159,7 @@ class DecodeLoop:
             self._finisher.finish(session, step.finish)
 
     def on_prompt_logprobs(self, session: Session, part: pb.PromptLogprobsPart) -> None:
-        """A target computed log-probabilities of the prompt. It hears that they have arrived, and forgets them."""
+        """A target computed log-probabilities of the prompt. New credit acknowledges them."""
         cause = self._on_prompt(session, part.start_position, part.positions, time.monotonic())
         if cause is not None:
             self._observer.mismatch()
@@ -168,14 +168,15 @@ class DecodeLoop:
             session.target.host.give_credit(session)
 
     def on_proposal(self, session: Session, side: DraftSide, proposal: bytes) -> None:
-        """A draft of the session offers tokens: pass them on, unopened."""
+        """A draft of the session offers tokens: pass them on without parsing."""
         side.num_proposals += 1
         side.num_proposed_bytes += len(proposal)
         excess = max(side.num_proposals / _MOST_PROPOSALS, side.num_proposed_bytes / _MOST_PROPOSED_BYTES)
         if len(proposal) > MAX_PROPOSAL_BYTES:
-            self._on_bad_draft(session, f"proposal: {len(proposal)} bytes are more than any takes", side.host)
+            cause = f"proposal: {len(proposal)} bytes exceed the limit of {MAX_PROPOSAL_BYTES}"
+            self._on_bad_draft(session, cause, side.host)
             return
-        if excess > 1:  # of no use to anybody: no target sees it
+        if excess > 1:  # a target could not use it
             if excess > _FLOOD:
                 self._on_draft(session, side, DraftFault.FLOOD)
         elif session.target.host is not None:
@@ -184,11 +185,11 @@ class DecodeLoop:
             session.target.host.relay(session, proposal)
 
     def on_proposal_rejected(self, session: Session, rejected: pb.ProposalRejected) -> None:
-        """The draft offered something that is no proposal: go on without it."""
+        """The target refused a draft's proposal as malformed: go on without it."""
         self._on_bad_draft(session, rejected.status.message, None)
 
     def on_written(self, session: Session, num_tokens: int) -> None:
-        """The client took tokens: let the target run on. Told in steps, not per token."""
+        """The client took tokens: give the target credit, in quarters of the window."""
         session.num_written += num_tokens
         side, credit = session.target, session.num_written + self._credit_window
         if credit - side.credit_position >= max(1, self._credit_window // _CREDIT_STEPS):
@@ -219,7 +220,7 @@ class DecodeLoop:
         is_plain: bool,
         suspend: bool,
     ) -> None:
-        """Tell drafts of tokens. One that is suspended hears of them when it is to go on, of all at once."""
+        """Commit tokens to the drafts. A suspended draft gets all at once when it resumes."""
         drafting = session.drafting
         for side in tuple(drafting.sides):
             draft = side.host
@@ -253,9 +254,7 @@ class DecodeLoop:
             self._observer.first_token(request, now_s)
 
     def _take_prompt(self, session: Session, verdict: pb.Verdict, now_s: float) -> str | None:
-        """A target that knows no parts sends the prompt's log-probabilities with its first verdict; why they are not
-        there, or None.
-        """
+        """Older targets send the prompt's log-probabilities with the first verdict; why they are missing, or None."""
         if verdict.prompt_logprobs:
             cause = self._on_prompt(session, 1, verdict.prompt_logprobs, now_s)
             if cause is not None:
@@ -267,7 +266,7 @@ class DecodeLoop:
     def _on_prompt(
         self, session: Session, start: int, positions: Sequence[pb.PositionLogprobs], now_s: float
     ) -> str | None:
-        """Pass on what is new of the prompt's log-probabilities; returns why they are not what was to come, or None."""
+        """Pass on new log-probabilities of the prompt; returns why they are not the expected ones, or None."""
         prompt = session.target.prompt
         if prompt is None:
             return None  # nobody asked for them
@@ -293,7 +292,7 @@ def _finish_of(verdict: pb.Verdict) -> Finish | None:
 
 
 def _drafters_of(verdict: pb.Verdict) -> list[str]:
-    """Who proposed each token, where that was a draft and the target tells; empty where it tells nothing."""
+    """Name of the drafter of each token, "" for other origins; empty if the target reports no names."""
     if not verdict.accepted_by:
         return []
     names = iter(verdict.accepted_by)

@@ -1,6 +1,6 @@
-"""The ends of choices and requests: by themselves, by their client, by another stream, or by a failure.
+"""Choices and requests end by themselves, by their client, by another stream, or by a failure.
 
-Whichever comes first counts; what comes later does nothing.
+The first end counts; later ones do nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from specdec.wire.errors import Cancelled, SpecdecError
 
 
 class Finisher:
-    """Ends choices on both sides, and tells the client as much as the end calls for."""
+    """Ends choices on target and draft, and sends the client the last chunks."""
 
     def __init__(self, sessions: SessionTable, observer: Observer) -> None:
         self._sessions = sessions
         self._observer = observer
 
     def finish(self, session: Session, finish: Finish, reason: str = "finished") -> None:
-        """End a choice: both sides close, and the client learns why."""
+        """End a choice: target and draft close it, and the client gets the reason."""
         if not self._close(session, finish, reason):
             return
         request = session.request
@@ -40,7 +40,7 @@ class Finisher:
             request.stream.close()
 
     def abort(self, request: Request) -> None:
-        """End all choices of a request, which may still wait; its stream ends in order."""
+        """End all choices of a request, which may still wait for a place; its stream ends without an error."""
         request.is_aborted = True
         request.end_wait()
         for session in request.sessions:
@@ -50,17 +50,17 @@ class Finisher:
             self.finish(session, Finish(pb.FINISH_REASON_ABORT), "aborted")
 
     def take_over(self, request: Request) -> None:
-        """Another stream, here or at another coordinator, goes on with the request, which may still wait."""
+        """Another stream, here or at another coordinator, continues the request, which may still wait for a place."""
         request.end_wait()
         self.fail(request, Cancelled("the request was taken over by another stream", reason="TAKEN_OVER"))
 
     def fail(self, request: Request, error: SpecdecError) -> None:
-        """End a request with an error; what was decided before still reaches the client."""
+        """End a request with an error; tokens that were committed before still reach the client."""
         self.drop(request, "failed")
         request.stream.close(error)
 
     def drop(self, request: Request, reason: str) -> None:
-        """Free what a request holds on both sides, without telling the client."""
+        """Close a request's sessions on target and draft, without telling the client."""
         for session in request.sessions:
             self._close(session, Finish(pb.FINISH_REASON_ABORT), reason)
 

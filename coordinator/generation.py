@@ -14,8 +14,8 @@ from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.coordinator.decode_loop import DecodeLoop
 from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding, Place
-from specdec.coordinator.intake.planning import Caller, Plan, Planner
-from specdec.coordinator.intake.prompt_bytes import PromptBytes
+from specdec.coordinator.intake.planning import Planner, RequestCaller, RequestPlan
+from specdec.coordinator.intake.text_limits import PromptBytes
 from specdec.coordinator.journal import Journal
 from specdec.coordinator.observer import Observer
 from specdec.coordinator.replay import replay
@@ -27,21 +27,20 @@ from specdec.coordinator.sessions.session import Request, Session
 from specdec.coordinator.sessions.table import SessionTable
 from specdec.coordinator.sessions.target_side import TargetSide
 from specdec.coordinator.tenants.quotas import TenantLease, TenantLimits
-from specdec.store.errors import RequestHeld, TooManyConcurrent
-from specdec.store.interface import RequestKey
+from specdec.store.interface import RequestHeld, RequestKey, TooManyConcurrent
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import Cancelled, NotReady, Overloaded, RequestExists, SpecdecError, Unavailable
 
 Write = Callable[[api.GenerateResponse], Awaitable[None]]
 _FAULTS = (StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.UNAVAILABLE, StatusCode.DATA_LOSS)
-"""What the objective of the alerts counts against the server."""
-_SHED_NOTICE = "requests wait for places: decoding without speculation until they do not"
+"""Codes that the alerts count as the server's errors."""
+_SHED_NOTICE = "server busy: this request runs without speculation (output unchanged, slower)"
 _log = structlog.get_logger(__name__)
 
 
-class Generator:
-    """Runs Generate calls: check, admit, replay, open, stream. Whatever ends a call frees what it held."""
+class GenerateCalls:
+    """Runs Generate calls: check, admit, replay, open, stream. However a call ends, its resources are freed."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class Generator:
         self.is_draining = False
         """New requests are refused."""
 
-    async def run(self, body: api.GenerateRequest, caller: Caller, write: Write) -> None:
+    async def run(self, body: api.GenerateRequest, caller: RequestCaller, write: Write) -> None:
         """Serve a call.
 
         Raises:
@@ -90,13 +89,13 @@ class Generator:
         """
         code, reason, message = StatusCode.INTERNAL, "INTERNAL", "see internal_error"
         trace = self._tracer.begin(body, caller.tenant, caller.trace_headers)
-        # For all that is logged in the call's task, which ends with the call.
+        # Fields of every log event of the call's task, which ends with the call.
         structlog.contextvars.bind_contextvars(**trace.log_fields)
-        plan: Plan | None = None
+        plan: RequestPlan | None = None
         try:
             self._check_draining()
             key = self._planner.key(body, caller)
-            # What a tenant may have at once is taken before anything is made of its request.
+            # A tenant's shares are taken before its request costs anything.
             caller.held.enter_context(self._prompt_bytes.hold(caller.tenant, body.ByteSize()))
             with self._tenant_limits.lease(*key, caller.allowance, is_resume=body.HasField("resume")) as lease:
                 plan = await self._planner.plan(body, key, caller, trace)
@@ -117,7 +116,7 @@ class Generator:
             duration_s = time.monotonic() - caller.arrived_s
             self._observer.request_ended(code.name, duration_s if has_started else None)
             trace.end(code, reason, None if request is None else request.result())
-            # What clients did, and want of capacity, are for metrics: under overload they would fill the log.
+            # Metrics count clients' errors and overload: logged, they would fill the log when it matters.
             log = _log.warning if code in _FAULTS else _log.debug
             log(
                 "request_failed" if code in _FAULTS else "request_ended",
@@ -132,7 +131,7 @@ class Generator:
                 await self._journal.end(request)
 
     async def abort(self, tenant: str, request_id: str) -> bool:
-        """End a running or waiting request, here or at any coordinator that shares the store; whether there was one."""
+        """End a running or waiting request, at any coordinator that shares the store; False if there is none."""
         key = RequestKey(tenant, request_id)
         request = self._sessions.find_request(key)
         if request is None:
@@ -140,7 +139,7 @@ class Generator:
         self._finisher.abort(request)
         return True
 
-    async def _run(self, plan: Plan, lease: TenantLease, write: Write) -> None:
+    async def _run(self, plan: RequestPlan, lease: TenantLease, write: Write) -> None:
         request = plan.request
         self._register(request, plan.is_resume)
         structlog.contextvars.bind_contextvars(request_id=request.key.request_id)
@@ -173,8 +172,8 @@ class Generator:
         self._sessions.add_request(request)
 
     @asynccontextmanager
-    async def _journalled(self, plan: Plan) -> AsyncIterator[None]:
-        """Make the request this coordinator's, among all of them; `run` ends it."""
+    async def _journalled(self, plan: RequestPlan) -> AsyncIterator[None]:
+        """Claim the request for this coordinator in the shared journal; `run` ends the claim."""
         request, most = plan.request, plan.allowance.max_concurrent_requests
         try:
             await self._journal.begin(
@@ -194,7 +193,7 @@ class Generator:
         yield
 
     @asynccontextmanager
-    async def _admitted(self, plan: Plan) -> AsyncIterator[None]:
+    async def _admitted(self, plan: RequestPlan) -> AsyncIterator[None]:
         request = plan.request
         if request.is_aborted:
             yield
@@ -211,7 +210,7 @@ class Generator:
             raise
         except asyncio.CancelledError:
             if admission.done() and not admission.cancelled() and admission.exception() is None:
-                admission.result().release(0.0)  # the place came in the same turn
+                admission.result().release(0.0)  # the place came in the same turn of the event loop
             if request.stream.is_closed:  # taken over while waiting: raises why
                 await request.stream.take()
             if not request.is_aborted:
@@ -225,8 +224,8 @@ class Generator:
             if place is not None:
                 place.release(plan.num_tokens(sum(session.num_output_tokens for session in request.sessions)))
 
-    async def _start(self, plan: Plan) -> None:
-        """First chunk, what is replayed, and the sessions that are still to decode."""
+    async def _start(self, plan: RequestPlan) -> None:
+        """Send the first chunk and the replayed output, and open the unfinished sessions."""
         request, admitted_s = plan.request, time.monotonic()
         self._observer.metrics.prompt_tokens.inc(len(plan.prompt))
         is_plain = self._sheds_speculation(plan)
@@ -255,7 +254,7 @@ class Generator:
     async def _open(self, request: Request, sessions: Sequence[Session]) -> None:
         first = sessions[0]
         target = await self._fleet.pick_target(request, first.token_ids, self._target_timeout_s)
-        # No wait from here on: who picks next is to see this one's load.
+        # No await from here on: the next pick must see this request's load.
         draft = self._fleet.pick_draft(first.position) if first.speculate and first.may_have_draft else None
         for session in sessions:
             if session.finish is None:
@@ -263,10 +262,10 @@ class Generator:
                 session.fork_from = first.session_id if is_fork else ""
                 self._decode_loop.open(session, target, draft)
 
-    async def _stream(self, plan: Plan, write: Write, lease: TenantLease | None = None) -> None:
+    async def _stream(self, plan: RequestPlan, write: Write, lease: TenantLease | None = None) -> None:
         request = plan.request
         if request.is_constrained:
-            # Whether the constraint compiles a target tells; an error before the first chunk is the call's own.
+            # The target compiles the constraint; an error before the first chunk becomes the call's status.
             await request.stream.wait_for_more()
         while (chunk := await request.stream.take()) is not None:
             try:
@@ -282,16 +281,16 @@ class Generator:
             elif chunk.HasField("prompt_logprobs"):
                 self._decode_loop.on_prompt_written(request.sessions[0], prompt_end(chunk.prompt_logprobs))
 
-    def _stalled(self, plan: Plan) -> Cancelled:
+    def _stalled(self, plan: RequestPlan) -> Cancelled:
         self._observer.metrics.readers_stalled.inc()
         error = Cancelled(
-            f"the client took nothing for {self._reader_stall_s:g} s while output waited for it",
+            f"the client read nothing for {self._reader_stall_s:g} s (reader_stall_s) while output waited for it",
             reason="READER_STALLED",
         )
         error.attached.append(_resume_info(plan))
         return error
 
-    def _session(self, plan: Plan, choice: int) -> Session:
+    def _session(self, plan: RequestPlan, choice: int) -> Session:
         request, sampling, served = plan.request, plan.sampling, plan.served
         token_sampling = sampling.for_choice(choice, plan.seed, plan.max_tokens)
         return Session(
@@ -315,15 +314,15 @@ class Generator:
             target=TargetSide(prompt=_prompt_progress(plan) if choice == 0 else None),
         )
 
-    def _sheds_speculation(self, plan: Plan) -> bool:
-        # In rejection mode the tokens of a seed depend on what is proposed, and no load is to change them.
+    def _sheds_speculation(self, plan: RequestPlan) -> bool:
+        # In rejection mode the proposals decide the tokens of a seed; load must not change them.
         is_exact = plan.speculation.verify_mode == pb.VERIFY_MODE_COUPLED
         if not (is_exact and self._speculate and plan.speculation.enabled and self._gate.is_shedding):
             return False
         self._observer.metrics.speculation_shed.inc()
         return True
 
-    def _started(self, plan: Plan, notices: Sequence[str] = ()) -> api.GenerateResponse:
+    def _started(self, plan: RequestPlan, notices: Sequence[str] = ()) -> api.GenerateResponse:
         started = api.GenerateStarted(
             request_id=plan.request.key.request_id,
             seed=plan.seed,
@@ -336,8 +335,8 @@ class Generator:
         )
         return api.GenerateResponse(started=started)
 
-    async def _write_aborted(self, plan: Plan, write: Write) -> None:
-        """An abort while waiting: the stream has its first and its last chunks, and nothing between."""
+    async def _write_aborted(self, plan: RequestPlan, write: Write) -> None:
+        """A request aborted while it waits gets its first and last chunks, and nothing between."""
         request = plan.request
         request.stream.push(self._started(plan))
         request.start([self._session(plan, choice) for choice in range(plan.sampling.n)])
@@ -345,13 +344,13 @@ class Generator:
         await self._stream(plan, write)
 
 
-def _prompt_progress(plan: Plan) -> PromptProgress | None:
-    """Of the prompt's log-probabilities, where the client wants some and lacks some."""
+def _prompt_progress(plan: RequestPlan) -> PromptProgress | None:
+    """The prompt's log-probabilities that the client wants and lacks; None if there are none."""
     num_top, start, end = plan.sampling.prompt_logprobs, plan.prompt_logprobs_start, len(plan.prompt)
     if num_top is None or start >= end:
         return None
     return PromptProgress(num_top, end, start, is_joined=not plan.prompt_logprobs_in_parts)
 
 
-def _resume_info(plan: Plan) -> api.ResumeInfo:
+def _resume_info(plan: RequestPlan) -> api.ResumeInfo:
     return api.ResumeInfo(request_id=plan.request.key.request_id, seed=plan.seed, resume_token=plan.resume_token)

@@ -1,4 +1,4 @@
-"""Turns what happens into metrics; label children are looked up once, not per token."""
+"""Turn events into metrics; label children are looked up once, not per token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROLES = ("target", "draft")
 
 
 class Observer:
-    """Everything the coordinator counts goes through here."""
+    """All of the coordinator's metrics are updated here."""
 
     def __init__(self, metrics: CoordinatorMetrics) -> None:
         self.metrics = metrics
@@ -34,14 +34,14 @@ class Observer:
         self._accepted = _Depths(metrics.accepted_tokens)
         self._links: Sequence[ReplicaLink] = ()
         self._relayed_s: dict[str, float] = {}
-        """When the first proposal since the last verdict was relayed, by session id; on the monotonic clock."""
+        """Monotonic time of the first proposal relayed since the last verdict, by session id."""
 
     def first_token(self, request: Request, now_s: float) -> None:
-        """A request has output."""
+        """A request has its first output."""
         self.metrics.ttft_seconds.observe(now_s - request.arrived_s)
 
     def tokens(self, origins: Sequence[pb.Origin.ValueType], now_s: float, previous_s: float | None) -> None:
-        """Tokens of a choice are about to go out, at `now_s`; the ones before went at `previous_s`."""
+        """Tokens of a choice go out at `now_s`; those before went at `previous_s`."""
         for origin in origins:
             self._turn.inc(self._tokens.get(origin) or self.metrics.tokens.labels("unspecified"))
         if previous_s is not None:
@@ -50,7 +50,7 @@ class Observer:
                 self.metrics.inter_token_seconds.observe(interval_s)
 
     def verdict(self, session: Session, verdict: pb.Verdict, num_kept: int, is_first: bool, now_s: float) -> None:
-        """A target step reported."""
+        """A target step reported its verdict."""
         metrics, turn = self.metrics, self._turn
         relayed_s = self._relayed_s.pop(session.session_id, None)
         verified = verdict.verified_by_depth
@@ -72,22 +72,22 @@ class Observer:
             metrics.cached_tokens.inc(verdict.num_cached_tokens)
 
     def proposal(self, session: Session, now_s: float, answer_s: float | None) -> None:
-        """A draft proposed, so long after a commit that waited for it, if one did."""
+        """A draft proposed, `answer_s` after a commit that waited for it; None: no commit waited."""
         if answer_s is not None:
             self.metrics.draft_latency_seconds.observe(answer_s)
         self._relayed_s.setdefault(session.session_id, now_s)
 
     def draft_dropped(self, cause: str) -> None:
-        """A session goes on without its draft, for a while or for good."""
+        """A session goes on without its draft, for a time or for good."""
         self.metrics.draft_fallbacks.labels(cause if cause in FALLBACK_CAUSES else "other").inc()
 
     def draft_hedged(self, num_open: int) -> None:
-        """A session is opened at a second draft; so many have one now."""
+        """A session is opened at a second draft; `num_open` sessions have one now."""
         self.metrics.draft_hedges.inc()
         self.metrics.draft_hedges_open.set(num_open)
 
     def draft_hedge_ended(self, num_open: int, *, is_won: bool) -> None:
-        """A session has one draft again, the second one if that has won."""
+        """A session has one draft again: the second one if `is_won`."""
         if is_won:
             self.metrics.draft_hedges_won.inc()
         self.metrics.draft_hedges_open.set(num_open)
@@ -101,18 +101,18 @@ class Observer:
         self.metrics.stream_reconnects.labels(role).inc()
 
     def mismatch(self) -> None:
-        """A verdict did not continue what was delivered."""
+        """A verdict did not continue the delivered tokens."""
         self.metrics.mismatches.inc()
 
     def session_ended(self, session: Session) -> None:
-        """A choice ended, in whatever way."""
+        """A choice ended, with or without an error."""
         self._relayed_s.pop(session.session_id, None)
         self.metrics.outside_seconds.observe(session.tally.to_proto().outside_ms / 1e3)
 
     def request_ended(self, outcome: str, duration_s: float | None) -> None:
         """A stream ended; the outcome is a gRPC code's name.
 
-        `duration_s` is None for a request that was refused: it took no time, and would hide how long the others took.
+        `duration_s` is None for a refused request, whose short time would distort the distribution.
         """
         self.metrics.requests.labels(outcome).inc()
         if duration_s is not None:
@@ -120,7 +120,7 @@ class Observer:
         self._count_sessions()
 
     def replicas(self, links: Sequence[ReplicaLink]) -> None:
-        """States of replicas changed."""
+        """Replicas changed their states."""
         for role in _ROLES:
             of_role = [link for link in links if link.role == role]
             for state in LinkState:
@@ -129,17 +129,17 @@ class Observer:
         self._count_sessions()
 
     def admission(self, num_running: int, num_waiting: int) -> None:
-        """Another number of requests runs or waits."""
+        """The numbers of running and waiting requests changed."""
         self.metrics.running.set(num_running)
         self.metrics.queue_length.set(num_waiting)
 
     def of_store(self, is_shared: bool) -> tuple[OperationObserver | None, StateObserver | None]:
-        """Who is told what the store does. One in this process never fails, and its times tell nothing."""
+        """Callbacks for the store's operations and state; none for a store in this process, which never fails."""
         self.metrics.store_up.set(1)
         return (self.store_operation, self.store_changed) if is_shared else (None, None)
 
     def store_operation(self, operation: str, seconds: float, is_ok: bool) -> None:
-        """An operation reached the shared store, or should have."""
+        """An operation of the shared store ended or failed."""
         metrics = self.metrics
         metrics.store_operation_seconds.labels(operation).observe(seconds)
         if not is_ok:
@@ -159,7 +159,7 @@ class Observer:
 
 
 class _Turn:
-    """What is counted within one turn of the event loop; the counters, which have locks, are told at its end."""
+    """Counts of one turn of the event loop; the counters, which have locks, are updated once at its end."""
 
     def __init__(self) -> None:
         self._counts: dict[Counter, int] = {}
@@ -178,7 +178,7 @@ class _Turn:
 
 
 class _Depths:
-    """A counter per depth, each child made once."""
+    """A counter's children by depth, each made once."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter

@@ -1,4 +1,4 @@
-"""Replaying the tokens of an interrupted request before a session opens for the rest."""
+"""Replay the known tokens of an interrupted request before its sessions open for the rest."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specdec.wire.errors import InvalidRequest
 
 
 def replay(finisher: Finisher, session: Session, held: HeldChoice, max_model_len: int) -> bool:
-    """Run held tokens through detokeniser and stop check, and stream what the client lacks.
+    """Pass held tokens through detokenizer and stop check, and stream what the client lacks.
 
     Returns:
-        Whether the choice has ended by that.
+        Whether the choice has ended with these tokens.
 
     Raises:
         InvalidRequest: tokens follow the choice's end, or the client claims more text than its tokens make.
@@ -31,7 +31,7 @@ def replay(finisher: Finisher, session: Session, held: HeldChoice, max_model_len
     rules = EndRules(frozenset(ends), session.sampling.min_tokens, max_tokens)
     step = session.output.replay(held.token_ids, rules)
     if step.num_kept < held.num_at_client:
-        raise InvalidRequest(f"{path}.token_ids", f"the choice ends after token {step.num_kept}")
+        raise InvalidRequest(f"{path}.token_ids", f"the choice ends after token {step.num_kept}: send no more")
     text = step.text.encode()
     if held.text_offset_bytes > len(text):
         raise InvalidRequest(f"{path}.text_offset_bytes", f"the tokens make only {len(text)} bytes of text")

@@ -1,4 +1,4 @@
-"""Builds a coordinator from its settings, and its life from start to drain."""
+"""Build a coordinator from its settings, and run it from start to drain."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from specdec.config import CoordinatorSettings
 from specdec.coordinator.connections import Connections
 from specdec.coordinator.decode_loop import DecodeLoop
 from specdec.coordinator.finishing import Finisher
-from specdec.coordinator.generation import Generator
+from specdec.coordinator.generation import GenerateCalls
 from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding
 from specdec.coordinator.intake.conversions import Conversions
 from specdec.coordinator.intake.planning import Planner
-from specdec.coordinator.intake.prompt_bytes import PromptBytes
-from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.text_limits import PromptBytes, TokenizingTurns
 from specdec.coordinator.intake.validation import Limits
 from specdec.coordinator.journal import Journal, JournalSettings
 from specdec.coordinator.observer import Observer
@@ -41,6 +40,7 @@ from specdec.coordinator.tasks import end_tasks
 from specdec.coordinator.tenants.api_keys import ApiKeys, Authenticator, KeyFileInvalid
 from specdec.coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from specdec.coordinator.tenants.shared_quotas import SharedQuotas
+from specdec.coordinator.timings import Timings
 from specdec.service.listening import StartupFailed
 from specdec.service.server import run_service
 from specdec.store.announcer import Announcer
@@ -55,23 +55,26 @@ from specdec.wire.tls_files import TlsFiles, TlsFilesBroken
 _METHODS = {"standard": pb.REJECTION_SAMPLE_METHOD_STANDARD, "block": pb.REJECTION_SAMPLE_METHOD_BLOCK}
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
 _DRAIN_RETRY_S = 1.0
-"""Time for a client to lose its connection here, so that its next one leads to another coordinator."""
+"""Seconds before a client's retry, so that its connection here ends and the next leads to another coordinator."""
 _SHARED_JOURNAL_INTERVAL_S = 0.05
-"""What another coordinator has to compute again: a few steps of a model."""
+"""Seconds between writes to a shared store: another coordinator recomputes a few steps at most."""
 _OWN_JOURNAL_INTERVAL_S = 2.0
-"""A store in this process is lost with it, and the end of a request writes what is left: nothing is in a hurry."""
+"""Seconds between writes to a store in this process, which dies with it: no write is urgent."""
 _log = structlog.get_logger(__name__)
 
 
 class CoordinatorService:
-    """A coordinator, as `specdec.service.server.run_service` runs it."""
+    """A coordinator; `specdec.service.server.run_service` runs it."""
 
     name = "coordinator"
     grpc_names: Sequence[str] = (SERVICE_NAME,)
 
-    def __init__(self, settings: CoordinatorSettings, registry: CollectorRegistry) -> None:
-        """Build all parts, from those that need no other on; nothing is started. Raises TlsFilesBroken."""
+    def __init__(
+        self, settings: CoordinatorSettings, registry: CollectorRegistry, timings: Timings | None = None
+    ) -> None:
+        """Build all parts, in the order of their dependencies; start none. Raises TlsFilesBroken."""
         self._settings = settings
+        timings = timings or Timings()
         self._tasks: list[asyncio.Task[None]] = []
         self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
         self._observer = observer = Observer(CoordinatorMetrics(registry))
@@ -91,7 +94,7 @@ class CoordinatorService:
         self.fleet = Fleet(
             PrefixRouter(shared=self._shared_prefixes),
             settings.tokenizer,
-            self._ejection(),
+            EjectionSettings(settings.ejection_failures, timings.ejection_s, timings.ejection_max_s),
             allow_mixed_numerics=settings.allow_mixed_numerics,
         )
         self._gate = LoadShedding(settings.shed_speculation_after_s)
@@ -107,7 +110,7 @@ class CoordinatorService:
             fleet=self.fleet,
             observer=observer,
             hedging=hedging,
-            reopen_s=settings.draft_reopen_s,
+            reopen_s=timings.draft_reopen_s,
         )
         targets = TargetRecovery(
             sessions=self._sessions,
@@ -116,7 +119,7 @@ class CoordinatorService:
             finisher=self._finisher,
             observer=observer,
             timeout_s=settings.target_timeout_s,
-            backoff=Backoff(settings.reconnect_backoff_min_s, settings.reconnect_backoff_max_s),
+            backoff=Backoff(timings.reconnect_first_s, settings.reconnect_backoff_max_s),
         )
         self._decode_loop = DecodeLoop(
             sessions=self._sessions,
@@ -127,7 +130,7 @@ class CoordinatorService:
             on_progress=targets.on_progress,
             on_desync=targets.on_desync,
             on_bad_draft=drafts.on_bad_draft,
-            draft_stall_s=settings.draft_stall_s,
+            draft_stall_s=timings.draft_stall_s,
             on_draft=drafts.on_draft,
             on_hedged=drafts.on_hedged,
             on_verified=drafts.on_verified,
@@ -141,6 +144,7 @@ class CoordinatorService:
         )
         self.connections = Connections(
             settings=settings,
+            timings=timings,
             owner_id=self._owner_id,
             targets=targets,
             drafts=drafts,
@@ -182,7 +186,7 @@ class CoordinatorService:
         self._servicer.register(server)
 
     async def start(self) -> None:
-        """Connect to all replicas; returns when a target has answered. Drafts may come later or never."""
+        """Connect to all replicas; returns when a target has answered, even without drafts."""
         self._load_api_keys()
         self._journal.start()
         if self._shared_quotas is not None:
@@ -195,12 +199,12 @@ class CoordinatorService:
         self._observer.metrics.processes.set(1)
 
     async def wait_failed(self) -> str:
-        """A coordinator does not fail by itself: links never give up, and what else it needs it can do without."""
+        """Never returns: links reconnect for ever, and a coordinator works without the store."""
         await asyncio.Event().wait()
         return "unreachable"
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and let running ones end; those left over can be resumed elsewhere."""
+        """Refuse new requests and let running ones end; the rest fail and can be resumed elsewhere."""
         self._generator.is_draining = True
         self._observer.metrics.processes.set(0)
         ends_s = time.monotonic() + timeout_s
@@ -213,7 +217,7 @@ class CoordinatorService:
         await asyncio.sleep(0)
 
     async def stop(self) -> None:
-        """Close all links, replicas see the streams end; and export the traces that are left."""
+        """Close all links and the store, and export the remaining traces."""
         await end_tasks(self._tasks)
         self._turns.close()
         await self.connections.close()
@@ -224,7 +228,7 @@ class CoordinatorService:
         await self._tracing.close()
 
     def tls_uses(self) -> dict[str, TlsFiles | None]:
-        """The TLS files in use beside the server's."""
+        """The TLS files in use besides the server's."""
         return {
             "replicas": self.connections.tls_files,
             "redis": self.store.tls_files,
@@ -232,16 +236,16 @@ class CoordinatorService:
         }
 
     def degraded(self) -> list[str]:
-        """What works less well than it should, for people."""
+        """Descriptions of degraded functions, for people."""
         if self.store.is_up:
             return []
         return [
             f"Redis does not answer: {self._journal.num_unjournalled} running requests are not in the journal, and "
-            "request ids, quotas and concurrent requests are checked by each coordinator for itself"
+            "each coordinator checks request ids, quotas and concurrency alone"
         ]
 
     def limits(self, identity: pb.ModelIdentity) -> Limits:
-        """What clients may ask for."""
+        """Limits of clients' requests for a model."""
         settings = self._settings
         return Limits(
             vocab_size=identity.vocab_size,
@@ -279,12 +283,8 @@ class CoordinatorService:
             self._api_keys.load()
         except KeyFileInvalid as error:
             raise StartupFailed(f"api_keys_file: {self._settings.api_keys_file} {error}") from error
-        if self._settings.tls_cert_file is None:
-            _log.warning("api_keys_without_tls", note="keys can be read by anyone on the way")
-
-    def _ejection(self) -> EjectionSettings:
-        settings = self._settings
-        return EjectionSettings(settings.ejection_failures, settings.ejection_s, settings.ejection_max_s)
+        if not self._settings.serves_tls:
+            _log.warning("api_keys_without_tls", note="keys travel unencrypted: set tls_dir")
 
     def _build_journal(self, is_shared: bool) -> Journal:
         settings = JournalSettings(
@@ -327,10 +327,10 @@ class CoordinatorService:
             max_message_bytes=self._settings.max_message_bytes,
         )
 
-    def _build_generator(self) -> Generator:
+    def _build_generator(self) -> GenerateCalls:
         settings = self._settings
         rejects = self._observer.metrics.admission_rejects
-        return Generator(
+        return GenerateCalls(
             owner_id=self._owner_id,
             fleet=self.fleet,
             sessions=self._sessions,

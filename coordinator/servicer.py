@@ -13,10 +13,10 @@ from google.protobuf.message import Message
 
 from specdec import __version__
 from specdec.config.drafter_options import DRAFT_MODEL
-from specdec.coordinator.generation import Generator
+from specdec.coordinator.generation import GenerateCalls
 from specdec.coordinator.intake.admission import AdmissionQueue
 from specdec.coordinator.intake.conversions import Conversions
-from specdec.coordinator.intake.planning import Caller
+from specdec.coordinator.intake.planning import RequestCaller
 from specdec.coordinator.intake.reading import read_request, receive_request
 from specdec.coordinator.intake.validation import Limits
 from specdec.coordinator.replicas.fleet import Fleet
@@ -32,18 +32,18 @@ from specdec.wire.errors import InvalidRequest
 
 SERVICE_NAME = "specdec.v1.CoordinatorService"
 TENANT_KEY = "specdec-tenant"
-"""Request metadata: whose ids and prefix cache are used."""
+"""Metadata key of the tenant, which owns request ids and prefix cache."""
 _MAX_TENANT_CHARS = 128
-"""As many as the file of API keys allows: it is part of keys in the store."""
+"""Characters of a tenant's name, as in the file of API keys: the name is part of keys in the store."""
 
 
 class CoordinatorServicer:
-    """Answers clients. Errors are raised as SpecdecErrors; the server turns them into statuses."""
+    """Answers clients' calls. Errors are raised as SpecdecErrors, which the server turns into statuses."""
 
     def __init__(
         self,
         *,
-        generator: Generator,
+        generator: GenerateCalls,
         fleet: Fleet,
         admission: AdmissionQueue,
         limits_of: Callable[[pb.ModelIdentity], Limits],
@@ -59,16 +59,16 @@ class CoordinatorServicer:
 
         Args:
             generator: runs Generate calls.
-            fleet: knows what is served, and by whom.
-            admission: knows how many requests run and wait.
-            limits_of: what clients may ask of a model here.
-            default_mode: how to verify when a request does not say.
-            authenticator: knows who calls.
+            fleet: knows replicas and the served model.
+            admission: knows the numbers of running and waiting requests.
+            limits_of: returns what clients may ask of a model.
+            default_mode: verification mode of requests that name none.
+            authenticator: identifies callers.
             owner_id: this coordinator's name.
-            degraded: what works less well than it should, for people.
-            registry: who else has registered; None without a shared store.
-            conversions: turns text into tokens and back.
-            request_read_s: how long a client may take to send a request.
+            degraded: returns descriptions of degraded functions.
+            registry: lists other processes; None without a shared store.
+            conversions: answers Tokenize and Detokenize.
+            request_read_s: seconds that a client may take to send a request.
         """
         self._request_read_s = request_read_s
         self._conversions = conversions
@@ -84,7 +84,7 @@ class CoordinatorServicer:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the handlers to a server."""
-        # Of streams of requests for gRPC, which on the wire are the same: it would wait for a request for ever.
+        # Declared as streams of requests, equal on the wire: gRPC would wait for a unary request for ever.
         unary, stream = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         handlers = {
             "Generate": self._handler(stream, self.generate, api.GenerateRequest),
@@ -98,11 +98,11 @@ class CoordinatorServicer:
 
     async def generate(self, request: api.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Generates one or more choices for a prompt and streams them."""
-        remaining_s: Any = context.time_remaining()  # None without a deadline, whatever the stubs say
+        remaining_s: Any = context.time_remaining()  # None without a deadline, unlike its annotation
         deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
         tenant, allowance = self._identify(context)
         trace_headers = {name: values[0] for name in TRACE_HEADERS if (values := _metadata(context, name))}
-        caller = Caller(tenant, deadline_s, allowance, trace_headers, held=_until_answered(context))
+        caller = RequestCaller(tenant, deadline_s, allowance, trace_headers, held=_until_answered(context))
         await self._generator.run(request, caller, functools.partial(write_to, context))
 
     async def abort(self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> api.AbortResponse:
@@ -123,7 +123,7 @@ class CoordinatorServicer:
     async def get_model_info(
         self, request: api.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> api.GetModelInfoResponse:
-        """What is served."""
+        """The served model and the caller's limits."""
         _, allowance = self._identify(context)
         served = self._fleet.require_served()
         limits = self._limits_of(served.identity).within(allowance)
@@ -162,7 +162,7 @@ class CoordinatorServicer:
 
     def _handler(self, make: Callable[..., Any], behavior: Callable[..., Any], request_type: type[Message]) -> Any:
         async def checked(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            self._identify(context)  # before anything is told or done, of every call, or even taken
+            self._identify(context)  # before the request is even received
             data = await receive_request(context, self._request_read_s)
             return await behavior(read_request(request_type, data), context)
 
@@ -178,9 +178,9 @@ class CoordinatorServicer:
 
 
 def _until_answered(context: grpc.aio.ServicerContext[Any, Any]) -> ExitStack:
-    """Is closed when the call has ended and the caller has the answer, or is gone."""
+    """A stack that closes when the call has ended, with the answer sent or the caller gone."""
     held = ExitStack()
-    when_done: Any = context.add_done_callback  # its annotation takes no function
+    when_done: Any = context.add_done_callback  # its annotation is wrong
     when_done(lambda _: held.close())
     return held
 

@@ -4,8 +4,16 @@ import sys
 from collections.abc import Sequence
 
 from specdec.config import DraftSettings, settings_or_exit
-from specdec.draft_service.servicer import ROLE
-from specdec.replica.bridge.replica_service import run_replica
+from specdec.replica.bridge.replica_service import ReplicaRole, run_replica
+from specdec.v1 import draft_pb2
+
+ROLE = ReplicaRole(
+    name="draft",
+    grpc_name=draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
+    stream_method="Draft",
+    engine_entry="specdec.draft_service.worker:run_engine",
+    serves_tokenizer=False,
+)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.draft_service") -> int:

@@ -7,8 +7,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from specdec.config import DraftSettings
-from specdec.draft_service.wire import WIRE
-from specdec.drafting.role.drafter import Drafter
+from specdec.drafting.role.drafter import ModelDrafter
 from specdec.drafting.role.metrics import DraftRecorder
 from specdec.drafting.text.drafter import TextDrafter
 from specdec.drafting.translation.build import Translated, translate
@@ -16,13 +15,13 @@ from specdec.engine.errors import ModelLoadError
 from specdec.replica.bridge.frames import EnginePort
 from specdec.replica.worker.build import BuiltEngine, run_role
 from specdec.replica.worker.host import SessionHost
-from specdec.replica.worker.role import Role
+from specdec.replica.worker.role import Role, Wire
 from specdec.telemetry import DraftMetrics
 from specdec.wire.tls_files import TlsFilesBroken
 
 
-def run_model(port: EnginePort, settings: DraftSettings) -> None:
-    """Draft until the servicer goes or says stop."""
+def run_model(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
+    """Draft until the servicer ends or says stop."""
     recorder = DraftRecorder(DraftMetrics(REGISTRY))
     texts: list[Translated] = []
 
@@ -37,16 +36,16 @@ def run_model(port: EnginePort, settings: DraftSettings) -> None:
     def make_role(host: SessionHost[Any], built: BuiltEngine) -> Role[Any]:
         if texts:
             return TextDrafter(host, texts[0], settings, recorder)
-        return Drafter(host, built, settings, recorder)
+        return ModelDrafter(host, built, settings, recorder)
 
-    run_role(port, settings, WIRE, "draft-engine", make_role, adapt)
+    run_role(port, settings, wire, "draft-engine", make_role, adapt)
 
 
 def _translated(built: BuiltEngine, settings: DraftSettings) -> Translated | None:
-    """What stands between the draft and the target of the settings; None where nothing has to."""
+    """The adapter between the draft's tokenizer and the target's; None if no target is set or none is needed."""
     if settings.target is None:
         return None
-    from specdec.draft_service.target_facts import NoTargetFacts, ask_target  # gRPC, which engines do without mostly
+    from specdec.draft_service.target_facts import NoTargetFacts, ask_target  # imports gRPC
 
     try:
         facts = ask_target(settings)

@@ -1,4 +1,4 @@
-"""What drafters have to know of the target that they propose to: its tokenizer, and which ids and places there are."""
+"""Asks the target for its identity (token ids, context length) and its tokenizer."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _log = structlog.get_logger("specdec.draft")
 
 
 class NoTargetFacts(Exception):
-    """The target does not tell; for people."""
+    """The target did not answer, or its answer is unusable. The message is for operators."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What a target said."""
+    """A target's identity and tokenizer."""
 
     identity: pb.ModelIdentity
     tokenizer_json: str
 
 
 def ask_target(settings: DraftSettings) -> TargetFacts:
-    """Ask the target of the settings, and wait for it as long as loading a model may take.
+    """Ask the target of the settings; wait for it for up to `load_timeout_s`.
 
-    Raises NoTargetFacts, and TlsFilesBroken where the settings' files cannot be used.
+    Raises NoTargetFacts, or TlsFilesBroken if the TLS files of the settings cannot be used.
     """
     return asyncio.run(_ask(settings))
 
@@ -73,8 +73,8 @@ async def _once(channel: grpc.aio.Channel, settings: DraftSettings) -> TargetFac
             raise NoTargetFacts(f"target: its tokenizer has more than {_MAX_TOKENIZER_BYTES} bytes")
     identity = info.identity
     if not identity.vocab_size or identity.max_model_len < 2:
-        raise NoTargetFacts("target: it says neither how many token ids there are nor how long its context is")
+        raise NoTargetFacts("target: its answer lacks vocab_size or max_model_len")
     try:
         return TargetFacts(identity, content.decode())
     except UnicodeDecodeError:
-        raise NoTargetFacts("target: its tokenizer is no text") from None
+        raise NoTargetFacts("target: its tokenizer is not UTF-8") from None

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from specdec.config import DraftSettings
 from specdec.replica.bridge.frames import EnginePort
+from specdec.replica.worker.role import Wire
+from specdec.v1 import draft_pb2
+
+WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult, "draft session", "draft")
 
 
 def run_engine(port: EnginePort, settings: DraftSettings) -> None:
-    """Entry of the process: returns when the servicer is gone or says stop.
+    """Entry of the process: runs until the servicer ends or says stop.
 
-    Only one of the two is imported: torch is not there for drafters, and they call with gRPC, which engines do without.
+    Only one of the two branches is imported: drafters run without torch.
     """
     if settings.drafters:
         from specdec.draft_service.plain.process import run_plain
-        from specdec.draft_service.wire import WIRE
 
         run_plain(port, settings, WIRE)
     else:
         from specdec.draft_service.model_process import run_model
 
-        run_model(port, settings)
+        run_model(port, settings, WIRE)

@@ -1,4 +1,4 @@
-"""Runs a gateway: `python -m specdec.gateway --coordinators host:50051`."""
+"""Run a gateway: `python -m specdec.gateway --coordinators host:50051`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import uvloop
 
-from specdec.service.grpc_polling import poll_in_one_thread
+from specdec.service.process import poll_in_one_thread
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.gateway") -> int:
-    """Read the settings and serve until a signal; returns the exit code."""
-    poll_in_one_thread()  # before these import gRPC
+    """Read the settings and serve until a signal. Returns the exit code."""
+    poll_in_one_thread()  # before the modules below import gRPC
     from specdec.config.sources import settings_or_exit
     from specdec.gateway.service import run_gateway
     from specdec.gateway.settings import GatewaySettings
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.gatew
     arguments = sys.argv[1:] if argv is None else argv
     settings = settings_or_exit(GatewaySettings, arguments, env_prefix=GatewaySettings.env_prefix, prog=prog)
     setup_logging("gateway", settings.log_level, settings.log_format)
-    gc.freeze()  # modules stay for good: collections, in which no stream goes on, need not walk them
+    gc.freeze()  # modules live for ever; collections, which pause all streams, need not walk them
     return uvloop.run(run_gateway(settings))
 
 

@@ -1,4 +1,4 @@
-"""The application: all routes, and what becomes of errors."""
+"""The application: all routes, and the answers to errors."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _DESCRIBED: tuple[type[BaseModel], ...] = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, TokenizeBody, DetokenizeBody),
     *(ChatCompletionChunk, ResponseEvent),
 )
-"""Models that no route of FastAPI's names: bodies, which are read by ours, and events."""
+"""Models that FastAPI's routes do not name: bodies, which our reader parses, and events."""
 _MOST_SHOWN_CHARS = 200
 _COMPONENT = "#/components/schemas/{model}"
 
 
 def build_app(parts: Parts) -> FastAPI:
-    """The application of these parts."""
+    """Build the application of a gateway."""
     app = FastAPI(title="specdec gateway", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for routes in (chat_routes, completion_routes, response_routes, model_routes, token_routes, health_routes):
         app.include_router(routes(parts))
@@ -58,7 +58,7 @@ def build_app(parts: Parts) -> FastAPI:
 
 
 def build_health_app(parts: Parts) -> FastAPI:
-    """The application of the port for probes."""
+    """Build the application of the port for probes."""
     app = FastAPI(title="specdec gateway health", openapi_url=None, redirect_slashes=False)
     app.include_router(health_routes(parts))
     _answer_errors(app)
@@ -78,24 +78,24 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
-    """What the router refuses."""
+    """Answer the router's refusals."""
     if not isinstance(error, HTTPException):
         raise error
     path = f"{request.method[:_MOST_SHOWN_CHARS]} {request.url.path[:_MOST_SHOWN_CHARS]}"
-    message = f"Unknown request URL: {path}." if error.status_code == 404 else f"Not allowed to {path}."
+    message = f"Unknown request URL: {path}." if error.status_code == 404 else f"Method not allowed: {path}."
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     told = ApiError(error.status_code, message, code=codes.get(error.status_code))
     return error_response(told, dict(error.headers or {}))
 
 
 async def _on_gone(request: Request, _error: Exception) -> Response:
-    """Nobody reads it."""
+    """Answer a client that has left; nobody reads it."""
     request.state.is_client_gone = True
     return Response(status_code=499)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The description, with the bodies that routes read themselves, and without answers that FastAPI makes up."""
+    """The OpenAPI description, with the bodies that routes read themselves, without FastAPI's own error answers."""
     described = FastAPI.openapi(app)
     _, schemas = models_json_schema([(model, "validation") for model in _DESCRIBED], ref_template=_COMPONENT)
     components = described.setdefault("components", {}).setdefault("schemas", {})

@@ -1,4 +1,4 @@
-"""What all routes of a gateway share."""
+"""Objects shared by all routes of a gateway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from specdec.gateway.http.body import BodyReader
 from specdec.gateway.settings import GatewaySettings
-from specdec.gateway.upstream.coordinators import Caller, Coordinators, Health
+from specdec.gateway.upstream.coordinators import CallerStub, Coordinators, Health
 from specdec.gateway.upstream.vocabulary import Vocabulary
 from specdec.telemetry import GatewayMetrics, VllmMetrics
 from specdec.v1 import coordinator_pb2 as api
@@ -29,14 +29,14 @@ class Parts:
     vllm: VllmMetrics
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     created_s: int = field(default_factory=lambda: int(time.time()))
-    """When it was made, since 1970: what it tells as the age of its models."""
+    """Unix time of its start, reported as the creation time of its models."""
 
-    def caller(self, request: Request) -> Caller:
+    def caller(self, request: Request) -> CallerStub:
         """The coordinators for the client of a request, with its key and its trace."""
         return self.coordinators.caller(request.state.metadata)
 
     def on_finished(self, finished: api.GenerateFinished) -> None:
-        """Count what a request used."""
+        """Count a finished request's tokens."""
         usage, stats = finished.usage, finished.stats
         self.metrics.prompt_tokens.inc(usage.prompt_tokens)
         self.metrics.output_tokens.inc(usage.completion_tokens)

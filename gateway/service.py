@@ -1,8 +1,8 @@
-"""Builds a gateway from its settings, and its life: listen, serve, drain, stop.
+"""Build a gateway from its settings, and run it: listen, serve, drain, stop.
 
 listening    /version and /metrics answer; /health says 503 until a coordinator serves
 draining     SIGTERM or SIGINT: /health says 503, new requests are refused, running ones go on
-stopped      what still runs after drain_s is cut off; a second signal comes straight here
+stopped      requests that run after drain_s are cut off; a second signal leads here at once
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from specdec.service.server import install_signals
 from specdec.service.tls_watch import INTERVAL_S, TlsWatch
 from specdec.telemetry import BuildInfo, GatewayMetrics, TlsMetrics, VllmMetrics
 from specdec.telemetry.tracing import Tracing
+from specdec.wire.settings import client_tls_paths
 from specdec.wire.tls import server_tls_files
-from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
+from specdec.wire.tls_files import TlsFiles, TlsFilesBroken, client_context
 
 _log = structlog.get_logger(__name__)
 
 
 class Gateway:
-    """A gateway inside a running event loop."""
+    """A gateway. It needs a running event loop."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         """Build all parts; nothing listens yet. Raises TlsFilesBroken."""
@@ -75,11 +76,11 @@ class Gateway:
         self._endpoints = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self.port = 0
-        """Where it listens, once it does."""
+        """Port of the HTTP server, once it listens."""
         self.metrics_port: int | None = None
-        """Where its metrics are, besides; None: nowhere."""
+        """Further port of its metrics; None: none."""
         self.health_port: int | None = None
-        """Where it answers probes in plaintext; None: nowhere."""
+        """Plaintext port of its probes; None: none."""
 
     async def start(self) -> None:
         """Listen. Raises StartupFailed."""
@@ -106,7 +107,7 @@ class Gateway:
         )  # fmt: skip
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, let running ones end, and cut off those that have not after `timeout_s`."""
+        """Refuse new requests, let running ones end, and cut off the rest after `timeout_s`."""
         self._health.is_draining = True
         _log.info("draining", drain_s=timeout_s, num_running=self.edge.num_running)
         try:
@@ -117,7 +118,7 @@ class Gateway:
             self.edge.cut_off()
 
     async def stop(self, grace_s: float) -> None:
-        """Close everything. Called once, whatever happened before."""
+        """Close everything. Call it once, also after errors."""
         self._health.is_draining = True
         await self._server.stop(grace_s)
         await self._probed.stop(0)
@@ -152,7 +153,7 @@ class Gateway:
         )
 
     async def _renew(self, files: TlsFiles) -> None:
-        """Exchange connections when files have changed; gRPC's keep the certificate that they were opened with."""
+        """Replace connections when files have changed: gRPC's connections keep their first certificate."""
         used = files.current()
         while True:
             await asyncio.sleep(INTERVAL_S)
@@ -192,9 +193,4 @@ async def run_gateway(settings: GatewaySettings) -> int:
 def _coordinator_tls(settings: GatewaySettings) -> TlsFiles | None:
     if not settings.coordinator_tls:
         return None
-    return TlsFiles(
-        client_context,
-        certificate=TlsFile.of("coordinator_tls_cert_file", settings.coordinator_tls_cert_file),
-        key=TlsFile.of("coordinator_tls_key_file", settings.coordinator_tls_key_file),
-        authorities=TlsFile.of("coordinator_tls_ca_file", settings.coordinator_tls_ca_file),
-    )
+    return TlsFiles(client_context, client_tls_paths(settings, "coordinator_tls"))

@@ -12,8 +12,7 @@ from specdec.gateway.chat.parsing import check_names
 from specdec.gateway.chat.reasoning import REASONING_PARSERS
 from specdec.gateway.chat.tool_calls.families import TOOL_PARSERS
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.wire.addresses import check_address
-from specdec.wire.settings import WireSettings
+from specdec.wire.settings import ServerTlsSettings, WireSettings, check_address, check_client_tls, with_tls_of_folder
 
 
 def _split_commas(value: Any) -> Any:
@@ -40,7 +39,7 @@ ReasoningParserName = Annotated[str, _one_of(REASONING_PARSERS)]
 ToolParserName = Annotated[str, _one_of(TOOL_PARSERS)]
 
 
-class GatewaySettings(WireSettings, TracingSettings):
+class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
     """Settings of a gateway."""
 
     env_prefix: ClassVar[str] = "SPECDEC_GATEWAY_"
@@ -58,59 +57,58 @@ class GatewaySettings(WireSettings, TracingSettings):
         le=65535,
         description="One more port with Prometheus /metrics only; 0 takes a free one, null is off.",
     )
-    metrics_tls: bool = Field(
-        default=False, description="Serve metrics_port over TLS, with the same certificate and client check."
-    )
-    public_metrics: bool = Field(
-        default=True, description="Serve /metrics on the main port, too, to whoever reaches it."
-    )
+    public_metrics: bool = Field(default=True, description="Serve /metrics on the main port, too, to all clients.")
     health_port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
         description="Plaintext HTTP port with /health, /ping and /version only, for probes; null is off.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level that is logged."
+    )
     log_format: Literal["json", "console"] = Field(default="json", description="One JSON object a line, or text.")
     access_log: bool = Field(default=False, description="Log each request that ended.")
     page: bool = Field(default=True, description="Show the page at `/`.")
 
     drain_s: float = Field(
-        default=30.0, ge=0, description="On SIGTERM: how long running requests may go on before they are cut off."
+        default=30.0, ge=0, description="Seconds that running requests may go on after SIGTERM before they are cut off."
     )
-    stop_grace_s: float = Field(default=2.0, ge=0, description="After draining: how long connections may still take.")
+    stop_grace_s: float = Field(
+        default=2.0, ge=0, description="Seconds that connections may take to close after draining."
+    )
 
-    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest body of a request.")
-    body_read_s: float = Field(default=60.0, gt=0, description="How long a client may take to send a body.")
-    header_read_s: float = Field(default=20.0, gt=0, description="How long a client may take to send headers.")
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest body of a request, in bytes.")
+    body_read_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to send a body.")
+    header_read_s: float = Field(default=20.0, gt=0, description="Seconds that a client may take to send headers.")
     max_concurrent_requests: int = Field(
-        default=4096, ge=1, description="Most requests at once; above, they are refused with 429."
+        default=4096, ge=1, description="Most requests at once; further ones are refused with 429."
     )
     max_prompts: int = Field(default=256, ge=1, description="Most prompts of a completion request.")
     max_concurrent_prompts: int = Field(
-        default=16, ge=1, description="Most prompts of one request that run at once; the others wait for them."
+        default=16, ge=1, description="Most prompts of one request that run at once; the others wait."
     )
     reasoning_parser: ReasoningParserName = Field(
-        default="none", description=f"How a model marks its thoughts in chats: {', '.join(REASONING_PARSERS)}."
+        default="none", description=f"Form of the model's reasoning in chats: {', '.join(REASONING_PARSERS)}."
     )
     tool_parser: ToolParserName = Field(
-        default="none", description=f"How a model calls tools in chats: {', '.join(TOOL_PARSERS)}; none: it cannot."
+        default="none",
+        description=f"Form of the model's tool calls in chats: {', '.join(TOOL_PARSERS)}; none: no tools.",
     )
 
-    tls_cert_file: Path | None = Field(default=None, description="PEM certificate chain; set it to serve HTTPS.")
-    tls_key_file: Path | None = Field(default=None, description="PEM private key of the certificate.")
-    tls_client_ca_file: Path | None = Field(
-        default=None, description="PEM authorities; set it to demand and verify client certificates (mTLS)."
+    coordinator_tls: bool = Field(
+        default=False,
+        description="Call coordinators over TLS; on with coordinator_tls_dir. Alone it trusts the authorities that "
+        "gRPC trusts.",
     )
-    coordinator_tls: bool = Field(default=False, description="Call coordinators over TLS.")
-    coordinator_tls_ca_file: Path | None = Field(
+    coordinator_tls_dir: Path | None = Field(
         default=None,
-        description="PEM authorities that coordinators' certificates must come from; null: those gRPC trusts.",
+        description="Folder with ca.crt, the authorities of coordinators' certificates, and optionally tls.crt and "
+        "tls.key, the client certificate (mTLS).",
     )
-    coordinator_tls_cert_file: Path | None = Field(default=None, description="PEM client certificate chain (mTLS).")
-    coordinator_tls_key_file: Path | None = Field(
-        default=None, description="PEM private key of the client certificate."
-    )
+    coordinator_tls_ca_file: Path | None = Field(default=None, description="Replaced by coordinator_tls_dir.")
+    coordinator_tls_cert_file: Path | None = Field(default=None, description="Replaced by coordinator_tls_dir.")
+    coordinator_tls_key_file: Path | None = Field(default=None, description="Replaced by coordinator_tls_dir.")
     trace_sample_ratio: float = Field(
         default=1.0,
         ge=0,
@@ -123,20 +121,12 @@ class GatewaySettings(WireSettings, TracingSettings):
         check_names(self.reasoning_parser, self.tool_parser)
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _folder_switches_tls_on(cls, values: Any) -> Any:
+        return with_tls_of_folder(values, "coordinator_tls")
+
     @model_validator(mode="after")
-    def _check_tls(self) -> Self:
-        for side in ("tls", "coordinator_tls"):
-            cert, key = getattr(self, f"{side}_cert_file"), getattr(self, f"{side}_key_file")
-            if (cert is None) != (key is None):
-                raise ValueError(f"{side}_cert_file and {side}_key_file must be set together")
-        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
-            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
-        if self.metrics_tls and self.tls_cert_file is None:
-            raise ValueError("metrics_tls needs tls_cert_file and tls_key_file")
-        if not self.coordinator_tls and (self.coordinator_tls_ca_file or self.coordinator_tls_cert_file):
-            raise ValueError("coordinator_tls_ca_file and coordinator_tls_cert_file need coordinator_tls")
-        for name in type(self).model_fields:
-            path = getattr(self, name)
-            if name.endswith("_file") and name != "otlp_ca_file" and path is not None and not path.is_file():
-                raise ValueError(f"{name}: no such file: {path}")
+    def _check_coordinator_tls(self) -> Self:
+        check_client_tls(self, "coordinator_tls")
         return self

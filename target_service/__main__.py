@@ -4,8 +4,17 @@ import sys
 from collections.abc import Sequence
 
 from specdec.config import TargetSettings, settings_or_exit
-from specdec.replica.bridge.replica_service import run_replica
-from specdec.target_service.servicer import ROLE
+from specdec.replica.bridge.replica_service import ReplicaRole, run_replica
+from specdec.v1 import target_pb2
+
+ROLE = ReplicaRole(
+    name="target",
+    grpc_name=target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
+    stream_method="Verify",
+    engine_entry="specdec.target_service.worker:run_engine",
+    serves_tokenizer=True,
+    engine_method="SetDrafters",
+)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.target_service") -> int:

@@ -10,15 +10,15 @@ from specdec.drafting.role.metrics import DraftRecorder
 from specdec.replica.bridge.frames import EnginePort
 from specdec.replica.worker.build import BuiltEngine, run_role
 from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.role import Wire
 from specdec.target_service.proposals.own_draft import build_own_draft
 from specdec.target_service.records.metrics import TargetRecorder
 from specdec.target_service.session import TargetSession
 from specdec.target_service.verifier import Verifier
-from specdec.target_service.wire import WIRE
 from specdec.telemetry import DraftMetrics, TargetMetrics
 
 
-def run_model(port: EnginePort, settings: TargetSettings) -> None:
+def run_model(port: EnginePort, settings: TargetSettings, wire: Wire) -> None:
     """Verify until the servicer goes or says stop."""
     recorder = TargetRecorder(TargetMetrics(REGISTRY))
     draft = settings.own_draft_settings
@@ -34,4 +34,4 @@ def run_model(port: EnginePort, settings: TargetSettings) -> None:
         built.info.drafter_options.extend(verifier.local_drafters.told_options)
         return verifier
 
-    run_role(port, settings, WIRE, "target-engine", make_role, heads=footprint(settings.drafters))
+    run_role(port, settings, wire, "target-engine", make_role, heads=footprint(settings.drafters))

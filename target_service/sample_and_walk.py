@@ -11,8 +11,8 @@ from specdec.constraints.grammar.failure import GrammarError
 from specdec.constraints.grammar.follower import MaskWords
 from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.block_verification import verify_block
-from specdec.engine.sampling.masks import masked_logits
 from specdec.engine.sampling.rejection import verify_token
+from specdec.engine.sampling.restrictions import masked_logits
 from specdec.engine.sampling.sampler import DraftSample, RowContext, Sampler
 from specdec.engine.tree import TokenTree
 from specdec.target_service.logprobs import node_logprobs, position_logprobs

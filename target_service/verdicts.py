@@ -1,15 +1,14 @@
-"""What a target tells of a decision: the verdict."""
+"""What a target reports to a session's owner: verdicts, and progress while there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from specdec.replica.worker.clamping import microseconds, uint32
 from specdec.target_service.proposals.session_drafters import DrafterStep
 from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import SessionState, TargetSession
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.message_sizes import cut
+from specdec.wire.message_sizes import cut, microseconds, uint32
 
 FORCED = "forced"
 """In place of a drafter's name, where a constraint allowed nothing else."""
@@ -17,6 +16,8 @@ _TOKEN_BYTES = 32
 """A token's id, origin and drafter."""
 _STATISTICS_BYTES = 6144
 """What else a verdict says, log-probabilities apart: counts for 64 depths, a tree of 64 nodes, drafters, numbers."""
+PROGRESS_INTERVAL_S = 1.0
+"""Without a verdict for so long, a session's owner is told; then each time after as long again."""
 
 
 def make_verdict(
@@ -154,3 +155,27 @@ def _describe_prefill(session: TargetSession, verdict: pb.Verdict, decided_at_s:
     verdict.num_cached_tokens = session.seq.num_cached_tokens
     if session.prompt_logprobs is not None:
         verdict.prompt_logprobs.extend(session.prompt_logprobs.take_whole())
+
+
+def due_for_progress(sessions: Iterable[TargetSession], now_s: float) -> Iterator[TargetSession]:
+    """Sessions whose owners are to be told now, by time.monotonic: they count as told."""
+    for session in sessions:
+        times = session.times
+        last_s = max(times.opened_at_s, times.last_verdict_at_s or 0.0, times.told_at_s)
+        if now_s - last_s >= PROGRESS_INTERVAL_S and session.orphaned_at_s is None:
+            times.told_at_s = now_s
+            yield session
+
+
+def describe_progress(session: TargetSession) -> pb.SessionProgress:
+    """Queued before its first step, without blocks, or for turns of its own; paused without credit; else running."""
+    states = pb.SessionProgress
+    if not session.has_seq:
+        return pb.SessionProgress(state=states.STATE_QUEUED)
+    seq = session.seq
+    if seq.paused:
+        state = states.STATE_PAUSED
+    else:
+        is_waiting = not seq.block_ids or session.num_tokens < session.apart_until
+        state = states.STATE_QUEUED if is_waiting else states.STATE_RUNNING
+    return pb.SessionProgress(state=state, num_computed_tokens=seq.num_computed_tokens)

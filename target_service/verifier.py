@@ -14,10 +14,9 @@ from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
 from specdec.replica.worker.build import BuiltEngine
-from specdec.replica.worker.clamping import microseconds
 from specdec.replica.worker.errors import constraint_failure, non_finite_logits
 from specdec.replica.worker.host import SessionHost
-from specdec.replica.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
+from specdec.replica.worker.isolation import FaultIsolation, IsolatedSteps, each_or_halves
 from specdec.replica.worker.opening import check_room
 from specdec.replica.worker.sessions import Owner
 from specdec.target_service.admission.admission import Admission
@@ -32,16 +31,15 @@ from specdec.target_service.proposals.intake import ProposalIntake
 from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
 from specdec.target_service.proposals.swap import DrafterSwap
-from specdec.target_service.records.metrics import TargetRecorder
-from specdec.target_service.records.progress import describe_progress, due_for_progress
-from specdec.target_service.records.recording import StepRecording
+from specdec.target_service.records.metrics import StepRecording, TargetRecorder
 from specdec.target_service.records.step_record import StepObserver, StepRecord
 from specdec.target_service.records.trace import trace_end, trace_preemptions
 from specdec.target_service.sample_and_walk import Candidate, Decision, Undecided, decide
 from specdec.target_service.session import SessionState, TargetSession
 from specdec.target_service.turn_times import TurnTimes
-from specdec.target_service.verdicts import end_position
+from specdec.target_service.verdicts import describe_progress, due_for_progress, end_position
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import microseconds
 
 _BESIDE_SHARE = 0.75
 """For so much of a step's expected time frames are taken while a device computes it: sampling is to be launched before
@@ -71,7 +69,7 @@ class Verifier:
         self._identity = built.info.identity
         self._settings = settings
         self._recorder = recorder
-        self._apart = ApartTurns[TargetSession](lambda session: session.num_tokens)
+        self._apart = FaultIsolation[TargetSession](lambda session: session.num_tokens)
         self._masks = MaskFilling(worth_a_thread_s(self._identity.device))
         self._pass_keys: list[bytes] = []
         """Of the sessions that the last pass was for."""

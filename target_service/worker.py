@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from specdec.config import TargetSettings
 from specdec.replica.bridge.frames import EnginePort
+from specdec.replica.worker.role import Wire
+from specdec.v1 import target_pb2
+
+WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult, "verify session", "decode")
 
 
 def run_engine(port: EnginePort, settings: TargetSettings) -> None:
@@ -13,10 +17,9 @@ def run_engine(port: EnginePort, settings: TargetSettings) -> None:
     """
     if settings.api is not None:
         from specdec.target_service.api.process import run_api
-        from specdec.target_service.wire import WIRE
 
         run_api(port, settings, settings.api, WIRE)
     else:
         from specdec.target_service.model_process import run_model
 
-        run_model(port, settings)
+        run_model(port, settings, WIRE)

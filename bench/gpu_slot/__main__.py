@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_slot.aims import beside_aims, beside_predictions
-from bench.gpu_slot.results import DRY, EARLIER
 from bench.gpu_slot.running import Written, end_left_behind, run_process
+from bench.gpu_slot.wheels import DRY, EARLIER
 
 LIMIT_S = 570.0
 LEAST_S = 10.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import pad
 
-from bench.gpu_slot.models import BLOCK_SIZE, Found, Place, tree_of
+from bench.gpu_slot.models import BLOCK_SIZE, Found, StepSetup, tree_of
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.attention.torch_kernels import GatherAttention
@@ -18,7 +18,7 @@ from specdec.engine.cuda.attention import TritonAttention
 _NUM_HEADS = 8
 
 
-def attention(place: Place) -> Found:
+def attention(place: StepSetup) -> Found:
     """Triton's attention against gathering, in each dtype; raises where they are far apart."""
     found = {}
     limits = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -35,7 +35,7 @@ def attention(place: Place) -> Found:
     return found
 
 
-def _cases(place: Place, head_dim: int) -> dict[str, tuple[Batch, AttentionOptions]]:
+def _cases(place: StepSetup, head_dim: int) -> dict[str, tuple[Batch, AttentionOptions]]:
     """Batches and what is asked of attention over them, by name."""
     plain = AttentionOptions(head_dim**-0.5)
     one, few, many = ((1, 40), (8, 200), (20, 90)) if place.dry else ((1, 1000), (8, 5000), (512, 4000))
@@ -57,7 +57,9 @@ def _cases(place: Place, head_dim: int) -> dict[str, tuple[Batch, AttentionOptio
     return named
 
 
-def _attention_error(place: Place, dtype: torch.dtype, head_dim: int, batch: Batch, options: AttentionOptions) -> float:
+def _attention_error(
+    place: StepSetup, dtype: torch.dtype, head_dim: int, batch: Batch, options: AttentionOptions
+) -> float:
     geometry = LayerGeometry(2, head_dim, head_dim)
     num_rows, num_blocks = batch.input_ids.shape[0], int(batch.block_tables.max()) + 1
     generator = torch.Generator(place.device).manual_seed(1)
@@ -77,7 +79,7 @@ def _attention_error(place: Place, dtype: torch.dtype, head_dim: int, batch: Bat
     return float((results[0] - results[1]).abs().max())
 
 
-def _one_sequence(place: Place, start: int, num_rows: int) -> Batch:
+def _one_sequence(place: StepSetup, start: int, num_rows: int) -> Batch:
     positions = torch.arange(start, start + num_rows, device=place.device)
     empty = torch.zeros(num_rows + 1, dtype=torch.int32, device=place.device)
     tables = torch.arange(-(-(start + num_rows) // BLOCK_SIZE), dtype=torch.int32, device=place.device)[None]

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import linear
 
 from bench.gpu_slot import models
-from bench.gpu_slot.models import Found, Place, SlotModel, chain_rows
+from bench.gpu_slot.models import Found, SlotModel, StepSetup, chain_rows
 from specdec.engine.cuda.cuts import device_cuts
 from specdec.engine.cuda.products import ProductTiles, ordered_linear, product_tiles
 from specdec.engine.drawing.adjustments import Adjustments
@@ -28,7 +28,7 @@ from specdec.wire.sampling_params import SamplingParams
 _MORE_THAN_CACHED_BYTES = 256 << 20
 
 
-def num_cuts_that_differ(place: Place, logits: torch.Tensor) -> int:
+def num_cuts_that_differ(place: StepSetup, logits: torch.Tensor) -> int:
     """Scores of up to 8 rows, on the host, that the device's top-k, top-p and min-p leave other than the CPU's."""
     num_rows = len(logits)
     top_k, top_p, min_score = [0, 40] * 4, [0.9, 1.0, 0.95, 1.0] * 2, [-torch.inf, -torch.inf, -3.0, -9.0] * 2
@@ -57,7 +57,7 @@ def adjusting_rows(num_rows: int) -> list[RowContext]:
     return [RowContext(params, position + row, len(prompt), history, (9,) * row) for row in range(num_rows)]
 
 
-def num_adjusted_that_differ(place: Place, logits: torch.Tensor) -> int:
+def num_adjusted_that_differ(place: StepSetup, logits: torch.Tensor) -> int:
     """Logits, on the host, that the device's bias, penalties and min_tokens make other than the CPU's."""
     rows = adjusting_rows(len(logits))
     adjustments = Adjustments(len(logits), logits.shape[1], place.device)
@@ -65,7 +65,7 @@ def num_adjusted_that_differ(place: Place, logits: torch.Tensor) -> int:
     return int((adjustments.adjusted(logits.to(place.device), 0).cpu() != adjusted_logits(logits, rows)).sum())
 
 
-def bitwise(place: Place) -> Found:
+def bitwise(place: StepSetup) -> Found:
     """In how many rows logits differ when the same tokens are computed in chunks of other sizes, or in a tree.
 
     8B's prefill attends in one pass over all splits there, and its smaller steps by parts that are folded. Raises where
@@ -85,7 +85,7 @@ def bitwise(place: Place) -> Found:
     return found
 
 
-def _differing_rows(place: Place, model: SlotModel, length: int) -> dict[str, list[int]]:
+def _differing_rows(place: StepSetup, model: SlotModel, length: int) -> dict[str, list[int]]:
     """Rows that differ from those of a prefill in the longest chunks, and how many were compared, by how they were
     computed otherwise: the last ones of a sequence."""
     most, other = (24, 10) if place.dry else (512, 384)
@@ -120,7 +120,7 @@ def _prefilled(model: SlotModel, length: int, chunk: int) -> torch.Tensor:
     return logits
 
 
-def products(place: Place) -> Found:
+def products(place: StepSetup) -> Found:
     """Times of row-invariant products with several tiles beside torch's; raises where tiles change a bit.
 
     Weights take turns, so that none is in a GPU's cache when it is read.

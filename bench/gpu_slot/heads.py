@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from bench.gpu_slot import models
-from bench.gpu_slot.models import BLOCK_SIZE, COPIES, Found, Place
+from bench.gpu_slot.models import BLOCK_SIZE, COPIES, Found, StepSetup
 from specdec.drafting.heads.cache import HeadCache
 from specdec.drafting.heads.config import HeadConfig, read_config
 from specdec.drafting.heads.methods.eagle3 import CAPABILITIES, Eagle3Model
@@ -42,7 +42,7 @@ class _Runner:
     kernels: None = None
 
 
-def heads(place: Place) -> Found:
+def heads(place: StepSetup) -> Found:
     """Times of a draft of five levels, chains and trees, for one session and eight; what is committed is taken in."""
     found: Found = {COPIES: place.copy_tb_per_s()}
     context, most_sessions = (32, 1) if place.dry else (1024, 8)
@@ -77,7 +77,7 @@ def heads(place: Place) -> Found:
     return found
 
 
-def _made(place: Place, config: HeadConfig, shape: dict[str, int]) -> tuple[Eagle3Model, DraftVocabulary]:
+def _made(place: StepSetup, config: HeadConfig, shape: dict[str, int]) -> tuple[Eagle3Model, DraftVocabulary]:
     """A head of random weights, with a quarter of the target's tokens."""
     num_positions = config.layers.max_position_embeddings
     width, vocab_size = shape["hidden_size"], shape["vocab_size"]
@@ -88,7 +88,7 @@ def _made(place: Place, config: HeadConfig, shape: dict[str, int]) -> tuple[Eagl
     return model, DraftVocabulary(torch.arange(draft_size) * 4, draft_size, vocab_size)
 
 
-def _cache(place: Place, config: HeadConfig, num_sessions: int, context: int, target: HeadTarget) -> HeadCache:
+def _cache(place: StepSetup, config: HeadConfig, num_sessions: int, context: int, target: HeadTarget) -> HeadCache:
     num_blocks = num_sessions * _blocks_of(context)
     cache = HeadCache(config.layers, 1, num_blocks, BLOCK_SIZE, place.dtype, place.device, target.attention)
     cache.keep(range(num_blocks * BLOCK_SIZE))
@@ -99,7 +99,7 @@ def _blocks_of(context: int) -> int:
     return -(-(context + 1) // BLOCK_SIZE)
 
 
-def _asks(place: Place, shape: dict[str, int], num_sessions: int, context: int) -> list[HeadAsk]:
+def _asks(place: StepSetup, shape: dict[str, int], num_sessions: int, context: int) -> list[HeadAsk]:
     asks = []
     for line in range(num_sessions):
         blocks = array("i", range(line * _blocks_of(context), (line + 1) * _blocks_of(context)))

@@ -42,7 +42,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepSetup:
     """Where a step runs, and how large it is."""
 
     device: torch.device
@@ -160,7 +160,7 @@ def chain_rows(num_rows: int) -> list[int]:
     return list(range(1, num_rows, width))
 
 
-def make(name: str, place: Place, max_len: int, *, row_invariant: bool = False) -> SlotModel:
+def make(name: str, place: StepSetup, max_len: int, *, row_invariant: bool = False) -> SlotModel:
     """A model of a shape, or the tiny one in a dry run; ``row_invariant`` as ``DeviceDecoder`` takes it."""
     config = LlamaConfig.from_dict({**SHAPES["tiny" if place.dry else name], "max_position_embeddings": max_len})
     model = random_model(config, place.dtype, place.device).eval()
@@ -177,7 +177,7 @@ def make(name: str, place: Place, max_len: int, *, row_invariant: bool = False) 
     return SlotModel(decoder, cache, config.vocab_size, weight_bytes)
 
 
-def replays_of(place: Place, model: SlotModel) -> BucketedSteps:
+def replays_of(place: StepSetup, model: SlotModel) -> BucketedSteps:
     """The model's steps in buckets; without a GPU a replay runs the step again."""
     steps = BucketedSteps(model.decoder, CudaCapture() if place.device.type == "cuda" else _Rerun())
     steps.serve(model.cache)

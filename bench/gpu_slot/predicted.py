@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bench.gpu_slot.models import Found
-from bench.roofline import GPUS, Gpu, Model, speed_up, step_s
+from bench.roofline import GPUS, Gpu, ModelSizes, speed_up, step_s
 
 if TYPE_CHECKING:
     from bench.inflate import Shape
@@ -53,9 +53,9 @@ def predicted_speed_ups(gpu_name: str, target: Shape, draft: Shape, decoded: lis
     return found
 
 
-def model_of(shape: Shape) -> Model:
+def model_of(shape: Shape) -> ModelSizes:
     """An inflated model by its sizes."""
-    return Model(
+    return ModelSizes(
         hidden=shape.hidden_size,
         intermediate=shape.intermediate_size,
         layers=shape.num_layers,

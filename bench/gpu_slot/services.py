@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from bench.gpu_slot.models import Found, Place
+from bench.gpu_slot.models import Found, StepSetup
 
 if TYPE_CHECKING:
     from bench.inflate import Shape
@@ -22,7 +22,7 @@ _MOST_KEPT = 6000
 """Characters of what a command says."""
 
 
-def selftest(place: Place) -> Found:
+def selftest(place: StepSetup) -> Found:
     """The shipped target as an engine loads it, in each dtype, fast and deterministic: what computes it then.
 
     Raises where the GPU's decoder is not what does: it has failed its self-test, whose error the log tells.
@@ -50,26 +50,26 @@ def selftest(place: Place) -> Found:
     return found
 
 
-def served(place: Place) -> Found:
+def served(place: StepSetup) -> Found:
     """The demo: the shipped pair behind all three services, compared with plain decoding."""
     return _told("specdec.commands.main", "demo")
 
 
-def failover(place: Place) -> Found:
+def failover(place: StepSetup) -> Found:
     """See ``streams.failover``, which needs more packages than what comes before it."""
     from bench.gpu_slot import streams
 
     return streams.failover(place)
 
 
-def gaps(place: Place) -> Found:
+def gaps(place: StepSetup) -> Found:
     """See ``streams.gaps``."""
     from bench.gpu_slot import streams
 
     return streams.gaps(place)
 
 
-def inflated(place: Place) -> Found:
+def inflated(place: StepSetup) -> Found:
     """An enlarged pair served with and without speculation, beside transformers' own: speeds, and whose tokens differ.
 
     Its weights are written to disk first, 17 GiB; a slot that is too short for it leaves it to the next.
@@ -78,17 +78,17 @@ def inflated(place: Place) -> Found:
     return _bench(place, "gpu-8b", 2, *only)
 
 
-def loaded(place: Place) -> Found:
+def loaded(place: StepSetup) -> Found:
     """The same pair with several streams at once, and what passes between the steps of the target."""
     return _bench(place, "gpu-8b", 1, "--only", "decode", "--batch", "2" if place.dry else "1,8,32", "--prompts", "2")
 
 
-def inflated_32b(place: Place) -> Found:
+def inflated_32b(place: StepSetup) -> Found:
     """A pair whose target has 32 B parameters, one stream; 62 GiB are written to disk first."""
     return _bench(place, "gpu-32b", 1, "--only", "decode", "--batch", "1", "--prompts", "1")
 
 
-def _bench(place: Place, pair: str, num_copies: int, *arguments: str) -> Found:
+def _bench(place: StepSetup, pair: str, num_copies: int, *arguments: str) -> Found:
     """The report of ``bench``, and what is predicted of its pair, which is on the GPU so many times at once.
 
     Raises ``MemoryError`` where that does not fit, before anything is made.

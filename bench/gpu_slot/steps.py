@@ -22,7 +22,7 @@ from bench.gpu_slot.determinism import (
     products,
 )
 from bench.gpu_slot.heads import heads
-from bench.gpu_slot.models import Found, Place
+from bench.gpu_slot.models import Found, StepSetup
 from bench.gpu_slot.services import failover, gaps, inflated, inflated_32b, loaded, selftest, served
 from bench.gpu_slot.timing import draft, steps
 from bench.gpu_slot.watched import sanitizer
@@ -30,12 +30,12 @@ from specdec.engine.cuda.buckets import ROW_BUCKETS
 from specdec.engine.cuda.sampling import device_perturbed_top
 from specdec.engine.sampling.noise import Purpose, noise_key
 from specdec.engine.sampling.perturbed_top import perturbed_top
-from specdec.service.parent_process import die_with_parent
+from specdec.service.process import die_with_parent
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "grpcio", "protobuf", "pydantic", "numpy")
 
 
-def versions(place: Place) -> Found:
+def versions(place: StepSetup) -> Found:
     """What is installed, and on what."""
     found: Found = {"python": sys.version}
     for name in _PACKAGES:
@@ -53,7 +53,7 @@ def versions(place: Place) -> Found:
     return found
 
 
-def exactness(place: Place) -> Found:
+def exactness(place: StepSetup) -> Found:
     """Tokens and scores of the device's sampling against the CPU's; raises where a token differs."""
     num_rows, vocab_size = (3, 3000) if place.dry else (64, 128256)
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
@@ -74,7 +74,7 @@ def exactness(place: Place) -> Found:
     return found
 
 
-def graph(place: Place) -> Found:
+def graph(place: StepSetup) -> Found:
     """Replays of captured steps against eager ones; raises where a bit differs or a replay waits for the device."""
     model = models.make("1b", place, 64 if place.dry else 2048)
     found: Found = {}
@@ -101,7 +101,7 @@ def graph(place: Place) -> Found:
     return found
 
 
-def trace(place: Place) -> Found:
+def trace(place: StepSetup) -> Found:
     """Where the time of a step of the 8B shape goes, by kernel."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -116,7 +116,7 @@ def trace(place: Place) -> Found:
     return {"table": profiler.key_averages().table(sort_by=order, row_limit=25).splitlines()}
 
 
-STEPS: dict[str, Callable[[Place], Found]] = {
+STEPS: dict[str, Callable[[StepSetup], Found]] = {
     step.__name__: step
     for step in (
         versions,
@@ -160,7 +160,7 @@ def main() -> int:
         unfinished.write_text(json.dumps({"gpu": gpu, "found": found}))
         unfinished.replace(options.out)  # the slot reads it meanwhile
 
-    keep(STEPS[options.step](Place(torch.device("cpu" if options.dry else "cuda:0"), options.dry, keep)))
+    keep(STEPS[options.step](StepSetup(torch.device("cpu" if options.dry else "cuda:0"), options.dry, keep)))
     return 0
 
 

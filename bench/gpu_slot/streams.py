@@ -13,7 +13,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.gpu_slot import models
-from bench.gpu_slot.models import Found, Place
+from bench.gpu_slot.models import Found, StepSetup
 from bench.prompts import held_out_prompts
 from specdec.client import Client, Completion
 from specdec.commands.measuring.requests import Sampling, make_request, run_group
@@ -29,7 +29,7 @@ Counts = dict[float, float]
 """Of a histogram: how many values there are up to a bound."""
 
 
-def failover(place: Place) -> Found:
+def failover(place: StepSetup) -> Found:
     """Streams of two `deterministic` targets on one GPU, of which one is killed: whose tokens are others then.
 
     Raises where any are. The engines are no clients of MPS, where one that is killed may take the others with it.
@@ -55,7 +55,7 @@ def failover(place: Place) -> Found:
     return found
 
 
-def gaps(place: Place) -> Found:
+def gaps(place: StepSetup) -> Found:
     """For how long the GPU has no pass between two steps of an 8B model that is served, plainly, to 1 and 8 streams;
     and of the shipped pair, which is too small to hide anything."""
     found: Found = {}

@@ -10,7 +10,7 @@ import torch
 
 from bench.gpu_slot import models
 from bench.gpu_slot.determinism import adjusting_rows
-from bench.gpu_slot.models import COPIES, Found, Place, SlotModel
+from bench.gpu_slot.models import COPIES, Found, SlotModel, StepSetup
 from bench.gpu_slot.predicted import predicted_steps
 from specdec.engine.cuda.cuts import cut_parameters, launch_cuts
 from specdec.engine.cuda.sampling import launch_top, row_parameters
@@ -24,7 +24,7 @@ LEAST_CONTEXT = 8
 """Where attention costs a step next to nothing."""
 
 
-def steps(place: Place) -> Found:
+def steps(place: StepSetup) -> Found:
     """Times of a step, eager and replayed, of 8B and 1B shapes at several contexts, beside what is predicted."""
     found: Found = {COPIES: place.copy_tb_per_s()}
     found["predicted"] = {} if place.dry else predicted_steps(torch.cuda.get_device_name())
@@ -53,7 +53,7 @@ def steps(place: Place) -> Found:
     return found | _sampling(place)
 
 
-def _sampling(place: Place) -> Found:
+def _sampling(place: StepSetup) -> Found:
     """What the device takes to draw from the logits of 8 rows, to cut them, and to adjust them."""
     vocab_size = 3000 if place.dry else 128256
     logits = torch.randn(8, vocab_size, device=place.device)
@@ -68,7 +68,7 @@ def _sampling(place: Place) -> Found:
     return found
 
 
-def _prefill(place: Place, model: SlotModel, num_tokens: int) -> None:
+def _prefill(place: StepSetup, model: SlotModel, num_tokens: int) -> None:
     """A prompt in chunks, of which the last token's logits are wanted."""
     chunk = 16 if place.dry else 512
     for start in range(0, num_tokens, chunk):
@@ -76,7 +76,7 @@ def _prefill(place: Place, model: SlotModel, num_tokens: int) -> None:
         model.decoder(replace(batch, logits_indices=batch.logits_indices[-1:]), model.cache)
 
 
-def draft(place: Place) -> Found:
+def draft(place: StepSetup) -> Found:
     """Eight tokens one after the other, each computed and drawn on the device without a word from the host.
 
     The first is drawn from a pass over the last token that is there, which is a part of the time: eight passes.

@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu_slot import models
 from bench.gpu_slot.determinism import adjusting_rows
-from bench.gpu_slot.models import BLOCK_SIZE, Found, Place
+from bench.gpu_slot.models import BLOCK_SIZE, Found, StepSetup
 from specdec.engine.cuda.buckets import advance, empty_batch, fill
 from specdec.engine.cuda.cuts import device_cuts
 from specdec.engine.cuda.sampling import launch_top, row_parameters
@@ -24,7 +24,7 @@ _UNKNOWN = "Device not supported"
 """What the tool says of devices that it cannot watch, as those of some virtual machines."""
 
 
-def sanitizer(place: Place) -> Found:
+def sanitizer(place: StepSetup) -> Found:
     """Small steps under compute-sanitizer, which fails what reads or writes outside of its tensors; where it is not
     installed, or does not know the device, they run unwatched, and the result says so."""
     tool = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), _USUAL_FOLDER]))
@@ -37,7 +37,7 @@ def sanitizer(place: Place) -> Found:
     return {"watched": bool(watch), "output": done.stdout[-1000:].splitlines()}
 
 
-def _run(watch: list[str], place: Place) -> subprocess.CompletedProcess[str]:
+def _run(watch: list[str], place: StepSetup) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*watch, sys.executable, "-m", __name__, place.device.type],
         capture_output=True,
@@ -50,7 +50,7 @@ def _run(watch: list[str], place: Place) -> subprocess.CompletedProcess[str]:
 @torch.inference_mode()
 def main(device: str) -> None:
     """Run them on a device: cpu in the interpreter, or cuda."""
-    place = Place(torch.device(device), dry=True)
+    place = StepSetup(torch.device(device), dry=True)
     for row_invariant in (False, True):
         model = models.make("8b", place, 64, row_invariant=row_invariant)
         batch = model.rows(16, 5)

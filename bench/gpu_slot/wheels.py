@@ -25,7 +25,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from bench.gpu_slot.results import EARLIER
+EARLIER = Path("bench/results/gpu-slot.json")
+"""What the next slot goes on from."""
+DRY = Path("dist/gpu-slot-dry.json")
+"""Of a slot without a GPU, which leaves nothing done."""
+
 
 MOST_BYTES = 64 << 20
 """Of the archive and the checkout."""

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from bench.plan import Plan
+from bench.plan import BenchPlan
 from bench.prompts import Prompt, held_out_prompts
 from bench.systems import llama_cpp, served, transformers_peer, vllm
 from bench.systems.system import LeftOut, Outcome, System
 from specdec.client import Client
-from specdec.commands.measuring.figures import spread
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.requests import Sampling, make_request
-from specdec.commands.measuring.svg import Point, bars
+from specdec.commands.measuring.summary import spread
+from specdec.commands.measuring.svg import PlotPoint, bars
 from specdec.commands.measuring.tables import Table
 
 NEAR_TIES = {"cpu": 1e-4, "cuda": 0.25}
@@ -40,7 +40,7 @@ _PEERS = ("transformers", "llama.cpp", "vllm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class TokenDifference:
     """Where a system's greedy tokens leave the reference's."""
 
     prompt: int
@@ -50,12 +50,12 @@ class Difference:
 
 
 @dataclass(slots=True)
-class Row:
+class SystemRow:
     """What one system did with all groups of one case."""
 
     system: System
     outcomes: list[Outcome] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[TokenDifference] = field(default_factory=list)
 
     @property
     def speeds(self) -> list[float]:
@@ -79,13 +79,13 @@ class Row:
         return f"VOID: differs at token {worst.position} of prompt {worst.prompt}, gap {largest:.2g}"
 
 
-def run(plan: Plan, report: Report, progress: Progress) -> None:
+def run(plan: BenchPlan, report: Report, progress: Progress) -> None:
     """Measure every temperature and batch size with every system that is there."""
     progress.part("systems")
     asyncio.run(_run(plan, report, progress))
 
 
-async def _run(plan: Plan, report: Report, progress: Progress) -> None:
+async def _run(plan: BenchPlan, report: Report, progress: Progress) -> None:
     left_out: list[str] = []
     found: list[dict[str, object]] = []
     tables, plots = [], {}
@@ -118,7 +118,7 @@ async def _run(plan: Plan, report: Report, progress: Progress) -> None:
     report.add("systems", result, tables, plots)
 
 
-async def _start(plan: Plan, stack: AsyncExitStack, progress: Progress, left_out: list[str]) -> list[System]:
+async def _start(plan: BenchPlan, stack: AsyncExitStack, progress: Progress, left_out: list[str]) -> list[System]:
     """The systems that are wanted and there; the deployment that has the reference always is."""
     systems: list[System] = []
     for name in served.deployments(plan):
@@ -156,16 +156,16 @@ async def _idle_cores() -> float:
     return (spent_s() - before_s) / _IDLE_S
 
 
-def _wanted(plan: Plan, name: str) -> bool:
+def _wanted(plan: BenchPlan, name: str) -> bool:
     return not plan.systems or any(name.startswith(wanted) for wanted in plan.systems)
 
 
 async def _alternate(
-    plan: Plan, systems: Sequence[System], sampling: Sampling, batch: int, progress: Progress, left_out: list[str]
-) -> list[Row]:
+    plan: BenchPlan, systems: Sequence[System], sampling: Sampling, batch: int, progress: Progress, left_out: list[str]
+) -> list[SystemRow]:
     prompts = held_out_prompts(plan.pair.target.folder, max(plan.num_prompts, batch))
     groups = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
-    rows = [Row(system) for system in systems]
+    rows = [SystemRow(system) for system in systems]
     turns = list(itertools.product(range(plan.repeats), groups))
     for turn, (_, group) in enumerate(turns):
         first = turn % len(rows)
@@ -184,7 +184,9 @@ async def _alternate(
     return [row for row in rows if len(row.outcomes) == len(turns)]
 
 
-async def _compare_tokens(rows: Sequence[Row], address: str, plan: Plan, batch: int, temperature: float) -> None:
+async def _compare_tokens(
+    rows: Sequence[SystemRow], address: str, plan: BenchPlan, batch: int, temperature: float
+) -> None:
     """Find every row's differences from the reference. Sampled tokens are this system's alone to compare."""
     prompts = held_out_prompts(plan.pair.target.folder, max(plan.num_prompts, batch))
     reference = next(row for row in rows if row.system.name == REFERENCE)
@@ -203,7 +205,7 @@ async def _compare_tokens(rows: Sequence[Row], address: str, plan: Plan, batch: 
                 if temperature == 0:
                     context = (*prompts[first + index], *expected[:position])
                     gap = await _gap(address, context, {expected[position], actual[position]})
-                row.differences.append(Difference(prompt=first + index, position=position, gap=gap))
+                row.differences.append(TokenDifference(prompt=first + index, position=position, gap=gap))
 
 
 def _first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:
@@ -220,7 +222,7 @@ async def _gap(address: str, context: Prompt, tokens: set[int]) -> float:
     return best[0][0] - best[1][0] if {token_id for _, token_id in best} == tokens else float("inf")
 
 
-def _result(row: Row, rows: Sequence[Row], sampling: Sampling, device: str) -> dict[str, object]:
+def _result(row: SystemRow, rows: Sequence[SystemRow], sampling: Sampling, device: str) -> dict[str, object]:
     speeds = {other.system.name: other.speeds for other in rows}
     ratios = {
         f"over_{label}": spread([a / b for a, b in zip(row.speeds, speeds[name], strict=True)])
@@ -248,13 +250,13 @@ def _table(title: str, case: Sequence[Mapping[str, object]], left_out: Sequence[
     return table
 
 
-def _plot(title: str, case: Sequence[Mapping[str, object]], plan: Plan) -> str:
+def _plot(title: str, case: Sequence[Mapping[str, object]], plan: BenchPlan) -> str:
     points = {}
     for row in case:
         speed = row["tokens_per_s"]
         if isinstance(speed, Mapping) and not str(row["tokens"]).startswith("VOID"):
             drafted = f", {row['setting']}" if str(row["setting"]).startswith("k =") else ""
-            points[f"{row['system']}{drafted}"] = Point.of(0, speed)
+            points[f"{row['system']}{drafted}"] = PlotPoint.of(0, speed)
     return bars(
         f"Tokens per second: {title}",
         f"{plan.pair.caption}; {len(plan.cores)} cores; medians, quartiles",

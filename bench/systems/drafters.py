@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bench.decode import TokensDiffer
-from bench.deployment import Deployment, running
-from bench.plan import Plan
+from bench.deployment import MeasuredDeployment, running
+from bench.plan import BenchPlan
 from bench.systems.workloads import Task, workloads
 from specdec.client import Completion
-from specdec.commands.measuring.figures import spread
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.requests import Sampling, make_request, new_tenant
+from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.tables import Table
 from specdec.commands.shipped_pair import shipped_head
 
@@ -49,7 +49,7 @@ _TOKENS_BESIDE = 1024
 
 
 @dataclass(slots=True)
-class Row:
+class DrafterRow:
     """What one set did with the tasks of one kind."""
 
     speeds: list[float] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Row:
         self.cost_ms += sum(record.cost_ms for record in stats.drafters)
 
 
-def run(plan: Plan, report: Report, progress: Progress) -> None:
+def run(plan: BenchPlan, report: Report, progress: Progress) -> None:
     """Measure all sets on all kinds of text."""
     _measure_sets(plan, report, progress, "drafters", ",".join((*EVERY, *DEAR)), SETS)
     folder = shipped_head(HEAD) if plan.pair.target.name == "shipped-target" else None
@@ -80,10 +80,10 @@ def run(plan: Plan, report: Report, progress: Progress) -> None:
 
 
 def _measure_sets(
-    plan: Plan, report: Report, progress: Progress, part: str, drafters: str, sets: Mapping[str, tuple[str, ...]]
+    plan: BenchPlan, report: Report, progress: Progress, part: str, drafters: str, sets: Mapping[str, tuple[str, ...]]
 ) -> None:
     progress.part(part)
-    deployment = Deployment(
+    deployment = MeasuredDeployment(
         pair=plan.pair,
         cores=plan.cores,
         device=plan.device,
@@ -117,10 +117,10 @@ async def _measure(
     kind: str,
     tasks: Sequence[Task],
     sets: Mapping[str, tuple[str, ...]],
-    plan: Plan,
+    plan: BenchPlan,
     progress: Progress,
-) -> dict[str, Row]:
-    rows = {name: Row() for name in sets if name != "prediction" or any(task.prediction for task in tasks)}
+) -> dict[str, DrafterRow]:
+    rows = {name: DrafterRow() for name in sets if name != "prediction" or any(task.prediction for task in tasks)}
     turns = [(number, task) for _ in range(plan.repeats) for number, task in enumerate(tasks)]
     for turn, (number, task) in enumerate(turns):
         names = list(rows)
@@ -147,7 +147,7 @@ async def _ask(address: str, drafters: Sequence[str], task: Task, seed: int, max
         return await client.complete(request)
 
 
-def _described(kind: str, name: str, row: Row, plain: Row) -> dict[str, object]:
+def _described(kind: str, name: str, row: DrafterRow, plain: DrafterRow) -> dict[str, object]:
     return {
         "text": kind,
         "drafters": name,

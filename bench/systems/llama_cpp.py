@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from bench.checkpoints import cache_folder
-from bench.plan import Plan
+from bench.plan import BenchPlan
 from bench.prompts import Prompt
 from bench.systems.gguf_file import gguf_of
 from bench.systems.http_peer import HttpPeer, start_server
@@ -46,7 +46,7 @@ class LlamaCppDialect:
         return [] if event.get("stop") else list(event.get("tokens", []))
 
 
-def start(plan: Plan, stack: AsyncExitStack, progress: Progress) -> list[HttpPeer]:
+def start(plan: BenchPlan, stack: AsyncExitStack, progress: Progress) -> list[HttpPeer]:
     """Start two servers that live as long as the stack. Raises LeftOut."""
     binary = shutil.which("llama-server")
     if binary is None:

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from bench.deployment import Deployment, running
-from bench.plan import Plan
+from bench.deployment import MeasuredDeployment, running
+from bench.plan import BenchPlan
 from bench.prompts import Prompt
 from bench.systems.system import Outcome
 from specdec.commands.measuring.progress import Progress
@@ -52,13 +52,13 @@ class Served:
         return Outcome(found.tokens_per_s, found.token_ids)
 
 
-def deployments(plan: Plan) -> dict[str, Deployment]:
+def deployments(plan: BenchPlan) -> dict[str, MeasuredDeployment]:
     """What to start, by the name of the system that runs on it."""
     most_tokens = max(plan.batches) * (plan.max_tokens + _TOKENS_BESIDE)
-    usual = Deployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
+    usual = MeasuredDeployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
     found = {SPECULATION: usual, TOGETHER: dataclasses.replace(usual, placement="together")}
     for num_tokens in plan.sync_tokens:
-        found[f"{SYNCHRONOUS}, k = {num_tokens}"] = Deployment(
+        found[f"{SYNCHRONOUS}, k = {num_tokens}"] = MeasuredDeployment(
             pair=plan.pair,
             cores=plan.cores,
             device=plan.device,
@@ -71,13 +71,13 @@ def deployments(plan: Plan) -> dict[str, Deployment]:
                 "max_heads": 1,
             },
         )
-    found[ALL_CORES] = Deployment(
+    found[ALL_CORES] = MeasuredDeployment(
         pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens, is_plain=True
     )
     return found
 
 
-def start(plan: Plan, name: str, stack: AsyncExitStack, progress: Progress) -> list[Served]:
+def start(plan: BenchPlan, name: str, stack: AsyncExitStack, progress: Progress) -> list[Served]:
     """Start a deployment that lives as long as the stack; returns its systems. Raises ClusterFailed."""
     deployment = deployments(plan)[name]
     progress.tell(f"starting {name}")

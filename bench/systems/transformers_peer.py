@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from bench.plan import Plan
+from bench.plan import BenchPlan
 from bench.prompts import Prompt
 from bench.systems.system import LeftOut, Outcome
 from specdec.commands.measuring.progress import Progress
@@ -66,7 +66,7 @@ class Transformers:
         return Outcome(answer["tokens_per_s"], answer["token_ids"])
 
 
-async def start(plan: Plan, stack: AsyncExitStack, progress: Progress) -> list[Transformers]:
+async def start(plan: BenchPlan, stack: AsyncExitStack, progress: Progress) -> list[Transformers]:
     """Start the process, which lives as long as the stack. Raises LeftOut."""
     progress.tell("starting transformers")
     pipe = asyncio.subprocess.PIPE

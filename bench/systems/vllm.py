@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from bench.plan import Plan
+from bench.plan import BenchPlan
 from bench.prompts import Prompt
 from bench.systems.http_peer import HttpPeer, start_server
 from bench.systems.system import LeftOut
@@ -46,7 +46,7 @@ class VllmDialect:
         return [token for choice in event.get("choices", []) for token in choice.get("token_ids") or ()]
 
 
-def start(plan: Plan, stack: AsyncExitStack, progress: Progress) -> list[HttpPeer]:
+def start(plan: BenchPlan, stack: AsyncExitStack, progress: Progress) -> list[HttpPeer]:
     """Start three servers that live as long as the stack. Raises LeftOut."""
     binary = shutil.which("vllm")
     if binary is None:

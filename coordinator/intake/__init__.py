@@ -1,1 +1,1 @@
-"""From what a client sent to what is to be decoded: checked, tokenized, planned, admitted, or taken up again."""
+"""From a client's request to sessions: checks, tokenization, planning, admission, and resuming."""

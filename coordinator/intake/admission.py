@@ -1,4 +1,4 @@
-"""Admission: how many choices run at once, who waits for a place, and when a queue lasts too long to speculate."""
+"""Admission: which choices run, which wait for a place, and when a long queue stops speculation."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from specdec.coordinator.intake.line import Claim, Waiter
 from specdec.wire.errors import Overloaded
 
 _LEAST_RETRY_S = 0.1
-"""Asking more often would cost more than it gains."""
+"""Seconds, at least, that a refused client is told to wait: earlier retries only cost time."""
 _MOST_RETRY_S = 30.0
-"""The estimate is a mean; a client that waits longer by its word may miss many places."""
+"""Seconds, at most, that a refused client is told to wait: the estimate is a mean, and places may be free sooner."""
 _FIRST_GUESS_S = 1.0
-"""How long a place is held, before any was given back."""
+"""Seconds that a place is assumed to be held, before any was given back."""
 _SMOOTHING = 0.1
-"""The mean is over about the last ten places given back."""
+"""Weight of the latest place in the mean holding time: about ten places count."""
 _LEAST_RETURNED = 10
-"""No request is refused for what it would have to wait before the mean is of so many."""
+"""Places given back before the mean holding time may refuse a request by its deadline."""
 _RECOVERED_S = 5.0
-"""The queue must be empty for so long before speculation is back: it may be empty only because there is none."""
+"""Seconds of an empty queue before speculation resumes: the queue may be empty only because nobody speculates."""
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """What a claim was granted; it is held until `release`."""
+    """The places granted to a claim, held until `release`."""
 
     claim: Claim
     _queue: AdmissionQueue = field(repr=False)
@@ -35,7 +35,7 @@ class Place:
     is_held: bool = True
 
     def release(self, used: float | None = None) -> None:
-        """Give it back, and tell the work that was done, if it is known. Does nothing the second time."""
+        """Give the places back, with the work done in tokens if it is known. A second call does nothing."""
         if self.is_held:
             self.is_held = False
             self._queue.give_back(self.claim, time.monotonic() - self._started_s, used)
@@ -44,9 +44,9 @@ class Place:
 class AdmissionQueue:
     """A bounded waiting room, fair to tenants, in front of a bounded number of places.
 
-    Who is next is decided by `FairQueue`. A claim of n places takes n, at most all of them, and nobody overtakes it
-    while it waits for the last of them. When the room is full, the tenant that has most in it gives up its last: a
-    tenant that has less is never refused for another's crowd.
+    `FairQueue` decides who is next. A claim of n places takes n, at most all of them, and nobody overtakes it while it
+    waits for the last of them. When the room is full, the tenant that has most in it gives up its last claim: a
+    tenant with fewer claims is never refused for another's crowd.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class AdmissionQueue:
         queue_timeout_s: float | None,
         on_change: Callable[[int, int], None] = lambda num_running, num_waiting: None,
     ) -> None:
-        """Places, waiting claims, and the longest wait. `on_change` is told how many claims run and wait."""
+        """Set the bounds. `on_change` gets the numbers of running and waiting claims."""
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.num_running = 0
-        """Claims that were granted and not given back."""
+        """Claims that hold places."""
         self.num_taken = 0
-        """Places they take."""
+        """Places that they hold."""
         self._queue_timeout_s = queue_timeout_s
         self._queue = FairQueue()
         self._mean_held_s = _FIRST_GUESS_S
@@ -81,7 +81,7 @@ class AdmissionQueue:
         return None if head is None else self._need(head.claim)
 
     async def acquire(self, claim: Claim) -> Place:
-        """Wait for places; whoever cancels this has none.
+        """Wait for places; a cancelled wait holds none.
 
         Raises:
             Overloaded: the room is full (OVERLOADED), the wait was too long (QUEUE_TIMEOUT), or would end after the
@@ -96,11 +96,11 @@ class AdmissionQueue:
         return Place(claim, self)
 
     def retry_after_s(self, claim: Claim) -> float:
-        """When this claim is likely to be granted if it comes again."""
+        """Seconds until this claim is likely to be granted if it comes again."""
         return min(_MOST_RETRY_S, max(_LEAST_RETRY_S, self._wait_s(claim)))
 
     def give_back(self, claim: Claim, held_s: float, used: float | None) -> None:
-        """For `Place`: it was held so long, for so much work."""
+        """For `Place`: it was held for `held_s` and did `used` tokens of work."""
         self._num_returned += 1
         self._mean_held_s += _SMOOTHING * (held_s - self._mean_held_s)
         if used is not None:
@@ -131,7 +131,7 @@ class AdmissionQueue:
             async with asyncio.timeout(self._queue_timeout_s):
                 await waiter.admitted
         except TimeoutError:
-            if waiter.has_place:  # it came in the same turn
+            if waiter.has_place:  # granted in the same turn of the event loop
                 return
             self._leave(waiter)
             raise Overloaded(
@@ -140,7 +140,7 @@ class AdmissionQueue:
                 reason="QUEUE_TIMEOUT",
             ) from None
         except asyncio.CancelledError:
-            if waiter.has_place:  # it came in the same turn
+            if waiter.has_place:  # granted in the same turn of the event loop
                 self._queue.correct(claim, 0.0)
                 self._free(claim)
             self._leave(waiter)
@@ -150,7 +150,8 @@ class AdmissionQueue:
         if self.num_waiting < self.max_waiting:
             return
         error = Overloaded(
-            f"{self.num_running} requests run and {self.num_waiting} wait", retry_after_s=self.retry_after_s(claim)
+            f"{self.num_running} requests run and {self.num_waiting} wait (max_waiting)",
+            retry_after_s=self.retry_after_s(claim),
         )
         displaced = self._queue.displaced_by(claim)
         if displaced is None:
@@ -160,7 +161,7 @@ class AdmissionQueue:
 
     def _leave(self, waiter: Waiter) -> None:
         if self._queue.remove(waiter):
-            self._grant()  # it may have held up others that need fewer places
+            self._grant()  # it may have blocked claims that need fewer places
             self._changed()
 
     def _free(self, claim: Claim) -> None:
@@ -196,13 +197,13 @@ class AdmissionQueue:
 
 
 class LoadShedding:
-    """Whether new sessions may speculate: not while requests have waited for longer than bursts last.
+    """Decides whether new sessions may speculate: not while requests have queued for longer than a burst lasts.
 
-    Speculation goes first because it is the work that can be left out without losing a token.
+    Speculation is the only work that can be left out without losing a token.
     """
 
     def __init__(self, shed_after_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`shed_after_s`: how long the queue must be without a break; None: sessions may always speculate."""
+        """`shed_after_s`: how long the queue must exist without a break; None: sessions may always speculate."""
         self._shed_after_s = shed_after_s
         self._clock = clock
         self._since_s = -float("inf")
@@ -210,7 +211,7 @@ class LoadShedding:
         self._is_shedding = False
 
     def on_queue(self, num_waiting: int) -> None:
-        """Another number of requests waits."""
+        """The number of waiting requests has changed."""
         if (num_waiting > 0) != self._has_queue:
             self._update()
             self._has_queue = num_waiting > 0

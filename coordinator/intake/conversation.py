@@ -1,4 +1,4 @@
-"""From a conversation as a client sent it to plain data for a chat template. What is JSON in it is bounded here."""
+"""From a conversation as a client sent it to plain data for a chat template. The JSON in it is bounded here."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from specdec.wire.errors import InvalidRequest
 
 
 def read_conversation(chat: api.ChatMessages, reserved: frozenset[str]) -> Conversation:
-    """The conversation, checked. `reserved` are the names of variables that are not the caller's to give.
+    """The conversation, checked. `reserved` names the variables that a caller may not set.
 
     Raises:
-        InvalidRequest: there is no message; JSON that is none, of the wrong kind, too deep or of too many values;
-            a reserved variable; fields that contradict each other.
+        InvalidRequest: no message; JSON that is malformed, of the wrong kind, too deep or of too many values; a
+            reserved variable; fields that contradict each other.
     """
     if not chat.messages:
         raise InvalidRequest("messages.messages", "must not be empty")
@@ -26,7 +26,8 @@ def read_conversation(chat: api.ChatMessages, reserved: frozenset[str]) -> Conve
     tools = _objects(values, "messages.tools_json", chat.tools_json)
     variables = _variables(values, chat.template_variables_json, reserved)
     if chat.documents_json and "documents" in variables:
-        raise InvalidRequest("messages.template_variables_json.documents", "is told beside them")
+        message = "conflicts with messages.documents_json: send one of them"
+        raise InvalidRequest("messages.template_variables_json.documents", message)
     return Conversation(
         messages=[_message(values, index, message) for index, message in enumerate(chat.messages)],
         tools=tools or None,
@@ -53,7 +54,7 @@ def _variables(values: JsonValues, text: str, reserved: frozenset[str]) -> dict[
     variables: dict[str, Any] = values.read(field, text, dict) if text else {}
     for name in variables:
         if name == "chat_template":
-            raise InvalidRequest(f"{field}.{name}", "a template is told beside them, in messages.chat_template")
+            raise InvalidRequest(f"{field}.{name}", "is not a variable: send the template in messages.chat_template")
         if name in reserved or name.startswith("_") or not name.isidentifier():
             raise InvalidRequest(f"{field}.{name}", "is not a variable that a caller may set")
     return variables
@@ -71,6 +72,6 @@ def _message(values: JsonValues, index: int, message: api.ChatMessage) -> dict[s
         field = f"messages.messages[{index}].fields_json"
         more = values.read(field, message.fields_json, dict)
         if "role" in more:
-            raise InvalidRequest(f"{field}.role", "is told beside it")
+            raise InvalidRequest(f"{field}.role", f"conflicts with messages.messages[{index}].role: leave it out")
         read |= more
     return read

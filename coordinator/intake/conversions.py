@@ -1,8 +1,8 @@
-"""Text to tokens and back, for callers who want nothing generated: fair to tenants, and bounded, as requests are.
+"""Tokenize and Detokenize: text to tokens and back without generation, fair to tenants and bounded as requests are.
 
-They use no tokens of a quota, but a coordinator's time and memory. So the bytes of a call count against the budgets of
-bytes until its answer has left, those of the answer if it is the longer of the two; and what is long takes its tenant's
-turn in a thread, as long prompts do. The answer is encoded there, too.
+These calls use no tokens of a quota, but a coordinator's time and memory. So the bytes of a call, or of its answer if
+that is longer, count against the budgets of bytes until the answer has left. Long inputs are converted, and their
+answers encoded, in a thread when their tenant's turn comes, as long prompts are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from specdec.coordinator.intake.prompt import PromptReader
-from specdec.coordinator.intake.prompt_bytes import PromptBytes
-from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.text_limits import PromptBytes, TokenizingTurns
 from specdec.coordinator.intake.validation import Limits, check_vocabulary
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.v1 import common_pb2 as pb
@@ -20,10 +19,10 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
 
 _INLINE_TOKENS = 1024
-"""Their text takes two milliseconds; more would hold up the other streams of this event loop."""
+"""Tokens converted in the event loop, which takes two milliseconds; more would hold up the other streams."""
 
 _LEAST_TOKEN_BYTES = 3
-"""In the answer to Tokenize: a token's id, and tag and length of its text."""
+"""Bytes of one token in the answer to Tokenize: its id, and the tag and length of its text."""
 
 
 class Conversions:
@@ -41,11 +40,11 @@ class Conversions:
         """Convert nothing yet.
 
         Args:
-            fleet: knows what is served.
-            limits_of: what clients may ask of a model here.
-            turns: where what is long is converted.
+            fleet: knows the served model.
+            limits_of: returns what clients may ask of a model.
+            turns: where long inputs are converted.
             prompt_bytes: budgets that calls count against.
-            max_message_bytes: no answer is larger.
+            max_message_bytes: size limit of an answer.
         """
         self._max_message_bytes = max_message_bytes
         self._fleet = fleet
@@ -54,11 +53,11 @@ class Conversions:
         self._prompt_bytes = prompt_bytes
 
     async def tokenize(self, request: api.TokenizeRequest, tenant: str, weight: float, held: ExitStack) -> bytes:
-        """A TokenizeResponse. What the call holds is given back when `held` is closed.
+        """An encoded TokenizeResponse. Closing `held` gives back the call's bytes.
 
         Raises:
-            InvalidRequest: there is nothing to tokenize, too much, or too much to answer.
-            Overloaded: the tenant, or all, have as many bytes here as may be (PROMPT_BYTES_EXCEEDED).
+            InvalidRequest: the text is empty or too long, or the answer too large.
+            Overloaded: the bytes of the tenant, or of all, are used up (PROMPT_BYTES_EXCEEDED).
         """
         num_bytes = request.ByteSize()
         held.enter_context(self._prompt_bytes.hold(tenant, num_bytes))
@@ -85,7 +84,7 @@ class Conversions:
         return self._held(field, encoded, num_bytes, tenant, held)
 
     async def detokenize(self, request: api.DetokenizeRequest, tenant: str, weight: float, held: ExitStack) -> bytes:
-        """A DetokenizeResponse; otherwise as `tokenize`."""
+        """An encoded DetokenizeResponse; `held` and errors as in `tokenize`."""
         num_bytes = request.ByteSize()
         held.enter_context(self._prompt_bytes.hold(tenant, num_bytes))
         served = self._fleet.require_served(request.model)
@@ -104,7 +103,7 @@ class Conversions:
         return self._held("token_ids", encoded, num_bytes, tenant, held)
 
     def _held(self, field: str, encoded: bytes, num_bytes: int, tenant: str, held: ExitStack) -> bytes:
-        """An answer, of which what is longer than its request is held, too."""
+        """The answer; the bytes that it has more than its request are held, too."""
         self._check_size(field, len(encoded))
         if len(encoded) > num_bytes:
             held.enter_context(self._prompt_bytes.hold(tenant, len(encoded) - num_bytes))
@@ -116,7 +115,7 @@ class Conversions:
 
 
 def check_detokenized(token_ids: Sequence[int], limits: Limits) -> None:
-    """Token ids to make text of: of the vocabulary, and no more than a context holds."""
+    """Check that token ids are of the vocabulary, and no more than a context holds. Raises InvalidRequest."""
     if len(token_ids) > limits.max_model_len:
         raise InvalidRequest(
             "token_ids", f"{len(token_ids)} ids are more than a context of {limits.max_model_len} tokens holds"

@@ -1,7 +1,7 @@
 """Whose turn it is: start-time fair queueing over tenants, priorities within each.
 
-Every tenant has a tag, in tokens of work per unit of weight: how much it has been given. The tenant with the least tag
-is next. Virtual time is the highest tag at which anything was given; a tenant that comes back starts there, so nobody
+Every tenant has a tag: the work it has been given, in tokens per unit of weight. The tenant with the least tag is
+next. Virtual time is the highest tag at which a claim was granted; a tenant that comes back starts there, so nobody
 saves up turns while idle and nobody owes for work that no one else wanted.
 """
 
@@ -15,12 +15,13 @@ from itertools import islice
 from specdec.coordinator.intake.line import Claim, Line, Waiter
 
 _LEAST_SWEEP_TENANTS = 1024
-"""Without API keys clients name their tenants, so there may be any number of them."""
+"""Tenants kept before idle ones are dropped: without API keys clients name them, so their number is unbounded."""
 _MOST_IDLE_TENANTS = 16_384
-"""Remembered for what they owe. Of more, those who owe least are let off: under another name they would be as well."""
+"""Idle tenants kept for the work they owe; those that owe least are dropped first."""
 _SAMPLED_TENANTS = 256
-"""How long a wait is likely to be is told from so many: whoever is refused must not cost more than who is served."""
+"""Tenants sampled to estimate a wait: a refused request must not cost more than a served one."""
 _LEAST_COMPACTED = 64
+"""Stale heap entries that are not worth removing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +30,7 @@ class _Tenant:
     tag: float
     weight: float
     arrived: int
-    """Breaks ties: who has been in line for longer."""
+    """Breaks ties: the tenant that has been in line for longer is next."""
     line: Line = field(default_factory=Line)
 
     @property
@@ -39,21 +40,21 @@ class _Tenant:
 
     @property
     def crowd(self) -> float:
-        """How much it has in line, by weight."""
+        """Claims in line per unit of weight."""
         return len(self.line) / self.weight
 
 
 class FairQueue:
     """Claims of many tenants, and which one is next.
 
-    Guarantee: of two tenants that both have claims in line all the while, what they are given, by estimate and per unit
-    of weight, differs by at most one claim of each. A claim that comes, is granted or leaves costs O(log n).
+    Guarantee: while two tenants both have claims in line, the estimated work they are given, per unit of weight,
+    differs by at most one claim of each. A claim that comes, is granted or leaves costs O(log n).
     """
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
         self._backlogged: dict[str, _Tenant] = {}
-        # Heaps with an entry for each change; what is not a tenant's latest is passed over.
+        # Heaps with an entry for each change; only a tenant's latest counts.
         self._turns: list[tuple[tuple[float, int], int, _Tenant]] = []
         self._crowds: list[tuple[float, int, _Tenant]] = []
         self._num_noted = 0
@@ -66,7 +67,7 @@ class FairQueue:
         return self._num_waiting
 
     def new_waiter(self, claim: Claim) -> Waiter:
-        """A claim that has just come; not in line yet. Needs a running event loop."""
+        """A waiter for a new claim; not in line yet. Needs a running event loop."""
         self._num_arrived += 1
         return Waiter(claim.priority, self._num_arrived, claim, asyncio.get_running_loop().create_future())
 
@@ -82,7 +83,7 @@ class FairQueue:
         self._note(tenant)
 
     def head(self) -> Waiter | None:
-        """Who is next."""
+        """The next waiter; None if nobody waits."""
         while self._turns:
             turn, _, tenant = self._turns[0]
             if tenant.line and turn == tenant.turn:
@@ -91,13 +92,13 @@ class FairQueue:
         return None
 
     def pop(self, waiter: Waiter) -> None:
-        """Take the head out of line: it is given what it asked for."""
+        """Take the head out of line; its claim is granted."""
         tenant = self._backlogged[waiter.claim.tenant]
         self._give(tenant, waiter.claim)
         self._left(tenant, waiter)
 
     def remove(self, waiter: Waiter) -> bool:
-        """Take a claim out of line that is given nothing; whether it was in line."""
+        """Take a claim out of line ungranted; False if it was not in line."""
         if not waiter.is_in_line:
             return False
         self._left(self._backlogged[waiter.claim.tenant], waiter)
@@ -111,16 +112,16 @@ class FairQueue:
         self._note(tenant)
 
     def correct(self, claim: Claim, used: float) -> None:
-        """A granted claim has used this much, not what was estimated. No tenant gets before virtual time by it."""
+        """Replace a granted claim's estimated work by the used work. No tag falls below virtual time."""
         tenant = self._tenants.get(claim.tenant)
         if tenant is not None:
             tenant.tag = max(self._virtual, tenant.tag + (used - claim.work) / tenant.weight)
             self._note(tenant)
 
     def displaced_by(self, newcomer: Claim) -> Waiter | None:
-        """Who leaves a full line for a newcomer: the last of the tenant that has most in it, by weight.
+        """The waiter that leaves a full line for a newcomer: the last of the tenant with most claims per weight.
 
-        None: the newcomer is of that tenant and would be its last.
+        None: the newcomer itself is the one to refuse.
         """
         own = self._backlogged.get(newcomer.tenant)
         num_own = 1 if own is None else len(own.line) + 1
@@ -131,7 +132,7 @@ class FairQueue:
         return last if last is not None and newcomer.priority < last.priority else None
 
     def num_places_before(self, newcomer: Claim) -> float:
-        """Places that will have been given to others before a newcomer gets its own; an estimate."""
+        """Estimated places that others are given before a newcomer gets its own."""
         own = self._backlogged.get(newcomer.tenant)
         num_before, own_places = (0, 0) if own is None else own.line.before(newcomer.priority)
         num_turns = (num_before + 1) / newcomer.weight
@@ -162,7 +163,7 @@ class FairQueue:
             del self._backlogged[tenant.name]
 
     def _note(self, tenant: _Tenant) -> None:
-        """Something about a tenant has changed that decides whose turn it is, or who has most in line."""
+        """A tenant's tag or line has changed, and with it its rank in both heaps."""
         if not tenant.line:
             return
         self._num_noted += 1
@@ -186,7 +187,7 @@ class FairQueue:
     def _sweep(self) -> None:
         if len(self._tenants) < self._sweep_at:
             return
-        # A tenant at virtual time is like one that was never here. Where each comes once, virtual time stands still.
+        # A tenant at virtual time is like a new one. If each tenant comes only once, virtual time stands still.
         idle = [t for t in self._tenants.values() if not t.line and t.tag > self._virtual]
         if len(idle) > _MOST_IDLE_TENANTS:
             idle = heapq.nlargest(_MOST_IDLE_TENANTS, idle, key=lambda t: t.tag)

@@ -1,4 +1,4 @@
-"""Claims that wait, in the order in which they are granted. Whoever leaves costs no more than whoever comes."""
+"""One tenant's waiting claims, in the order in which they are granted."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 _LEAST_COMPACTED = 64
-"""Of fewer that have left, the memory is not worth looking for."""
+"""Entries of claims that left which are not worth removing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What is asked of a queue."""
+    """A request's demand on a queue."""
 
     tenant: str = ""
     priority: int = 0
     """Orders the tenant's own claims only: lower first."""
     work: float = 1.0
-    """An estimate, in tokens (or bytes): what the tenant's share is measured in."""
+    """Estimated work in tokens or bytes, the unit of tenants' shares."""
     num_places: int = 1
     weight: float = 1.0
     """The tenant's share, relative to others' weights."""
     deadline_s: float | None = None
-    """On the monotonic clock: a place after that is of no use."""
+    """Monotonic time after which a place is of no use."""
 
 
 @dataclass(order=True, slots=True)
@@ -44,9 +44,9 @@ class Waiter:
 
 
 class Line:
-    """One tenant's claims. Each operation costs O(log n), but for those that look for a place: see there.
+    """One tenant's claims. Each operation costs O(log n), except `before`.
 
-    Those that have left stay in the heaps until they come up, or are more than those that wait.
+    Claims that left stay in the heaps until they reach the top, or outnumber those that wait.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Line:
         self._num_of: Counter[int] = Counter()
         self._places_of: Counter[int] = Counter()
         self.num_places = 0
-        """That all in line need together."""
+        """Places that all claims in line need together."""
         self._num = 0
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Line:
         self._count(waiter, 1)
 
     def remove(self, waiter: Waiter) -> None:
-        """Take a claim out of line, which is in it."""
+        """Take a claim out of line; it must be in it."""
         waiter.is_in_line = False
         self._count(waiter, -1)
         if len(self._firsts) + len(self._lasts) > 4 * self._num + _LEAST_COMPACTED:
@@ -79,19 +79,19 @@ class Line:
             heapq.heapify(self._lasts)
 
     def first(self) -> Waiter:
-        """The next one. There must be one."""
+        """The next claim. The line must not be empty."""
         while not self._firsts[0].is_in_line:
             heapq.heappop(self._firsts)
         return self._firsts[0]
 
     def last(self) -> Waiter:
-        """The last one. There must be one."""
+        """The last claim. The line must not be empty."""
         while not self._lasts[0][2].is_in_line:
             heapq.heappop(self._lasts)
         return self._lasts[0][2]
 
     def before(self, priority: int) -> tuple[int, int]:
-        """How many go before a newcomer, and the places they need. Costs O(priorities in line)."""
+        """Claims ahead of a newcomer, and the places they need. Costs O(distinct priorities in line)."""
         ahead = [other for other in self._num_of if other <= priority]
         return sum(self._num_of[other] for other in ahead), sum(self._places_of[other] for other in ahead)
 

@@ -1,4 +1,4 @@
-"""From a Generate request to what is to be decoded: everything in it is checked here, before it takes a place."""
+"""From a Generate request to a plan of its decoding: all its fields are checked here, before it takes a place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specdec.coordinator.intake.resume import (
     prompt_logprobs_start,
 )
 from specdec.coordinator.intake.terms import Terms, check_prompt_logprobs, settle_terms
-from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import (
     CheckedSampling,
     CheckedSpeculation,
@@ -45,37 +45,37 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
 
 _EXPECTED_OUTPUT_TOKENS = 256
-"""What a choice is taken to use before it has ended, if it may use more: what it did use is told then."""
+"""Tokens that an unfinished choice is assumed to generate, if it may generate more; corrected when it ends."""
 _UID_DIGITS = 16
-"""Some 60 random bits: no two requests of a coordinator's life are alike."""
+"""Hexadecimal digits, some 60 random bits, of an id that is unique among a coordinator's requests."""
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """Who calls, and how much time there is."""
+class RequestCaller:
+    """The caller of a request: tenant, deadline, allowance."""
 
     tenant: str
     deadline_s: float | None
-    """On the monotonic clock."""
+    """Monotonic time."""
     allowance: Allowance = field(default_factory=Allowance)
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     """W3C Trace Context, if the caller sent one."""
     arrived_s: float = field(default_factory=time.monotonic)
-    """When the call came, on the monotonic clock."""
+    """Monotonic time."""
     held: ExitStack = field(default_factory=ExitStack)
-    """What the call holds until its end has reached the caller, who may take its time."""
+    """Resources held until the call's end has reached the caller, which may be slow to read."""
 
     def salted(self, cache_salt: str) -> bytes:
-        """Keeps tenants' prefixes apart, and within a tenant those of requests with different salts.
+        """The salt of prefix caching: it keeps tenants apart, and within a tenant the requests with different salts.
 
-        Names of tenants have no NUL, so that no tenant's salt is another's.
+        Tenants' names contain no NUL, so no two tenants share a salt.
         """
         return self.tenant.encode() + (b"\0" + cache_salt.encode() if cache_salt else b"")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A checked request, and all that is needed to run it."""
+class RequestPlan:
+    """A checked request with everything needed to run it."""
 
     request: Request
     served: ServedModel
@@ -84,27 +84,27 @@ class Plan:
     sampling: CheckedSampling
     speculation: CheckedSpeculation
     prediction: list[int]
-    """What its output is expected to be."""
+    """Token ids that the client expects as output."""
     max_tokens: int
-    """Of each choice's output."""
+    """Output limit of each choice."""
     max_model_len: int
     seed: int
     resume_token: bytes
-    """What a client shows to take the request up again."""
+    """Proof with which a client may resume the request."""
     is_resume: bool
     journal_params: bytes
-    """What a request that takes this one up is held against."""
+    """Parameters that a resuming request must repeat."""
     held: list[HeldChoice]
-    """One per choice: what of its output is known already."""
+    """Output that is known already, one entry per choice."""
     prompt_logprobs_start: int
-    """Position from which on the client lacks the prompt's log-probabilities."""
+    """First position whose prompt log-probabilities the client lacks."""
     prompt_logprobs_in_parts: bool
     """The client takes them in several chunks."""
     allowance: Allowance
     """The caller's."""
 
     def claim(self) -> Claim:
-        """What it asks of the admission queue. Work is in tokens; choices share their prompt."""
+        """The request's claim on the admission queue. Work is in tokens; choices share their prompt."""
         return Claim(
             tenant=self.request.key.tenant,
             priority=self.request.priority,
@@ -115,20 +115,20 @@ class Plan:
         )
 
     def num_tokens(self, num_output_tokens: int) -> float:
-        """The work of the request with so much output."""
+        """Work of the request, in tokens."""
         return float(len(self.prompt) + num_output_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a request's fields say, before its texts are looked at."""
+    """A request's checked fields, before its texts are tokenized."""
 
     served: ServedModel
     seed: int
     resume_token: bytes
     max_model_len: int
     limits: Limits
-    """The caller's."""
+    """The model's, narrowed by the caller's allowance."""
     sampling: CheckedSampling
     speculation: CheckedSpeculation
 
@@ -136,8 +136,8 @@ class _Asked:
 class Planner:
     """Checks requests against the model that is served, the caller's limits and, to resume, the journal.
 
-    In stages, each in one place: fields (validation.py), texts (prompt.py), lengths and sizes (terms.py), and what is
-    known of the output already (resume.py).
+    It works in stages, each in one file: fields (validation.py), texts (prompt.py), lengths and sizes (terms.py), and
+    known output (resume.py).
     """
 
     def __init__(
@@ -155,14 +155,14 @@ class Planner:
         """Plan nothing yet.
 
         Args:
-            fleet: knows what is served.
-            journal: knows what is resumed.
-            limits_of: what clients may ask of a model here.
-            default_mode: how to verify when a request does not say.
-            default_method: how rejection mode decides on a chain then.
+            fleet: knows the served model.
+            journal: knows the output of resumed requests.
+            limits_of: returns what clients may ask of a model.
+            default_mode: verification mode of requests that name none.
+            default_method: rejection mode's method for chains, for requests that name none.
             resume_secret: the key of resume tokens.
-            turns: where long texts are tokenised.
-            max_message_bytes: what is taken from clients.
+            turns: where long texts are tokenized.
+            max_message_bytes: size limit of clients' messages.
         """
         self._max_message_bytes = max_message_bytes
         self._turns = turns
@@ -173,17 +173,19 @@ class Planner:
         self._default_method = default_method
         self._resume_secret = resume_secret
 
-    def key(self, body: api.GenerateRequest, caller: Caller) -> RequestKey:
-        """Whose the request is, and its id: the client's, or one made up. Raises InvalidRequest."""
+    def key(self, body: api.GenerateRequest, caller: RequestCaller) -> RequestKey:
+        """Tenant and request id: the client's, or a random one. Raises InvalidRequest."""
         check_request_id(body.request_id)
         check_cache_salt(body.cache_salt)
         return RequestKey(caller.tenant, body.request_id or uuid.uuid4().hex)
 
-    async def plan(self, body: api.GenerateRequest, key: RequestKey, caller: Caller, trace: RequestTrace) -> Plan:
-        """Return what to decode. `trace` becomes the request's, and is told what it asks for.
+    async def plan(
+        self, body: api.GenerateRequest, key: RequestKey, caller: RequestCaller, trace: RequestTrace
+    ) -> RequestPlan:
+        """Return what to decode. `trace` becomes the request's and records its parameters.
 
         Raises:
-            SpecdecError: the request is bad, or nothing is served that it could be for.
+            SpecdecError: the request is invalid, or no model is served that it could use.
         """
         asked = self._read(body, key, caller)
         sampling = asked.sampling
@@ -210,7 +212,7 @@ class Planner:
         )
         journal_params = encode_params(body, texts.prompt, asked.seed)
         prompt_start, held = await self._resume(body, key, asked, texts, terms, journal_params)
-        return Plan(
+        return RequestPlan(
             request=_request(body, key, caller, asked, texts, terms, trace),
             served=asked.served,
             prompt=texts.prompt,
@@ -229,8 +231,8 @@ class Planner:
             allowance=caller.allowance,
         )
 
-    def _read(self, body: api.GenerateRequest, key: RequestKey, caller: Caller) -> _Asked:
-        """What the fields say. A resumed request keeps the terms it was planned with, once its token proves them."""
+    def _read(self, body: api.GenerateRequest, key: RequestKey, caller: RequestCaller) -> _Asked:
+        """Check the fields. A resumed request keeps the terms that its resume token proves."""
         served = self._fleet.require_served(body.model)
         seed = _seed(body)
         token = body.resume.resume_token if body.HasField("resume") else None
@@ -256,7 +258,7 @@ class Planner:
     async def _resume(
         self, body: api.GenerateRequest, key: RequestKey, asked: _Asked, texts: Texts, terms: Terms, params: bytes
     ) -> tuple[int, list[HeldChoice]]:
-        """What need not be computed: the prompt's log-probabilities before a position, and output of each choice."""
+        """Position before which the prompt's log-probabilities need no computing, and each choice's known output."""
         sampling = asked.sampling
         start = prompt_logprobs_start(body, len(texts.prompt))
         check_prompt_logprobs(body, len(texts.prompt), terms)
@@ -281,7 +283,7 @@ class Planner:
 def _request(
     body: api.GenerateRequest,
     key: RequestKey,
-    caller: Caller,
+    caller: RequestCaller,
     asked: _Asked,
     texts: Texts,
     terms: Terms,
@@ -307,10 +309,10 @@ def _request(
 
 
 def _seed(body: api.GenerateRequest) -> int:
-    """The request's seed, or one made up; a resumed request names its id and its seed."""
+    """The request's seed, or a random one; a resumed request must name its id and its seed."""
     has_seed = body.sampling.HasField("seed")
     if body.HasField("resume") and not body.request_id:
-        raise InvalidRequest("request_id", "a resumed request is sent with its id")
+        raise InvalidRequest("request_id", "is missing: a resumed request is sent with the id of its first chunk")
     if body.HasField("resume") and not has_seed:
-        raise InvalidRequest("sampling.seed", "a resumed request is sent with the seed of its first chunk")
+        raise InvalidRequest("sampling.seed", "is missing: a resumed request is sent with the seed of its first chunk")
     return body.sampling.seed if has_seed else secrets.randbits(64)

@@ -1,4 +1,4 @@
-"""From the texts that a client sent to token ids. Every refusal is an InvalidRequest that names the field."""
+"""From a client's texts to token ids. Every refusal is an InvalidRequest that names the field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from specdec.coordinator.intake.conversation import read_conversation
-from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import CheckedSampling, Limits, check_vocabulary
 from specdec.coordinator.text.bad_words import bad_word_sequences
 from specdec.coordinator.text.request_templates import check_request_template
@@ -18,16 +18,16 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
 
 _INLINE_BYTES = 8192
-"""More would hold up the other streams of this event loop; for less, a thread costs more than it saves."""
+"""Bytes tokenized in the event loop: more would hold up the other streams, and for less a thread costs too much."""
 _INLINE_MESSAGES = 64
-"""The same for messages, which cost a template time even when they are empty."""
+"""Messages rendered in the event loop: even empty ones cost a template time."""
 _MOST_BEHIND = 3
-"""Tokens of layout that a template may put between the end of an empty think section and the answer."""
+"""Layout tokens that a template may put between an empty think section and the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What of a request is tokens."""
+    """A request's texts as token ids."""
 
     prompt: list[int]
     """Truncated if the client asked for it."""
@@ -36,14 +36,14 @@ class Texts:
 
 
 class PromptReader:
-    """Reads prompts of all three kinds, for one caller. Long texts wait for their tenant's turn in a thread."""
+    """Reads one caller's prompts: text, token ids or messages. Long texts wait for their tenant's turn in a thread."""
 
     def __init__(
         self, tokenizer: TextTokenizer, limits: Limits, turns: TokenizingTurns, tenant: str = "", weight: float = 1.0
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        # More text than a context of the longest tokens is not worth reading, even to keep the end of it.
+        # A text of more bytes cannot fit, even if the client wants only its end.
         most_bytes = min(limits.max_prompt_bytes, limits.max_model_len * tokenizer.longest_token_bytes)
         self._prompt_limits = replace(limits, max_prompt_bytes=most_bytes)
         self._turns = turns
@@ -54,7 +54,7 @@ class PromptReader:
         """All texts of a request as tokens: bad words and the start of the constraint go into `sampling`.
 
         Raises:
-            InvalidRequest: the first text, in the order prompt, bad words, prediction, constraint, that cannot be used.
+            InvalidRequest: names the first bad text, in the order prompt, bad words, prediction, constraint.
         """
         prompt = await self.read(body, sampling)
         for sequence in await self.bad_words(body.sampling.bad_words):
@@ -68,7 +68,7 @@ class PromptReader:
         """The prompt, checked and truncated.
 
         Raises:
-            InvalidRequest: there is none, or it is empty, too long, or not of the vocabulary.
+            InvalidRequest: the prompt is missing, empty, too long, or has ids outside the vocabulary.
         """
         kind = body.WhichOneof("input")
         if kind is None:
@@ -88,7 +88,7 @@ class PromptReader:
         return check_prompt(kind, token_ids, sampling, self._limits)
 
     async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """The token sequences of a request's bad words, which are checked. Raises InvalidRequest."""
+        """Check a request's bad words; returns their token sequences. Raises InvalidRequest."""
 
         def read() -> list[list[int]]:
             return bad_word_sequences(words, lambda word: encode(word, False), self._limits.vocab_size)
@@ -99,10 +99,10 @@ class PromptReader:
         return await self._turns.run(read, num_bytes, self._tenant, self._weight)
 
     async def read_prediction(self, body: api.GenerateRequest) -> list[int]:
-        """The tokens that the client expects; none where it says nothing.
+        """The tokens that the client expects; empty if it sent no prediction.
 
         Raises:
-            InvalidRequest: they are too many, or not of the vocabulary.
+            InvalidRequest: the prediction is too long, or has ids outside the vocabulary.
         """
         prediction = body.prediction
         match prediction.WhichOneof("content"):
@@ -121,7 +121,7 @@ class PromptReader:
     async def convert(
         self, field: str, text: str, add_special_tokens: bool, answer: Callable[[list[int]], bytes]
     ) -> bytes:
-        """What `answer` makes of a text's token ids, in the same turn and thread as these.
+        """Apply `answer` to a text's token ids, in the turn and thread of the tokenization.
 
         Raises:
             InvalidRequest: the text is empty or too long.
@@ -139,7 +139,7 @@ class PromptReader:
     async def convert_chat(
         self, messages: api.ChatMessages, add_special_tokens: bool, answer: Callable[[list[int]], bytes]
     ) -> bytes:
-        """As `convert`, of a conversation. Raises InvalidRequest."""
+        """`convert` for a conversation. Raises InvalidRequest."""
         if self._is_short(messages):
             return await self.convert("messages", self._render(messages), add_special_tokens, answer)
 
@@ -158,7 +158,7 @@ class PromptReader:
         )
 
     async def _encode_chat(self, messages: api.ChatMessages, most: int) -> tuple[int, list[int]]:
-        """As `_encode`, of a conversation, whose template has the special tokens."""
+        """`_encode` for a conversation, whose template adds the special tokens."""
         if self._is_short(messages):
             text = self._render(messages)
             return await self._encode(text, len(text.encode()), False, most)
@@ -170,7 +170,7 @@ class PromptReader:
         )
 
     def _is_short(self, messages: api.ChatMessages) -> bool:
-        """Whether rendering takes no longer than may be done at once. Raises InvalidRequest for what may not be."""
+        """Whether rendering may be done in the event loop. Raises InvalidRequest if it may not be done at all."""
         if messages.chat_template:
             check_request_template(messages.chat_template, self._limits.trusts_chat_templates)
         check_num_messages(len(messages.messages), self._limits)
@@ -180,7 +180,7 @@ class PromptReader:
             texts = (messages.tools_json, messages.template_variables_json, messages.documents_json)
             check_prompt_bytes("messages", sum(own) + sum(len(text.encode()) for text in texts), self._limits)
         if messages.chat_template:
-            return False  # nobody knows what it takes, and it may have to be compiled
+            return False  # its cost is unknown, and it may have to be compiled
         return num_bytes <= _INLINE_BYTES and len(messages.messages) <= _INLINE_MESSAGES
 
     def _render(self, messages: api.ChatMessages) -> str:
@@ -194,16 +194,16 @@ class PromptReader:
 
 
 def resolve_start(constraint: pb.Constraint, prompt: Sequence[int], tokenizer: TextTokenizer) -> None:
-    """Put the token's id in place of its text, or nothing where the prompt ends with it: the answer begins at once.
+    """Replace the constraint's start text by its token id, or by nothing if the prompt ends with that token.
 
     Raises:
-        InvalidRequest: the tokenizer has no such token.
+        InvalidRequest: the text is not one token.
     """
     if not (text := constraint.after_token):
         return
     token_id = tokenizer.token_id(text)
     if token_id is None:
-        message = f"{text[:100]!r} is not a token of the model's"
+        message = f"{text[:100]!r} is not one token of the model: name a token of its vocabulary"
         raise InvalidRequest("sampling.constraint.after_token", message)
     constraint.after_token = ""
     if token_id not in prompt[-1 - _MOST_BEHIND :]:
@@ -211,15 +211,15 @@ def resolve_start(constraint: pb.Constraint, prompt: Sequence[int], tokenizer: T
 
 
 def check_prompt_bytes(field: str, num_bytes: int, limits: Limits) -> None:
-    """Text that is too long is refused before it is tokenised."""
+    """Refuse empty or too long text before it is tokenized. Raises InvalidRequest."""
     if num_bytes == 0:
         raise InvalidRequest(field, "must not be empty")
     if num_bytes > limits.max_prompt_bytes:
-        raise InvalidRequest(field, f"{num_bytes} bytes are more than the limit of {limits.max_prompt_bytes}")
+        raise InvalidRequest(field, f"{num_bytes} bytes exceed the limit of {limits.max_prompt_bytes}")
 
 
 def check_num_messages(num_messages: int, limits: Limits) -> None:
-    """Each message takes a token at least."""
+    """Refuse more messages than a context has tokens: each takes one at least. Raises InvalidRequest."""
     if num_messages > limits.max_model_len:
         raise InvalidRequest(
             "messages.messages",
@@ -228,7 +228,7 @@ def check_num_messages(num_messages: int, limits: Limits) -> None:
 
 
 def _check_prediction_length(field: str, num_tokens: int, limits: Limits) -> None:
-    """Text that is expected is no more than a context holds. Raises InvalidRequest."""
+    """Refuse a prediction longer than a context. Raises InvalidRequest."""
     if num_tokens > limits.max_model_len:
         raise InvalidRequest(
             field, f"{num_tokens} tokens are more than a context of {limits.max_model_len} tokens holds"
@@ -236,19 +236,19 @@ def _check_prediction_length(field: str, num_tokens: int, limits: Limits) -> Non
 
 
 def check_prediction(field: str, token_ids: Sequence[int], limits: Limits) -> list[int]:
-    """Token ids that are expected: of the vocabulary, and no more than a context holds. Raises InvalidRequest."""
+    """Check predicted token ids: of the vocabulary, and no more than a context holds. Raises InvalidRequest."""
     _check_prediction_length(field, len(token_ids), limits)
     check_vocabulary(f"{field}.token_ids", token_ids, limits)
     return list(token_ids)
 
 
 def _check_prompt_length(field: str, num_tokens: int, sampling: CheckedSampling, limits: Limits) -> int:
-    """How many tokens of a prompt of so many are used. Raises InvalidRequest when those are none or too many."""
+    """Tokens of a prompt left after truncation. Raises InvalidRequest if none or too many are left."""
     if not num_tokens:
         raise InvalidRequest(field, "must not be empty")
     num_kept = min(num_tokens, sampling.truncate_prompt_tokens or num_tokens)
     if limits.max_prompt_tokens is not None and num_kept > limits.max_prompt_tokens:
-        raise InvalidRequest(field, f"{num_kept} tokens are more than the limit of {limits.max_prompt_tokens}")
+        raise InvalidRequest(field, f"{num_kept} tokens exceed the limit of {limits.max_prompt_tokens}")
     if num_kept >= limits.max_model_len:
         raise InvalidRequest(
             field, f"{num_kept} tokens leave no room for output in a context of {limits.max_model_len}"
@@ -257,8 +257,8 @@ def _check_prompt_length(field: str, num_tokens: int, sampling: CheckedSampling,
 
 
 def check_prompt(field: str, token_ids: Sequence[int], sampling: CheckedSampling, limits: Limits) -> list[int]:
-    """Check a prompt's token ids and truncate them if the client asked for it; returns the ids to use."""
-    # Lengths first: looking at millions of ids would hold up others.
+    """Check a prompt's token ids; returns them, truncated if the client asked for it. Raises InvalidRequest."""
+    # Lengths first: a look at millions of ids would hold up other streams.
     num_cut = len(token_ids) - _check_prompt_length(field, len(token_ids), sampling, limits)
     kept = list(islice(token_ids, num_cut, None))
     if max(kept) >= limits.vocab_size:

@@ -15,30 +15,30 @@ _MessageT = TypeVar("_MessageT", bound=Message)
 
 
 async def receive_request(context: grpc.aio.ServicerContext[Any, Any], timeout_s: float) -> bytes:
-    """The one message of a call, as it came.
+    """The one message of a call, as bytes.
 
     Raises:
-        DeadlineExceeded: it was not there in time (REQUEST_NOT_SENT).
-        InvalidRequest: the caller sent none.
+        DeadlineExceeded: the message did not arrive in time (REQUEST_NOT_SENT).
+        InvalidRequest: the caller sent no message.
     """
     try:
         async with asyncio.timeout(timeout_s):
             data: Any = await context.read()
     except TimeoutError:
-        message = f"the request was not all there after {timeout_s:g} s"
+        message = f"the request was not complete after {timeout_s:g} s"
         raise DeadlineExceeded(message, reason="REQUEST_NOT_SENT") from None
     if data is grpc.aio.EOF:
-        raise InvalidRequest("request", "was not sent", reason="MALFORMED_MESSAGE")
+        raise InvalidRequest("request", "is missing: the call ended without a message", reason="MALFORMED_MESSAGE")
     return bytes(data)
 
 
 def read_request(request_type: type[_MessageT], data: bytes) -> _MessageT:
-    """The request that a caller sent.
+    """Parse a caller's request.
 
-    gRPC itself would parse it before a handler can ask who sent it, and answer INTERNAL to what does not parse.
+    gRPC itself would parse before a handler knows the caller, and would answer INTERNAL to malformed bytes.
 
     Raises:
-        InvalidRequest: it has too many parts, or does not parse (MALFORMED_MESSAGE); names the field.
+        InvalidRequest: the request has too many parts, or is malformed (MALFORMED_MESSAGE); names the field.
     """
     try:
         check_parts(request_type.DESCRIPTOR, data)

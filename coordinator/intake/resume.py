@@ -1,8 +1,8 @@
-"""Taking up an interrupted request: proof that it was ours, the same parameters, and agreement on the tokens.
+"""Resuming an interrupted request: proof that it was ours, the same parameters, and agreement on the tokens.
 
 A resume token is a MAC over request id, seed, model identity and tenant, so that any coordinator with the same secret
-can check it without a store. With it go the context and the numerics that the request was planned with, which decide
-its output too: whoever takes it up goes on with these.
+can check it without a store. It also carries the context length and the numerics id that the request was planned
+with, because they decide its output: a resumed request keeps them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import DataLoss, InvalidRequest
 
 _DIGEST_BYTES = 32
-"""Of SHA-256."""
+"""Bytes of a SHA-256 digest."""
 _CONTEXT_BYTES = 4
 _MAX_TOKEN_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTerms:
-    """What a request was planned with, from its resume token. Not to be trusted before the token is checked."""
+    """The terms a request was planned with, read from its resume token. Untrusted until the token is checked."""
 
     max_model_len: int
     numerics_id: str
 
 
 def planned_terms(token: bytes) -> PlannedTerms | None:
-    """What a token says of its request's plan; None if it says nothing that could be true."""
+    """The terms in a token; None if the token is malformed."""
     if not _DIGEST_BYTES + _CONTEXT_BYTES <= len(token) <= _MAX_TOKEN_BYTES:
         return None
     numerics_at = _DIGEST_BYTES + _CONTEXT_BYTES
@@ -47,7 +47,7 @@ def planned_terms(token: bytes) -> PlannedTerms | None:
 
 
 def make_resume_token(secret: bytes, tenant: str, request_id: str, seed: int, identity: pb.ModelIdentity) -> bytes:
-    """The token that the first chunk carries: a MAC, then the context and the numerics id that it covers too."""
+    """The token in the first chunk: a MAC, then the context length and numerics id, which the MAC covers too."""
     terms = identity.max_model_len.to_bytes(_CONTEXT_BYTES, "big") + identity.numerics_id.encode()
     parts = (
         tenant,
@@ -67,7 +67,7 @@ def check_resume_token(given: bytes, expected: bytes) -> None:
     """Compare in constant time.
 
     Raises:
-        InvalidRequest: the token is of another request, seed, model, tenant or deployment.
+        InvalidRequest: the token belongs to another request, seed, model, tenant or deployment.
     """
     if not hmac.compare_digest(given, expected):
         raise InvalidRequest(
@@ -78,7 +78,7 @@ def check_resume_token(given: bytes, expected: bytes) -> None:
 
 
 def agree(choice: int, client_ids: Sequence[int], journal_ids: Sequence[int]) -> list[int]:
-    """What client and journal hold of a choice: they must be equal where they overlap, and the longer wins.
+    """Merge the client's and the journal's tokens of a choice: they must be equal where they overlap; the longer wins.
 
     Raises:
         DataLoss: they differ; names the first position.
@@ -94,23 +94,23 @@ def agree(choice: int, client_ids: Sequence[int], journal_ids: Sequence[int]) ->
 
 @dataclass(frozen=True, slots=True)
 class HeldChoice:
-    """Output tokens of a choice that need no computing."""
+    """Output tokens of a choice that need not be computed."""
 
     token_ids: list[int] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
     num_at_client: int = 0
-    """How many of them the client has."""
+    """Tokens that the client has."""
     text_offset_bytes: int = 0
-    """How much of their text the client has."""
+    """Bytes of their text that the client has."""
 
 
 def prompt_logprobs_start(body: api.GenerateRequest, num_prompt_tokens: int) -> int:
-    """Position from which on a client lacks the log-probabilities of the prompt, if it wants them.
+    """First position whose prompt log-probabilities the client lacks, if it wants them.
 
-    They come before the first choice's tokens, so a client that says nothing of them and holds such tokens has all.
+    They come before the first choice's tokens, so a client that names no position but holds such tokens has them all.
 
     Raises:
-        InvalidRequest: the client says that it has more than there are.
+        InvalidRequest: the position is past the prompt.
     """
     resume = body.resume
     if resume.HasField("prompt_logprobs_position"):
@@ -132,14 +132,13 @@ def held_choices(
     max_tokens: int,
     computed_again: Collection[int] = (),
 ) -> list[HeldChoice]:
-    """What client and journal hold, choice by choice.
+    """Merge what client and journal hold, choice by choice.
 
-    Of choices that are `computed_again` what only the journal holds does not count: it keeps no log-probabilities, of
-    neither output nor prompt.
+    For choices in `computed_again` only the client's tokens count: the journal keeps no log-probabilities.
 
     Raises:
-        InvalidRequest: an index or a token id is out of range, an index comes twice, or there are more tokens than a
-            choice may have (`max_tokens`).
+        InvalidRequest: an index or a token id is out of range, an index comes twice, or a choice has more than
+            `max_tokens` tokens.
         DataLoss: client and journal contradict each other.
     """
     held = [_agreed(index, (), 0, record, index in computed_again) for index in range(n)]
@@ -147,9 +146,9 @@ def held_choices(
     for number, choice in enumerate(resume.choices):
         path = f"resume.choices[{number}]"
         if choice.index >= n or choice.index in seen:
-            raise InvalidRequest(f"{path}.index", f"{choice.index} comes twice or is not below n ({n})")
+            raise InvalidRequest(f"{path}.index", f"{choice.index} comes twice or is not below sampling.n ({n})")
         seen.add(choice.index)
-        # Lengths first: looking at millions of ids would hold up others.
+        # Lengths first: a look at millions of ids would hold up other streams.
         if len(choice.token_ids) > max_tokens:
             message = f"{len(choice.token_ids)} ids are more than the {max_tokens} tokens that a choice may have"
             raise InvalidRequest(f"{path}.token_ids", message)
@@ -161,13 +160,13 @@ def held_choices(
 
 
 def encode_params(body: api.GenerateRequest, prompt: Sequence[int], seed: int) -> bytes:
-    """What of a request decides its tokens: a digest of the prompt's token ids, then the parameters.
+    """The parameters that decide a request's tokens: a digest of the prompt's token ids, then the fields.
 
-    The prompt itself is not journalled: whoever takes a request up sends it again.
+    The prompt itself is not journalled: a resuming client sends it again.
     """
     kept = api.GenerateRequest(sampling=body.sampling)
     kept.sampling.seed = seed
-    if kept.sampling.HasField("constraint"):  # as a digest: of a schema there may be 64 KiB
+    if kept.sampling.HasField("constraint"):  # as a digest: a schema may have 64 KiB
         encoded = kept.sampling.constraint.SerializeToString(deterministic=True)
         kept.sampling.constraint.CopyFrom(pb.Constraint(regex=hashlib.sha256(encoded).hexdigest()))
     kept.speculation.verify_mode = body.speculation.verify_mode
@@ -176,15 +175,15 @@ def encode_params(body: api.GenerateRequest, prompt: Sequence[int], seed: int) -
 
 
 def check_params(journalled: bytes, given: bytes, prompt_field: str) -> None:
-    """Hold a resumed request against the one that was journalled under its id.
+    """Compare a resumed request with the one that was journalled under its id.
 
     Args:
-        journalled: what `encode_params` made of the request before.
-        given: what it makes of the request now.
-        prompt_field: where the prompt is in the request now.
+        journalled: `encode_params` of the request before.
+        given: `encode_params` of the request now.
+        prompt_field: name of the field with the prompt.
 
     Raises:
-        InvalidRequest: they differ; names the first field that does.
+        InvalidRequest: they differ; names the first.
     """
     reason = "differs from the request that is resumed"
     if journalled[:_DIGEST_BYTES] != given[:_DIGEST_BYTES]:
@@ -192,7 +191,7 @@ def check_params(journalled: bytes, given: bytes, prompt_field: str) -> None:
     try:
         before = api.GenerateRequest.FromString(journalled[_DIGEST_BYTES:])
     except DecodeError:
-        return  # of a version that writes them in another way
+        return  # written by another version in another form
     after = api.GenerateRequest.FromString(given[_DIGEST_BYTES:])
     old, new = ({field_.name: value for field_, value in body.sampling.ListFields()} for body in (before, after))
     for name in sorted(old.keys() | new.keys()):

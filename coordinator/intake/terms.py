@@ -1,4 +1,4 @@
-"""On what terms a request is decoded: its longest output, and the sizes of the messages that carry it."""
+"""A request's longest output, and the sizes of the messages that carry it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from specdec.wire.message_sizes import opening_bytes, position_bytes, tokens_byt
 
 _Parts = Literal["logit_bias", "allowed_token_ids", "bad_words", "stop_token_ids", "constraint"]
 _RESUME_CHOICE_BYTES = 32
-"""What a ResumeChoice has besides its tokens."""
+"""Bytes of a ResumeChoice without its tokens."""
 _RESUME_BYTES = 4096 + 512
-"""What taking a request up adds besides: resume token, request id, seed."""
+"""Bytes that resuming adds to a request without the choices: resume token, request id, seed."""
 _OTHER_BYTES = 8 * 1024
-"""What a request has beside its input, prediction and sampling parameters, and more."""
+"""Bytes, generously, of a request without its input, prediction and sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Lengths and sizes that prompt and parameters lead to."""
+    """Lengths and sizes that follow from prompt and parameters."""
 
     max_tokens: int
-    """Of each choice's output."""
+    """Output limit of each choice."""
     num_open_bytes: int
-    """Of the message that opens a session, with all tokens."""
+    """Size of the message that opens a session with all its tokens."""
     num_prompt_logprobs_bytes: int
-    """Of the prompt's log-probabilities; 0: not asked for."""
+    """Size of the prompt's log-probabilities; 0 if the client wants none."""
 
 
 def settle_terms(
@@ -43,18 +43,18 @@ def settle_terms(
     most_open_bytes: int | None,
     max_message_bytes: int,
 ) -> Terms:
-    """The terms of a request whose fields and texts are in order.
+    """The terms of a request whose fields and texts are checked.
 
     Args:
         body: the request.
         sampling: its parameters, with all token ids.
         texts: its prompt and prediction.
-        limits: what the caller may ask for.
-        most_open_bytes: what targets take; None: unknown.
-        max_message_bytes: what is taken from clients.
+        limits: the caller's limits.
+        most_open_bytes: the targets' message limit; None: unknown.
+        max_message_bytes: this coordinator's message limit.
 
     Raises:
-        InvalidRequest: no target could take the session's opening, or no coordinator the request that resumes it.
+        InvalidRequest: the message that opens the session, or the request that resumes it, would be too large.
     """
     num_prompt, num_prediction = len(texts.prompt), len(texts.prediction)
     max_tokens = resolve_max_tokens(sampling, num_prompt, limits)
@@ -72,10 +72,10 @@ def settle_terms(
 
 
 def resolve_max_tokens(sampling: CheckedSampling, num_prompt_tokens: int, limits: Limits) -> int:
-    """Most output tokens: what the context leaves and the caller may have, or the fewer that were asked for.
+    """The output limit: what the context leaves and the caller may have, or fewer tokens if the client asks for fewer.
 
     Raises:
-        InvalidRequest: more were asked for, where that is refused.
+        InvalidRequest: the client asks for more, and `limits.refuses_excess_tokens` is set.
     """
     room = limits.max_model_len - num_prompt_tokens
     most = min(room, limits.max_tokens)
@@ -88,27 +88,27 @@ def resolve_max_tokens(sampling: CheckedSampling, num_prompt_tokens: int, limits
 
 
 def check_prompt_logprobs(body: api.GenerateRequest, num_prompt_tokens: int, terms: Terms) -> None:
-    """Raises InvalidRequest where the prompt's log-probabilities fit into no message and the client takes one only."""
+    """Raise InvalidRequest if the prompt's log-probabilities exceed the one message that the client accepts."""
     if terms.num_prompt_logprobs_bytes > MOST_JOINED_BYTES and not body.prompt_logprobs_in_parts:
-        message = f"of {num_prompt_tokens} tokens do not fit into one message: set prompt_logprobs_in_parts"
+        message = f"log-probabilities of {num_prompt_tokens} tokens exceed one message: set prompt_logprobs_in_parts"
         raise InvalidRequest("sampling.prompt_logprobs", message)
 
 
 def _check_opening(field: str, num_bytes: int, sampling: CheckedSampling, most_bytes: int | None) -> None:
-    """Raises InvalidRequest where no target takes a message that opens a session of the request.
+    """Raise InvalidRequest if a message that opens a session is larger than the targets' limit.
 
     Args:
-        field: that of the prompt.
-        num_bytes: what the message may come to, with all tokens.
-        sampling: what of it is not tokens.
-        most_bytes: what targets take; None: unknown.
+        field: name of the field with the prompt.
+        num_bytes: size of the message, with all tokens.
+        sampling: the message's part that is not tokens.
+        most_bytes: the targets' message limit; None: unknown.
     """
     if most_bytes is None or num_bytes <= most_bytes:
         return
     is_sampling = sampling.token_sampling.ByteSize() > num_bytes // 2
     raise InvalidRequest(
         _largest_field(sampling.token_sampling) if is_sampling else field,
-        f"with its tokens and parameters the request takes {num_bytes} bytes, targets take {most_bytes}",
+        f"tokens and parameters of the request have {num_bytes} bytes; the targets' limit is {most_bytes}",
     )
 
 
@@ -125,15 +125,15 @@ def _largest_field(sampling: pb.TokenSampling) -> str:
 def _check_resumable(
     body: api.GenerateRequest, field: str, n: int, max_tokens: int, vocab_size: int, max_message_bytes: int
 ) -> None:
-    """Raises InvalidRequest where the request that takes this one up, with all its output, would be too large.
+    """Raise InvalidRequest if the request that resumes this one, with all its output, would be too large.
 
     Args:
         body: the request.
-        field: that of the prompt.
+        field: name of the field with the prompt.
         n: number of choices.
-        max_tokens: of each choice.
-        vocab_size: of the model.
-        max_message_bytes: what is taken from clients.
+        max_tokens: output limit of each choice.
+        vocab_size: the model's vocabulary size.
+        max_message_bytes: this coordinator's message limit.
     """
     if body.HasField("resume"):
         return
@@ -142,27 +142,27 @@ def _check_resumable(
     if num_bytes > max_message_bytes:
         raise InvalidRequest(
             "sampling.max_tokens" if 2 * num_held_bytes > num_bytes else field,
-            f"to take it up again may take {num_bytes} bytes, with all output; the limit is {max_message_bytes}",
+            f"resuming it with all its output would take {num_bytes} bytes; the limit is {max_message_bytes}",
         )
 
 
 def _output_room(
     body: api.GenerateRequest, num_open_bytes: int, n: int, most_open_bytes: int | None, max_message_bytes: int
 ) -> int:
-    """How many bytes of output tokens a choice may have so that messages carry the request with all of its output.
+    """Bytes of output tokens a choice may have so that opening and resuming messages can carry them all.
 
-    The same for a request and for the one that takes it up.
+    The result is equal for a request and for the one that resumes it.
 
     Args:
         body: the request.
-        num_open_bytes: what a message that opens a session of it takes without output.
+        num_open_bytes: size of a session's opening message without output.
         n: number of choices.
-        most_open_bytes: what targets take; None: unknown.
-        max_message_bytes: what is taken from clients.
+        most_open_bytes: the targets' message limit; None: unknown.
+        max_message_bytes: this coordinator's message limit.
     """
     sampling = api.SamplingParams()
     sampling.CopyFrom(body.sampling)
-    sampling.ClearField("seed")  # which a request may leave open, and the one that takes it up may not
+    sampling.ClearField("seed")  # optional at first, and required to resume
     num_told_bytes = _input_bytes(body) + body.prediction.ByteSize() + sampling.ByteSize()
     resumed = (max_message_bytes - num_told_bytes - _OTHER_BYTES) // n - _RESUME_CHOICE_BYTES
     return resumed if most_open_bytes is None else min(resumed, most_open_bytes - num_open_bytes)

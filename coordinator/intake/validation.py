@@ -1,4 +1,4 @@
-"""What a client may ask for. Every refusal is an InvalidRequest that names the field."""
+"""Checks of a request's fields. Every refusal is an InvalidRequest that names the field."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from specdec.wire.sampling_limits import (
 
 _MOST_COUNT = 2**32 - 1
 _MAX_REQUEST_ID_BYTES = 256
-"""It is part of keys in the store, and of each session's id on the wire."""
+"""Bytes of a request id, at most: it is part of keys in the store, and of each session's id on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model and the deployment allow. Lengths are in tokens unless named otherwise."""
+    """Limits of the model and the deployment. Lengths are in tokens unless named otherwise."""
 
     vocab_size: int
     max_model_len: int
@@ -46,22 +46,22 @@ class Limits:
     max_draft_tokens: int = 64
     knows_constraints: bool = False
     trusts_chat_templates: bool = False
-    """Those that requests bring."""
+    """Applies to templates in requests."""
     refuses_excess_tokens: bool = False
-    """A request for more output than there may be is refused; else it gets what there may be."""
+    """Refuse a request for more output than allowed; False: shorten its output."""
 
     def within(self, allowance: Allowance) -> Limits:
-        """These limits for a caller who may use no more than this."""
+        """These limits, narrowed by a caller's allowance."""
         most = self.max_tokens if allowance.max_tokens is None else min(self.max_tokens, allowance.max_tokens)
         return replace(self, max_tokens=most, max_prompt_tokens=allowance.max_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedSampling:
-    """Sampling parameters without open defaults, but for max_tokens, which needs the prompt's length."""
+    """Sampling parameters with defaults filled in, except max_tokens, which depends on the prompt's length."""
 
     token_sampling: pb.TokenSampling
-    """Seed, choice and max_tokens are left to `for_choice`, bad words to who has the tokenizer."""
+    """`for_choice` adds seed, choice and max_tokens; `PromptReader.tokenize` adds the bad words."""
     n: int
     max_tokens: int | None
     stop: tuple[str, ...]
@@ -71,14 +71,14 @@ class CheckedSampling:
     truncate_prompt_tokens: int | None
 
     def for_choice(self, choice: int, seed: int, max_tokens: int) -> pb.TokenSampling:
-        """The part that draft and target need, for one choice."""
+        """The parameters of one choice, as draft and target need them."""
         sampling = pb.TokenSampling()
         sampling.CopyFrom(self.token_sampling)
         sampling.seed, sampling.choice, sampling.max_tokens = seed, choice, max_tokens
         return sampling
 
     def output(self, detokenizers: DetokenizerFactory) -> ChoiceOutput:
-        """The text side of one choice, at its start."""
+        """A new choice's detokenizer and stop check."""
         detokenizer = detokenizers.create(self.skip_special_tokens)
         return ChoiceOutput(detokenizer, self.stop, self.include_stop_in_output, self.token_sampling.min_tokens)
 
@@ -94,14 +94,14 @@ class CheckedSpeculation:
     verify_mode: pb.VerifyMode.ValueType
     max_draft_tokens: int | None
     time_per_token_us: int = 0
-    """Wanted; 0: not told."""
+    """Wanted time; 0 if the client names none."""
     drafters: tuple[str, ...] = ()
-    """Those alone may propose; none: all."""
+    """Sources that may propose; empty: all."""
     rejection_method: pb.RejectionSampleMethod.ValueType = pb.REJECTION_SAMPLE_METHOD_STANDARD
 
 
 def check_request_id(request_id: str) -> None:
-    """A request id is short and printable."""
+    """Refuse a long or unprintable request id. Raises InvalidRequest."""
     if len(request_id.encode()) > _MAX_REQUEST_ID_BYTES:
         raise InvalidRequest("request_id", f"must be at most {_MAX_REQUEST_ID_BYTES} bytes")
     if not request_id.isprintable():
@@ -109,7 +109,7 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_cache_salt(cache_salt: str) -> None:
-    """A cache salt is short: it is part of what opens a session."""
+    """Refuse a long cache salt: it is part of a session's opening. Raises InvalidRequest."""
     if len(cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
         raise InvalidRequest("cache_salt", f"must be at most {MAX_CACHE_SALT_BYTES} bytes")
 
@@ -118,7 +118,7 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
     """Check sampling parameters and fill in the defaults.
 
     Raises:
-        InvalidRequest: the first field, in the order of the message, that is out of range.
+        InvalidRequest: a field is out of range; names the first.
     """
     sampling = pb.TokenSampling(
         temperature=_number(params, "temperature", default=1.0),
@@ -134,7 +134,7 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
     )
     max_tokens = _count(params, "max_tokens", _MOST_COUNT, lowest=1)
     if max_tokens is not None and params.min_tokens > max_tokens:
-        message = f"{params.min_tokens} is more than the most output tokens ({max_tokens})"
+        message = f"{params.min_tokens} exceeds sampling.max_tokens ({max_tokens})"
         raise InvalidRequest("sampling.min_tokens", message)
     if params.min_tokens > limits.max_tokens:
         raise InvalidRequest("sampling.min_tokens", f"must be at most {limits.max_tokens}")
@@ -144,7 +144,7 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
     check_bad_words(params.bad_words)
     held_back = (*params.stop_token_ids, *limits.eos_token_ids)
     if leaves_no_token(limits.vocab_size, params.min_tokens, held_back, params.allowed_token_ids):
-        raise InvalidRequest("sampling.min_tokens", "holds back every token that may be sampled")
+        raise InvalidRequest("sampling.min_tokens", "leaves no token to sample: every allowed token is a stop token")
     sampling.stop_token_ids.extend(params.stop_token_ids)
     sampling.allowed_token_ids.extend(params.allowed_token_ids)
     if params.HasField("constraint"):
@@ -172,9 +172,9 @@ def check_speculation(
     limits: Limits,
     default_method: pb.RejectionSampleMethod.ValueType = pb.REJECTION_SAMPLE_METHOD_STANDARD,
 ) -> CheckedSpeculation:
-    """Check what a client overrides about speculation; no draft tokens means no speculation.
+    """Check a request's speculation parameters. max_draft_tokens 0 disables speculation. Raises InvalidRequest.
 
-    Above the limit the limit counts: no output depends on it.
+    A max_draft_tokens above the limit is lowered to it: no output depends on it.
     """
     mode = params.verify_mode
     if mode not in pb.VerifyMode.values():
@@ -246,11 +246,11 @@ def _logit_bias(params: api.SamplingParams, limits: Limits) -> dict[int, float]:
 
 
 def _check_constraint(constraint: pb.Constraint, limits: Limits) -> None:
-    """As far as it can be seen: whether it compiles a target finds out."""
+    """Check sizes and ids; a target checks whether it compiles."""
     if (fault := fault_of(constraint)) is not None:
         raise InvalidRequest(f"sampling.{fault[0]}", fault[1])
     if not limits.knows_constraints:
-        message = "the targets that serve the model know no constraints"
+        message = "the targets of this model do not support constraints: leave it out"
         raise InvalidRequest("sampling.constraint", message, reason="CONSTRAINTS_UNKNOWN")
     if constraint.HasField("after_token_id") and constraint.after_token_id >= limits.vocab_size:
         raise InvalidRequest(
@@ -258,14 +258,12 @@ def _check_constraint(constraint: pb.Constraint, limits: Limits) -> None:
             f"{constraint.after_token_id} is outside the vocabulary of {limits.vocab_size}",
         )
     if constraint.HasField("after_token_id") and constraint.after_token:
-        raise InvalidRequest("sampling.constraint.after_token", "goes not together with after_token_id")
+        raise InvalidRequest("sampling.constraint.after_token", "conflicts with after_token_id: send one of them")
 
 
 def _check_stop_strings(stop: Sequence[str], limits: Limits) -> None:
     if len(stop) > limits.max_stop_strings:
-        raise InvalidRequest(
-            "sampling.stop", f"{len(stop)} strings are more than the limit of {limits.max_stop_strings}"
-        )
+        raise InvalidRequest("sampling.stop", f"{len(stop)} strings exceed the limit of {limits.max_stop_strings}")
     for index, string in enumerate(stop):
         if not string:
             raise InvalidRequest(f"sampling.stop[{index}]", "must not be empty")
@@ -280,7 +278,7 @@ def _check_token_ids(field: str, token_ids: Sequence[int], most: int, limits: Li
 
 
 def check_vocabulary(field: str, token_ids: Sequence[int], limits: Limits) -> None:
-    """Of a million ids `max` is told in hundredths of a second, a loop in a tenth of one, in which nobody is served."""
+    """Refuse ids outside the vocabulary. Raises InvalidRequest. Cost: 0.01 s for a million ids."""
     if max(token_ids, default=0) >= limits.vocab_size:
         index = next(index for index, token_id in enumerate(token_ids) if token_id >= limits.vocab_size)
         message = f"token id {token_ids[index]} is outside the vocabulary of {limits.vocab_size}"

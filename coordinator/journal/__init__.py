@@ -1,4 +1,4 @@
-"""What was streamed of each request, kept so that another coordinator can take it up."""
+"""The journal of streamed tokens, from which another coordinator can resume a request."""
 
 from specdec.coordinator.journal.journal import Journal
 from specdec.coordinator.journal.upkeep import JournalSettings

@@ -1,4 +1,4 @@
-"""What the journal holds of one running request, and what it has still to write."""
+"""The journal's state of one running request, and its unwritten tokens."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _MAX_TOKENS = StoreLimits().max_tokens
 class JournalEntry:
     """One running request.
 
-    The tokens are those of its sessions: only their origins are kept here, one byte each. So what is not written yet
-    takes no memory, however long the store is away.
+    The tokens are its sessions': only their origins are kept here, one byte each. So unwritten tokens take no further
+    memory while the store is away.
     """
 
     request: Request
     new: NewRequest
     generation: int | None = None
-    """Of its lease; None: it is not in the store."""
+    """Generation of its lease; None: it is not in the store."""
     last_lease: Lease | None = None
-    """The lease that it has, or had last."""
+    """Its lease, or its last one."""
     joins_at_s: float | None = 0.0
-    """From when on, by the monotonic clock, to put it into the store when it is not there; None: never."""
+    """Monotonic time from which it may be put into the store; None: never."""
     is_closed: bool = False
-    """It runs no more."""
+    """It has ended."""
     origins: list[bytearray] = field(init=False)
-    """Of each choice's output tokens."""
+    """Origins of each choice's output tokens."""
     num_stored: list[int] = field(init=False)
     """Output tokens of each choice that the store has."""
 
@@ -43,12 +43,12 @@ class JournalEntry:
 
     @property
     def lease(self) -> Lease | None:
-        """What shows that the request is ours; None while it is not in the store."""
+        """The lease held now; None while the request is not in the store."""
         return None if self.generation is None else self.last_lease
 
     @property
     def was_held(self) -> bool:
-        """It has been in the store, so that whoever holds it now took it over."""
+        """It has been in the store, so another holder has taken it over."""
         return self.last_lease is not None
 
     @property
@@ -60,22 +60,22 @@ class JournalEntry:
         )
 
     def may_join(self, now_s: float) -> bool:
-        """Whether to put it into the store now; on the monotonic clock."""
+        """Whether it may be put into the store at monotonic time `now_s`."""
         return self.joins_at_s is not None and self.joins_at_s <= now_s
 
     def give_up(self, cause: str) -> None:
-        """It runs on without the store."""
+        """Keep it out of the store; the request itself continues."""
         self.joins_at_s = None
         _log.warning("request_not_journalled", request_id=self.request.key.request_id, cause=cause)
 
     def held(self, generation: int) -> None:
-        """The request was begun in the store, where nothing of it is written yet."""
+        """The store has begun the request, and holds no tokens of it yet."""
         self.generation = generation
         self.last_lease = Lease(self.request.key, self.new.owner_id, generation)
         self.num_stored = [0] * self.new.num_choices
 
     def writes(self, most_tokens: int) -> Iterator[JournalWrite]:
-        """What is to be written next, this many tokens at most; nothing while the request is not in the store."""
+        """The next writes, of `most_tokens` tokens at most; none while the request is not in the store."""
         if self.generation is None:
             return
         for choice, start in enumerate(self.num_stored):
@@ -94,7 +94,7 @@ class JournalEntry:
             )
 
     def record(self) -> JournalRecord:
-        """What a store that has everything would return."""
+        """The record of a store that is up to date."""
         tokens = [tuple(self._output(choice, 0, len(origins))) for choice, origins in enumerate(self.origins)]
         return JournalRecord(
             owner_id=self.new.owner_id,

@@ -1,15 +1,16 @@
-"""What was streamed of each request, kept in the shared store so that another coordinator can take it up.
+"""Streamed tokens, kept in the shared store so that another coordinator can resume their requests.
 
-Streams never wait for it: `append` notes that there is something to write, and one task (`upkeep.py`) writes what all
-requests have, in one round trip every few milliseconds. While the store is away nothing is lost, for the tokens are
-those of the sessions; when it is back, the rest is written from where it stood, or all of it if the store forgot.
+Streams never wait for it: `append` notes that a request has new tokens, and one task (`upkeep.py`) writes those of all
+requests, in one round trip every few milliseconds. While the store is away no token is lost, for the sessions hold
+them; when it is back, the rest is written, or all tokens if the store lost its data.
 
     in the store    begun here; the lease is renewed until the request ends
-    not there       the store failed (the request runs on, and joins when it can), or lost its data
-    taken over      the store says that another owner has it: the stream ends
-    aborted         another coordinator was asked to end it; learnt like a take-over, and the stream ends in order
+    not there       the store failed (the request continues, and joins when it can), or lost its data
+    taken over      the store names another owner: the stream ends
+    aborted         another coordinator was asked to end it; the next write reports it, and the stream ends without
+                    an error
 
-Without Redis the store is in the process, and all of this is the same.
+Without Redis the store is in the process, and works alike.
 """
 
 from __future__ import annotations
@@ -22,9 +23,18 @@ from dataclasses import replace
 from specdec.coordinator.journal.entry import JournalEntry
 from specdec.coordinator.journal.upkeep import BATCH_TOKENS, JournalSettings, Upkeep
 from specdec.coordinator.sessions.session import Request, Session
-from specdec.store.errors import LimitExceeded, StoreError, StoreUnavailable
 from specdec.store.guarded import GuardedStore
-from specdec.store.interface import Appended, Begun, JournalRecord, Lease, NewRequest, RequestKey
+from specdec.store.interface import (
+    Appended,
+    BegunRequest,
+    JournalRecord,
+    Lease,
+    LimitExceeded,
+    NewRequest,
+    RequestKey,
+    StoreError,
+    StoreUnavailable,
+)
 
 
 class Journal:
@@ -40,15 +50,15 @@ class Journal:
         on_taken_over: Callable[[Request], None],
         on_aborted: Callable[[Request], None],
     ) -> None:
-        """Write nothing yet.
+        """Start no task yet.
 
         Args:
-            store: where the journal is.
+            store: holds the journal.
             owner_id: this coordinator's name.
-            settings: see there.
-            on_unjournalled: told how many running requests are not in the store, when that may have changed.
-            on_taken_over: called when another owner has a request that runs here.
-            on_aborted: called when a request that runs here was aborted at another coordinator.
+            settings: times and sizes.
+            on_unjournalled: called with the number of running requests that are not in the store, when it may change.
+            on_taken_over: called when another owner holds a request that runs here.
+            on_aborted: called when another coordinator was asked to abort a request that runs here.
         """
         self._store = store
         self._owner_id = owner_id
@@ -61,7 +71,7 @@ class Journal:
             on_aborted=on_aborted,
         )
         self._endings = self._upkeep.endings
-        self._beginning: dict[RequestKey, asyncio.Task[Begun]] = {}
+        self._beginning: dict[RequestKey, asyncio.Task[BegunRequest]] = {}
 
     @property
     def num_unjournalled(self) -> int:
@@ -69,11 +79,11 @@ class Journal:
         return self._upkeep.num_unjournalled
 
     def start(self) -> None:
-        """Begin to write and to renew."""
+        """Start to write tokens and renew leases."""
         self._upkeep.start()
 
     async def close(self) -> None:
-        """Stop, after what ends now has been told to the store."""
+        """Stop, after the store was told of running endings."""
         await self._endings.close()
         await self._upkeep.close()
 
@@ -87,13 +97,13 @@ class Journal:
         max_concurrent: int | None = None,
         take_over: bool = False,
     ) -> None:
-        """Make a request this coordinator's, before it has output; what was journalled under its id is replaced.
+        """Claim a request for this coordinator, before it has output; a record under its id is replaced.
 
-        While the store is away the request is let through, and joins the journal later. Cost: one round trip.
+        While the store is away the request is admitted, and joins the journal later. Cost: one round trip.
 
         Raises:
-            RequestHeld: it is running at another coordinator, and `take_over` is not set.
-            TooManyConcurrent: the tenant has `max_concurrent` other requests, at all coordinators.
+            RequestHeld: the request runs at another coordinator, and `take_over` is not set.
+            TooManyConcurrent: the tenant runs `max_concurrent` other requests, at all coordinators together.
         """
         owner_id = f"{self._owner_id}/{request.uid}"
         new = NewRequest(owner_id, seed, params, num_choices, self._lease_s, take_over=take_over, restart=True)
@@ -109,14 +119,14 @@ class Journal:
         self._upkeep.add(entry)
 
     def append(self, session: Session, origins: Sequence[int]) -> None:
-        """The session has this many more output tokens, with these origins. Never waits."""
+        """The session has new output tokens, one for each origin. Never waits."""
         entry = self._upkeep.entries.get(session.request.uid)
         if entry is not None:
             entry.origins[session.choice].extend(origins)
             self._upkeep.has_more(entry)
 
     async def end(self, request: Request) -> None:
-        """Nothing more comes of a request. Returns when its id and its place are free again, or the store fails.
+        """End a request. Returns when its id and its place are free again, or the store fails.
 
         If the caller is cancelled, the store is told nevertheless.
         """
@@ -128,9 +138,9 @@ class Journal:
             await asyncio.shield(self._endings.start(request.key, self._end(entry)))
 
     async def abort(self, key: RequestKey) -> bool:
-        """Ask the coordinator that runs a request to end it; False: none does, or the store fails.
+        """Ask the coordinator that runs a request to end it; False: none runs it, or the store fails.
 
-        It learns of it when it next writes tokens or renews its lease.
+        That coordinator learns of it when it next writes tokens or renews its lease.
         """
         await self._endings.wait(key.tenant)
         try:
@@ -139,8 +149,8 @@ class Journal:
             return False
 
     async def load(self, key: RequestKey) -> JournalRecord | None:
-        """What is known of a request, here or in the store; None too when the store fails."""
-        for entry in reversed(self._upkeep.entries.values()):  # of one taken over here, the newest has most
+        """The record of a request, from here or the store; None if there is none or the store fails."""
+        for entry in reversed(self._upkeep.entries.values()):  # of two with one id, the newer has more tokens
             if entry.request.key == key:
                 return entry.record()
         await self._endings.wait(key.tenant)
@@ -149,8 +159,8 @@ class Journal:
         except StoreUnavailable:
             return None
 
-    async def _begin(self, key: RequestKey, new: NewRequest) -> Begun:
-        """Begin a request in the store; if the caller is cancelled meanwhile, it is ended as soon as it is there."""
+    async def _begin(self, key: RequestKey, new: NewRequest) -> BegunRequest:
+        """Begin a request in the store; if the caller is cancelled meanwhile, end it as soon as it has begun."""
         asked = asyncio.create_task(self._begin_in_turn(self._beginning.get(key), key, new), name="journal-begin")
         self._beginning[key] = asked
         asked.add_done_callback(lambda task: self._begun(key, task))
@@ -160,17 +170,19 @@ class Journal:
             self._endings.start(key, self._end_unwanted(key, new.owner_id, asked))
             raise
 
-    async def _begin_in_turn(self, former: asyncio.Task[Begun] | None, key: RequestKey, new: NewRequest) -> Begun:
-        # On connections of their own the two could overtake each other, and the stream that is no more would win.
+    async def _begin_in_turn(
+        self, former: asyncio.Task[BegunRequest] | None, key: RequestKey, new: NewRequest
+    ) -> BegunRequest:
+        # On two connections the calls could overtake each other, and the ended stream would win.
         if former is not None:
             await asyncio.wait([former])
         return await self._store.begin(key, new)
 
-    def _begun(self, key: RequestKey, task: asyncio.Task[Begun]) -> None:
+    def _begun(self, key: RequestKey, task: asyncio.Task[BegunRequest]) -> None:
         if self._beginning.get(key) is task:
             del self._beginning[key]
 
-    async def _end_unwanted(self, key: RequestKey, owner_id: str, asked: asyncio.Task[Begun]) -> None:
+    async def _end_unwanted(self, key: RequestKey, owner_id: str, asked: asyncio.Task[BegunRequest]) -> None:
         try:
             begun = await asked
         except StoreError:
@@ -182,7 +194,7 @@ class Journal:
             while writes := list(entry.writes(BATCH_TOKENS)):
                 results = await self._store.append(writes)
                 if not all(result is Appended.STORED for result in results):
-                    break  # another has it, or tokens before these are gone: whoever resumes computes them
+                    break  # another owner has it, or the store lacks earlier tokens: a resume computes them
                 for write in writes:
                     entry.num_stored[write.choice] = write.start + len(write.token_ids)
         if entry.last_lease is not None:

@@ -1,4 +1,4 @@
-"""Keeping the store up to date with the requests that run: their tokens, their leases, and who has joined."""
+"""Keep the store up to date with the running requests: tokens, leases, and requests that join late."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from specdec.coordinator.journal.endings import Endings
 from specdec.coordinator.journal.entry import JournalEntry
 from specdec.coordinator.sessions.session import Request
 from specdec.coordinator.tasks import end_tasks
-from specdec.store.errors import LimitExceeded, RequestHeld, StoreUnavailable
 from specdec.store.guarded import GuardedStore
-from specdec.store.interface import Appended, JournalWrite, Lease
+from specdec.store.interface import Appended, JournalWrite, Lease, LimitExceeded, RequestHeld, StoreUnavailable
 
 BATCH_TOKENS = 16384
-"""In one round trip; so many take a busy Redis some tens of milliseconds, and an operation has a time limit."""
+"""Tokens written in one round trip: a busy Redis takes some tens of milliseconds, and operations have a time limit."""
 _BATCH_WRITES = 512
-"""Likewise: each write is a script of its own there."""
+"""Writes in one round trip: each is a script call in Redis."""
 _BATCH_LEASES = 512
-"""Likewise."""
+"""Leases renewed in one round trip."""
 _RENEWALS_PER_LEASE = 3
-"""Two may fail before a lease runs out."""
+"""Renewals in a lease's time: two may fail before it expires."""
 _log = structlog.get_logger(__name__)
 
 
@@ -33,17 +32,17 @@ class JournalSettings:
     """Times, in seconds."""
 
     lease_s: float = 10.0
-    """For how long a request stays its coordinator's when that is not heard of."""
+    """Lease of a request: its time-out if its coordinator stops renewing."""
     keep_s: float = 300.0
-    """How long the record of an ended request is kept, as its client may have missed the end."""
+    """Time an ended request's record is kept, as its client may have missed the end."""
     interval_s: float = 0.05
-    """Between two writes; what the store then lacks is lost with the process."""
+    """Time between two writes; unwritten tokens are lost with the process."""
     retry_s: float = 0.1
-    """Between two tries while the store is away; it costs next to nothing, see GuardedStore."""
+    """Time between two tries while the store is away; a try is cheap, see GuardedStore."""
 
 
 class Upkeep:
-    """Two tasks: one writes what the store lacks, one renews leases. Whatever they find out, no stream waits for it."""
+    """Two tasks: one writes what the store lacks, one renews leases. No stream waits for them."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class Upkeep:
         on_taken_over: Callable[[Request], None],
         on_aborted: Callable[[Request], None],
     ) -> None:
-        """`on_unjournalled` is told how many running requests are not in the store, the others which one it is."""
+        """Start no task yet; the callbacks are `Journal`'s."""
         self.entries: dict[str, JournalEntry] = {}
         """Running requests, by uid, in the order in which they began."""
         self._store = store
@@ -63,7 +62,7 @@ class Upkeep:
         self._on_taken_over = on_taken_over
         self._on_aborted = on_aborted
         self._behind: dict[JournalEntry, None] = {}
-        """Those in the store that may have more to write."""
+        """Entries in the store that may have unwritten tokens."""
         self._wake = asyncio.Event()
         self.endings = Endings(store, settings.keep_s, self._wake.set)
         self._tasks: list[asyncio.Task[None]] = []
@@ -74,33 +73,33 @@ class Upkeep:
         return sum(entry.generation is None for entry in self.entries.values())
 
     def start(self) -> None:
-        """Begin to write and to renew."""
+        """Start to write tokens and renew leases."""
         self._tasks = [
             asyncio.create_task(self._write_forever(), name="journal-write"),
             asyncio.create_task(self._renew_forever(), name="journal-renew"),
         ]
 
     async def close(self) -> None:
-        """Stop."""
+        """Stop both tasks."""
         await end_tasks(self._tasks)
 
     def add(self, entry: JournalEntry) -> None:
-        """A request runs, whether it is in the store or not."""
+        """Keep a running request up to date, and let it join if it is not in the store."""
         self.entries[entry.request.uid] = entry
         if entry.generation is None:
             self._wake.set()
         self._count()
 
     def remove(self, entry: JournalEntry) -> None:
-        """A request runs no more."""
+        """Forget an ended request."""
         del self.entries[entry.request.uid]
         entry.is_closed = True
         self._behind.pop(entry, None)
         self._count()
 
     def has_more(self, entry: JournalEntry) -> None:
-        """There are more tokens to write."""
-        if entry.generation is not None:  # else all are written once it joins
+        """The entry has unwritten tokens."""
+        if entry.generation is not None:  # otherwise all are written once it joins
             self._behind[entry] = None
             self._wake.set()
 
@@ -114,13 +113,13 @@ class Upkeep:
             except StoreUnavailable:
                 pause_s = self._settings.retry_s
                 self._wake.set()
-            except Exception:  # whatever it is, later writes may go well
+            except Exception:  # later writes may succeed
                 _log.exception("journal_failed")
                 pause_s = self._settings.retry_s
             await asyncio.sleep(pause_s)
 
     async def _write(self) -> None:
-        """Bring the store up to date, as far as one batch goes."""
+        """Write one batch, after letting requests join."""
         now_s = time.monotonic()
         for entry in list(self.entries.values()):
             if not entry.is_closed and entry.generation is None and entry.may_join(now_s):
@@ -128,7 +127,7 @@ class Upkeep:
         batch: list[tuple[JournalEntry, JournalWrite]] = []
         num_left = BATCH_TOKENS
         for entry in list(self._behind):
-            if not entry.is_behind:  # told of nothing
+            if not entry.is_behind:  # `append` was called with no tokens
                 del self._behind[entry]
             for write in entry.writes(num_left):
                 batch.append((entry, write))
@@ -141,7 +140,7 @@ class Upkeep:
                 self._written(entry, write, result)
         if self._behind:  # not all of it fitted
             self._wake.set()
-        await self.endings.tell_again()  # last: one that cannot be told must not keep the others' tokens
+        await self.endings.tell_again()  # last: one that fails must not delay tokens
 
     def _written(self, entry: JournalEntry, write: JournalWrite, result: Appended) -> None:
         if entry.is_closed or entry.generation != write.generation:
@@ -157,7 +156,7 @@ class Upkeep:
             self._behind.pop(entry, None)
 
     def _lost(self, entry: JournalEntry) -> None:
-        """The store takes no more of the request from us; why, `_join` finds out."""
+        """The store refuses our writes of the request; `_join` finds out why."""
         entry.generation = None
         self._behind.pop(entry, None)
         self._wake.set()
@@ -166,7 +165,7 @@ class Upkeep:
     async def _join(self, entry: JournalEntry) -> None:
         """Put a running request into the store, unless another owner took it over, or it was aborted."""
         key = entry.request.key
-        # A resume may take over when it begins; later the one who holds the request may be a later resume.
+        # A resume may take over only when it begins: a later holder may be a later resume.
         new = replace(entry.new, take_over=False)
         if (lease := entry.last_lease) is not None and (record := await self._store.load(key)) is not None:
             is_ours = record.owner_id == new.owner_id
@@ -177,7 +176,7 @@ class Upkeep:
                 if not entry.is_closed:
                     (self._on_aborted if is_ours else self._on_taken_over)(entry.request)
                 return
-            # What an earlier owner had is back: a store that failed over, or was restored, has forgotten ours.
+            # An older record is back: a store that failed over, or was restored, lost ours.
             new = replace(new, take_over=True)
         if entry.is_closed:
             return
@@ -197,9 +196,9 @@ class Upkeep:
         self._count()
 
     def _held_elsewhere(self, entry: JournalEntry, error: RequestHeld) -> None:
-        """Another has the request, and began while the store was away, or died with it. Both go on, with equal tokens.
+        """Another owner began while the store was away, or its lease survived it. Both continue, with equal tokens.
 
-        One that was resumed tries again, for the other may be its former owner, whose lease runs out.
+        A resumed request tries again, for the holder may be its former owner, whose lease expires.
         """
         if entry.new.take_over:
             entry.joins_at_s = time.monotonic() + self._settings.lease_s
@@ -213,14 +212,14 @@ class Upkeep:
                 await self._renew()
             except StoreUnavailable:
                 pass
-            except Exception:  # whatever it is, leases must not run out for it
+            except Exception:  # leases must not expire for it
                 _log.exception("renewal_failed")
             await asyncio.sleep(self._settings.lease_s / _RENEWALS_PER_LEASE)
 
     async def _renew(self) -> None:
         held = [(entry, lease) for entry in self.entries.values() if (lease := entry.lease) is not None]
         if not held:
-            await self._store.ping()  # so that an idle coordinator learns too that the store is away or back
+            await self._store.ping()  # an idle coordinator must also notice that the store is away or back
             return
         for start in range(0, len(held), _BATCH_LEASES):
             batch = held[start : start + _BATCH_LEASES]

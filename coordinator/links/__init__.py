@@ -1,1 +1,1 @@
-"""The streams to target and draft replicas: one per replica, for all sessions."""
+"""Streams to target and draft replicas: one per replica, shared by all sessions."""

@@ -1,4 +1,4 @@
-"""The stream of a draft, whose frames take little time to read, whatever is in them: nobody may wait for a draft."""
+"""The stream of a draft, with bounded parsing time: a hostile draft must not hold up other sessions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BoundedCall:
     """See `Call`."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        """Begin a call of the method that streams."""
+        """Begin the streaming call."""
         self._call: Any = channel.stream_stream(_METHOD)()
 
     async def write(self, request: draft_pb2.DraftRequest) -> None:
@@ -27,7 +27,7 @@ class BoundedCall:
         await self._call.write(request.SerializeToString())
 
     async def read(self) -> object:
-        """See `Call.read`. Raises Unavailable for what is no frame, or has far more parts than any."""
+        """See `Call.read`. Raises Unavailable if the frame is malformed or has too many parts."""
         data = await self._call.read()
         if data is grpc.aio.EOF:
             return data
@@ -35,7 +35,7 @@ class BoundedCall:
             check_parts(draft_pb2.DraftResponse.DESCRIPTOR, data, MOST_PARTS)
             return draft_pb2.DraftResponse.FromString(data)
         except (TooManyParts, DecodeError) as error:
-            raise Unavailable(f"the draft sent what is no frame: {error}", reason="MALFORMED_MESSAGE") from None
+            raise Unavailable(f"the draft sent a malformed frame: {error}", reason="MALFORMED_MESSAGE") from None
 
     async def done_writing(self) -> None:
         """See `Call.done_writing`."""

@@ -10,7 +10,7 @@ import grpc
 from specdec.coordinator.links.bounded_call import BoundedCall
 from specdec.coordinator.links.link_events import LinkEvents, LinkSettings
 from specdec.coordinator.links.replica_link import ReplicaLink
-from specdec.coordinator.links.wire import Call
+from specdec.coordinator.links.wire import BidiCall
 from specdec.coordinator.sessions.drafting import DraftSide
 from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
@@ -20,37 +20,37 @@ from specdec.wire.reading import parsing
 
 _MOST_STRAYS = 4096
 _MOST_STRAYS_PER_SESSION = 4
-"""What a draft tells of sessions that it does not have: proposals cross with what closes or reopens their sessions, and
-after a stream breaks none is left. So many since a session was last opened or closed is no crossing; where one had more
-sessions than a thousand, so many of each."""
+"""Stray results (of unknown sessions or old epochs) since the last open or close above which a draft is reset: this
+many, or four per session if it had more than a thousand. Strays are normal while closes and reopens cross with
+proposals."""
 _PROOF_TOKENS = 64
-"""A session under which a draft has died is stepped alone for so long. Its target gets on at the same time."""
+"""Tokens for which a session that a draft died under is stepped alone at its next draft."""
 _MOST_LOADS_BYTES = 900
-"""In one frame, which has its entries besides: those of some ten targets. The others go with the next."""
+"""Bytes of target loads in one frame besides its entries: some ten targets; the others go with the next frame."""
 
 
 class ProposalHandler(Protocol):
-    """Who takes proposals."""
+    """Receives proposals."""
 
     def on_proposal(self, session: Session, side: DraftSide, proposal: bytes) -> None:
-        """A draft of the session offers tokens; the bytes are an encoded Proposal, to be passed on unopened."""
+        """A draft of the session offers tokens; the bytes are an encoded Proposal, to be passed on without parsing."""
 
 
 class DraftWire:
-    """See `Wire`. The latest loads of targets leave with the next frames."""
+    """The draft's `Wire`. The latest loads of targets leave with the next frames."""
 
     def __init__(self) -> None:
         self._target_loads: dict[str, pb.LoadReport] = {}
 
     def tell_target_load(self, target: str, load: pb.LoadReport) -> None:
-        """Put a target's load into one of the next frames, in place of what is there of the same target."""
+        """Put a target's load into one of the next frames, in place of an older one of the same target."""
         self._target_loads[target] = load
 
     def info(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
         """See `Wire.info`."""
         return draft_pb2_grpc.DraftServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
 
-    def open(self, channel: grpc.aio.Channel) -> Call[draft_pb2.DraftRequest]:
+    def open(self, channel: grpc.aio.Channel) -> BidiCall[draft_pb2.DraftRequest]:
         """See `Wire.open`."""
         return BoundedCall(channel)
 
@@ -77,9 +77,9 @@ class DraftWire:
 
 
 class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_pb2.DraftResult]):
-    """Opens sessions on a draft, tells it what is committed, and hands proposals to the decode loop.
+    """Opens sessions on a draft, commits tokens to it, and hands proposals to the decode loop.
 
-    After a break nothing is taken up: sessions are simply opened again with all their tokens.
+    After a break no session is kept: all are opened again with all their tokens.
     """
 
     def __init__(
@@ -108,16 +108,16 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
         self._most_sessions = 0
 
     def on_stray(self) -> None:
-        """A draft that goes on about sessions which it does not have is cut off."""
+        """Reset a draft that keeps sending results of sessions that it does not have."""
         self._num_strays += 1
         if self._num_strays > max(_MOST_STRAYS, _MOST_STRAYS_PER_SESSION * self._most_sessions):
             self._num_strays = 0
-            self.reset("it floods")
+            self.reset("too many results of unknown sessions")
 
     def open(self, session: Session) -> None:
         """Open a session, or open it again, under a new epoch and with all its tokens.
 
-        It names its target, whose load bounds how far to draft.
+        The message names the session's target, whose load bounds how far to draft.
         """
         side = session.drafting.opened(self)
         side.told = session.position
@@ -156,7 +156,7 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
         session.drafting.closed(self)
 
     def tell_target_load(self, target: str, load: pb.LoadReport) -> None:
-        """Bounds how far to draft for a target's sessions; the latest of each target leaves with a frame soon."""
+        """Send a target's load, which bounds how far to draft for its sessions, with one of the next frames."""
         self._draft_wire.tell_target_load(target, load)
 
     def _take(self: Self, session: Session, result: draft_pb2.DraftResult) -> None:

@@ -1,4 +1,4 @@
-"""What a link is made with, the states it can be in, and what it tells."""
+"""A link's settings, states and events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Link = TypeVar("Link", contravariant=True)
 
 
 class LinkState(StrEnum):
-    """A replica as the coordinator sees it. From ready to probation its stream is up."""
+    """A replica's state as the coordinator sees it. Its stream is up in the states READY to PROBATION."""
 
     CONNECTING = "connecting"
     READY = "ready"
@@ -28,34 +28,34 @@ class LinkState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """What all links of a coordinator have in common. Times in seconds."""
+    """Settings shared by all links of a coordinator. Times in seconds."""
 
     owner_id: str
-    """Whose sessions they are, to the replicas: a stream of the same owner ends the one before it."""
+    """The coordinator's name at replicas: a new stream of one owner ends its former stream."""
     lease_generation: int
     connect_timeout_s: float
-    """For each of the two round trips until a stream is up."""
+    """Time-out of each of the two round trips that open a stream."""
     backoff_min_s: float
-    """The wait after the first failure to connect; it doubles with each further one."""
+    """Wait after the first failure to connect; doubles with each further failure."""
     backoff_max_s: float
     max_message_bytes: int = 16 * 2**20
-    """What we take. Replicas that do not tell what they take are believed to take as much."""
+    """This coordinator's message limit, assumed also of replicas that report none."""
 
 
 class LinkEvents(Protocol[Link]):
-    """What links of one role tell those who care for its replicas. Called in the reader; raises only where stated."""
+    """Events of all links of one role. Called in the reader's task; methods raise only where stated."""
 
     def check_instance(self, link: Link, instance_id: str) -> None:
-        """A replica says which process it is; raises IncompatibleReplica if another link leads to it."""
+        """The replica named its process; raises IncompatibleReplica if another link leads to it."""
 
     async def check_identity(self, link: Link, identity: pb.ModelIdentity) -> None:
-        """A replica says what it serves; raises IncompatibleReplica if it cannot be used."""
+        """The replica named its model; raises IncompatibleReplica if it cannot be used."""
 
     def on_up(self, link: Link, lost: Sequence[Session]) -> None:
         """The stream is ready; `lost` are the link's sessions that the replica does not hold."""
 
     def on_down(self, link: Link, end: EndOfStream) -> None:
-        """The stream ended; the link still has its sessions. A replica that shut down in order is not at fault."""
+        """The stream ended; the link still has its sessions. An announced end is no fault of the replica."""
 
     def on_state(self, link: Link) -> None:
         """The state changed."""
@@ -67,10 +67,10 @@ class LinkEvents(Protocol[Link]):
         """The replica ended a session."""
 
     def on_too_large(self, link: Link, session: Session, cause: str) -> None:
-        """The replica takes no message that holds what was to be sent of a session. Nothing was sent."""
+        """A session's entry exceeds the replica's message limit, and was not sent."""
 
     def on_closed(self, link: Link, session: Session, reason: str) -> None:
-        """A session is closed from our side; what the session knows of its side at the link is still there."""
+        """We closed a session; its state for this link's role is still there."""
 
     def on_fault(self, link: Link, session: Session, error: Exception) -> None:
-        """Handling a session's entry failed on our side."""
+        """The handler of a session's result raised."""

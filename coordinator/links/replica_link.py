@@ -1,4 +1,4 @@
-"""One replica: how it stands, and the sessions that it should hold."""
+"""One replica: its state, and the sessions that it should hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdec.config.drafter_options import DRAFTER_NAMES
 from specdec.coordinator.links.link_events import LinkEvents, LinkSettings, LinkState
 from specdec.coordinator.links.replica_stream import ReplicaStream
 from specdec.coordinator.links.stream_end import describe, end_of
-from specdec.coordinator.links.wire import EntryT, RequestT, ResultT, Wire
+from specdec.coordinator.links.wire import EntryT, LinkWire, RequestT, ResultT
 from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.channel import ReplicaChannel
@@ -23,7 +23,7 @@ _log = structlog.get_logger(__name__)
 
 
 class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
-    """The part that is the same for targets and drafts. Run `run` as a task for as long as the link is wanted.
+    """A link to a target or draft. Run `run` as a task for as long as the link is wanted.
 
     Invariant: `sessions` holds exactly the sessions that this replica should hold, with their current epochs.
     """
@@ -35,7 +35,7 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         address: str,
         channel: ReplicaChannel,
         settings: LinkSettings,
-        wire: Wire[RequestT, EntryT],
+        wire: LinkWire[RequestT, EntryT],
         events: LinkEvents[Self],
         epoch_of: Callable[[Session], int],
         handle: Callable[[Session, ResultT], None],
@@ -47,39 +47,39 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
             role: `target` or `draft`.
             address: host:port.
             channel: to the replica; the link does not close it.
-            settings: what all links have in common.
+            settings: shared by all links.
             wire: the role's messages.
-            events: who is told what becomes of the replica.
+            events: receives the link's events.
             epoch_of: the current epoch of a session on this side.
-            handle: takes what the replica tells of a session.
-            takes_up: whether a replica goes on with sessions that it still holds when its stream is opened again.
+            handle: takes a session's results from the replica.
+            takes_up: whether a replica keeps its sessions when its stream is opened again.
         """
         self.role = role
         self.address = address
         self.channel = channel
         self.detail = ""
-        """For people: why it is down or incompatible."""
+        """Why it is down or incompatible, for people."""
         self.is_retired = False
-        """It is no longer listed where replicas are found."""
+        """Discovery no longer lists it."""
         self.identity: pb.ModelIdentity | None = None
         self.instance_id = ""
-        """Of the replica's process, as it said last; empty when it says none."""
+        """Id of the replica's process, as last reported; empty if it reports none."""
         self.load: pb.LoadReport | None = None
-        """The last report on the stream that is up."""
+        """The last report on the present stream."""
         self.num_own_at_load = 0
-        """How many sessions it had of us when that came."""
+        """Our sessions there when the last report came."""
         self.drafters: frozenset[str] = frozenset()
-        """Names of those that it runs itself."""
+        """Names of the drafters that it runs itself."""
         self.own_draft: pb.ModelIdentity | None = None
-        """The draft model that it says it runs in its own process, which may be anything."""
+        """The draft model that it reports to run in its own process; unchecked."""
         self.steps_apart = False
-        """It steps sessions alone that are opened so, and tells whom its engine was working for when that ended."""
+        """It can step a session alone, and reports its engine's sessions when the engine ends."""
         self.refused_s: float | None = None
-        """When it last said that it is full, on the monotonic clock; None: not since its last report."""
+        """Monotonic time at which it last reported to be full; None: not since its last load report."""
         self.sessions: dict[str, Session] = {}
         """By session id."""
         self.num_streams = 0
-        """How many came up so far."""
+        """Streams opened so far."""
         self._told_message_bytes = 0
         self._connection = LinkState.CONNECTING
         self._standing = LinkState.READY
@@ -91,14 +91,14 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         self._handle = handle
         self._takes_up = takes_up
         self._listed: list[tuple[Session, int]] = []
-        """Sessions in the attach, each with the epoch it had then."""
+        """Sessions in the last attach, each with its epoch then."""
         self._stream: ReplicaStream[RequestT, EntryT, ResultT] = ReplicaStream(
             wire, channel, settings, self, role=role, address=address
         )
 
     @property
     def state(self) -> LinkState:
-        """A stream that is up counts as what the replica said of itself, else as how far it is trusted."""
+        """The connection's state; of a stream that is up, draining if the replica drains, else its standing."""
         if not self.is_up:
             return self._connection
         return LinkState.DRAINING if self.is_draining else self._standing
@@ -110,40 +110,40 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
 
     @property
     def is_ready(self) -> bool:
-        """New sessions may be opened without a second thought."""
+        """New sessions may be opened without restriction."""
         return self.state is LinkState.READY
 
     @property
     def tells_limit(self) -> bool:
-        """It says what it takes, and keeps what it sends below what we take; older replicas do neither."""
+        """It reports its message limit and respects ours; older replicas do neither."""
         return self._told_message_bytes > 0
 
     @property
     def message_bytes(self) -> int:
-        """The largest message that it takes."""
+        """Its message limit, in bytes."""
         return most_bytes(self._told_message_bytes, self._settings.max_message_bytes)
 
     @property
     def is_draining(self) -> bool:
-        """The replica shuts down, or is no longer listed: what it has may end there, nothing new begins."""
+        """The replica shuts down, or is no longer listed: its sessions may end there, and it gets no new ones."""
         return self.is_retired or (self.load is not None and self.load.draining)
 
     def set_retired(self, is_retired: bool) -> None:
-        """Whether the replica is no longer listed where replicas are found."""
+        """Note whether discovery still lists the replica."""
         self.is_retired = is_retired
         self._show_state()
 
     def set_standing(self, standing: LinkState) -> None:
-        """Ready, ejected or on probation: how it is treated while its stream is up."""
+        """Set READY, EJECTED or PROBATION: its state while its stream is up."""
         self._standing = standing
         self._show_state()
 
     async def run(self) -> None:
-        """Keep a stream open until `end`, or until cancelled."""
+        """Keep a stream open until `end` or cancellation."""
         await self._stream.run()
 
     def end(self) -> None:
-        """Let the stream that is up end in order, after what is queued; then `run` returns."""
+        """End the stream after the queued entries; then `run` returns."""
         self._stream.end()
 
     def reset(self, reason: str) -> None:
@@ -151,15 +151,15 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         self._stream.reset(reason)
 
     def send(self, entry: EntryT) -> None:
-        """Send an entry with the next frame; dropped while the stream is down: attaching makes up for it."""
+        """Send an entry with the next frame. It is dropped while the stream is down: attaching replaces it."""
         if self.is_up:
             self._stream.send(entry)
 
-    # What its stream asks and tells: see `StreamOwner`.
+    # Called by the stream: see `StreamOwner`.
 
     @property
     def is_needed(self) -> bool:
-        """Sessions wait for this very replica."""
+        """Sessions wait for this replica."""
         return bool(self.sessions)
 
     def on_info(self: Self, info: pb.GetReplicaInfoResponse) -> None:
@@ -171,15 +171,15 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         self._events.check_instance(self, info.instance_id)
 
     def on_too_large(self: Self, session_id: str, epoch: int, cause: str) -> None:
-        """Tells whoever cares for the session, if it is still the one that was to be sent."""
+        """Report an entry that is too large, if its session's epoch is still current."""
         session = self.sessions.get(session_id)
         if session is not None and session.finish is None and self._epoch_of(session) == epoch:
             self._events.on_too_large(self, session, cause)
 
     def attach(self) -> pb.Attach:
-        """Lists the sessions that the replica may still hold, if it takes any up, or as many as a message holds.
+        """The first frame: the sessions that the replica may still hold, if it keeps any, as many as a message holds.
 
-        The answer, which names no more than these, has to fit into what we take. What is not listed counts as lost.
+        The answer, which names a part of these, must fit into our message limit. Unlisted sessions count as lost.
         """
         settings = self._settings
         attach = pb.Attach(
@@ -202,20 +202,20 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         return attach
 
     async def on_attached(self: Self, attached: pb.Attached, load: pb.LoadReport | None) -> None:
-        """Becomes ready, unless the replica does not fit: raises IncompatibleReplica then."""
+        """Become ready. Raises IncompatibleReplica if the replica cannot be used."""
         if load is not None:
-            self._note_load(load)  # one that drains is never taken for a ready one
+            self._note_load(load)  # a draining replica is never shown as ready
         identity = pb.ModelIdentity()
         identity.CopyFrom(attached.identity)
         self.identity = identity
-        self._events.check_instance(self, attached.instance_id)  # of two that asked at once, one attached too late
+        self._events.check_instance(self, attached.instance_id)  # two links may have asked at once
         self.instance_id = attached.instance_id
         await self._events.check_identity(self, identity)
         self.num_streams += 1
         self._set_connection(LinkState.READY, "")
         unknown = set(attached.unknown_session_ids)
         held = {s.session_id for s, epoch in self._listed if epoch == self._epoch_of(s)} - unknown
-        for session, epoch in self._listed:  # since the attach they may have ended, or gone elsewhere
+        for session, epoch in self._listed:  # they may have ended or moved since the attach
             if session.session_id not in self.sessions:
                 self.send(self._wire.close_entry(session.session_id, epoch, "replaced"))
         lost = [session for session_id, session in self.sessions.items() if session_id not in held]
@@ -223,7 +223,7 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         self._events.on_up(self, lost)
 
     def on_result(self: Self, result: ResultT) -> None:
-        """Drops what is of an earlier opening, or of a session that is not held here any more."""
+        """Handle a result; drop it if its session or epoch is not current."""
         session = self.sessions.get(result.session_id)
         if session is None or result.epoch != self._epoch_of(session):
             self.on_stray()
@@ -237,13 +237,13 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         """A result was dropped."""
 
     def on_load(self: Self, load: pb.LoadReport) -> None:
-        """Notes the load."""
+        """Note the load, and report it."""
         self._note_load(load)
         self._show_state()
         self._events.on_load(self)
 
     def on_ended(self: Self, error: Exception) -> None:
-        """Goes down."""
+        """Go down, and report how the stream ended."""
         was_up, was_draining = self.is_up, self.is_draining
         self.load = None
         if isinstance(error, IncompatibleReplica):
@@ -256,7 +256,7 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
     def _note_load(self, load: pb.LoadReport) -> None:
         if load.HasField("drafters"):
             self.drafters = frozenset(load.drafters.names) & DRAFTER_NAMES
-            load.ClearField("drafters")  # of any length, and the load goes on to drafts and to whoever asks for it
+            load.ClearField("drafters")  # it may be long, and the load is passed on to drafts and status calls
         self.load, self.num_own_at_load, self.refused_s = load, len(self.sessions), None
 
     def _set_connection(self, connection: LinkState, detail: str) -> None:

@@ -1,7 +1,7 @@
 """A stream to one replica that is opened again whenever it breaks.
 
-What is queued within one turn of the event loop leaves in one frame. What comes in is handled by the task that reads
-it, with no queue between: a verdict is on its way to the client before the next frame is looked at.
+Entries queued within one turn of the event loop leave in one frame. The task that reads a frame handles it, with no
+queue between: a verdict is on its way to the client before the next frame is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 from specdec.coordinator.links.link_events import LinkSettings
 from specdec.coordinator.links.outbox import EntryTooLarge, Outbox
 from specdec.coordinator.links.stream_end import NOT_HANDED_ON, StreamEnd, engine_end_in, error_of
-from specdec.coordinator.links.wire import Call, EntryT, Frame, RequestT, ResultT, ResultT_contra, Wire
+from specdec.coordinator.links.wire import BidiCall, EntryT, LinkWire, RequestT, ResultFrame, ResultT, ResultT_contra
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.backoff import Backoff
 from specdec.wire.channel import ReplicaChannel
@@ -24,34 +24,34 @@ from specdec.wire.errors import SpecdecError, Unavailable
 from specdec.wire.reading import parsed
 
 _MOST_FIRST_WAITS_IN_NEED = 5
-"""Sessions wait for this very replica: its stream is tried often."""
+"""Longest wait between attempts, in first waits, while sessions wait for this replica."""
 _SPREAD = (0.75, 1.25)
-"""Coordinators that lost a replica at the same moment do not all come back at the same moment."""
+"""Random factors of a wait: coordinators that lost a replica together must not all return together."""
 _ASK_AGAIN_S = 1.0
-"""Sessions wait for the answer, as what is done with them depends on it."""
+"""Seconds for the question how an engine ended, as its sessions wait for the answer."""
 _CLOSED = "the replica closed the stream"
 _log = structlog.get_logger(__name__)
 
 
 class StreamOwner(Protocol[ResultT_contra]):
-    """Whose stream it is: says what is held there, and is told what comes. Called in the task that runs the stream."""
+    """The stream's owner: gives the attach, and receives the frames. Called in the task that runs the stream."""
 
     @property
     def is_needed(self) -> bool:
-        """Sessions wait for this very replica."""
+        """Sessions wait for this replica."""
 
     @property
     def message_bytes(self) -> int:
-        """The largest message that the replica takes."""
+        """The replica's message limit, in bytes."""
 
     instance_id: str
-    """Of the replica's process, as it said last."""
+    """Id of the replica's process, as last reported."""
 
     def on_info(self, info: pb.GetReplicaInfoResponse) -> None:
-        """The replica says which process it is, and what it takes; raises IncompatibleReplica to open no stream."""
+        """The replica reported its process and message limit; raises IncompatibleReplica to open no stream."""
 
     def attach(self) -> pb.Attach:
-        """What the first frame says."""
+        """The content of the first frame."""
 
     async def on_attached(self, attached: pb.Attached, load: pb.LoadReport | None) -> None:
         """The replica answered; raises IncompatibleReplica to break the stream."""
@@ -63,7 +63,7 @@ class StreamOwner(Protocol[ResultT_contra]):
         """A load report came."""
 
     def on_too_large(self, session_id: str, epoch: int, cause: str) -> None:
-        """An entry of a session is larger than any message may be; called when whoever sent it has returned."""
+        """A session's entry exceeds the replica's message limit; called after its sender has returned."""
 
     def on_ended(self, error: Exception) -> None:
         """The stream ended, or could not be opened. It will be opened again."""
@@ -74,24 +74,24 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
 
     def __init__(
         self,
-        wire: Wire[RequestT, EntryT],
+        wire: LinkWire[RequestT, EntryT],
         channel: ReplicaChannel,
         settings: LinkSettings,
         owner: StreamOwner[ResultT],
         **log_fields: str,
     ) -> None:
-        """`log_fields` are what log lines about it carry."""
+        """`log_fields` are added to each log event."""
         self._wire = wire
         self._channel = channel
         self._settings = settings
         self._owner = owner
         self._log_fields = log_fields
         self._outbox: Outbox[EntryT] = Outbox()
-        self._call: Call[RequestT] | None = None
+        self._call: BidiCall[RequestT] | None = None
         self._reset_reason = ""
 
     def send(self, entry: EntryT) -> None:
-        """Send an entry with the next frame. Only while the stream is up: attaching makes up for what came between."""
+        """Send an entry with the next frame. Call it only while the stream is up."""
         try:
             has_room = self._outbox.put(entry)
         except EntryTooLarge as error:
@@ -103,7 +103,7 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
             self.reset("the replica does not read")
 
     def end(self) -> None:
-        """Let the stream that is up end in order, after what is queued; then `run` returns."""
+        """End the stream after the queued entries; then `run` returns."""
         self._outbox.end()
 
     def reset(self, reason: str) -> None:
@@ -114,7 +114,7 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
             self._call.cancel()
 
     async def run(self) -> None:
-        """Open the stream, again and again, with growing and jittered waits between attempts that fail."""
+        """Open the stream again and again, with growing, jittered waits between failed attempts."""
         backoff = Backoff(self._settings.backoff_min_s, self._settings.backoff_max_s, spread=_SPREAD)
         num_failures = 0
         while True:
@@ -127,7 +127,7 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
             self._outbox.clear()
             try:
                 self._owner.on_ended(error)
-            except Exception as fault:  # of those who are told; the replica is not given up for it
+            except Exception as fault:  # the owner's fault is no reason to give up the replica
                 self._log_fault(fault)
             has_lasted = time.monotonic() - started_s > backoff.longest_s
             num_failures = 1 if has_lasted else num_failures + 1
@@ -135,7 +135,7 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
             await asyncio.sleep(backoff.wait_s(num_failures, longest_s=in_need))
 
     async def _fault_of_stream(self) -> Exception | None:
-        """Open the stream; return why it ended, None when that was asked for."""
+        """Open the stream; returns its error, or None after `end`."""
         try:
             await self._run_stream()
             return None
@@ -144,14 +144,14 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
         except asyncio.CancelledError:
             if _is_task_cancelled():
                 raise
-            # Reading a call that was cancelled by `reset` raises this, too.
+            # A read of a call that `reset` cancelled raises this, too.
             return Unavailable(self._reset_reason or "the stream was reset")
         except Exception as error:
             self._log_fault(error)
             return error
 
     async def _told_afterwards(self, error: SpecdecError) -> SpecdecError:
-        """How the stream ended as the replica tells when it is asked; `error` where it has nothing to tell."""
+        """Ask the replica how the stream ended; returns `error` if it does not know."""
         try:
             async with asyncio.timeout(_ASK_AGAIN_S):
                 end = parsed(await self._wire.info(self._channel.current)).last_end
@@ -163,7 +163,7 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
         return error_of(end) if is_ours else error
 
     async def _run_stream(self) -> None:
-        """Returns when the stream has ended as `end` asked; raises why it did otherwise."""
+        """Run one stream. Returns after `end`; raises the cause of any other end."""
         await self._channel.renew()  # no call is under way
         channel = self._channel.current
         async with asyncio.timeout(self._settings.connect_timeout_s):
@@ -181,11 +181,11 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
             if first is None:
                 raise end.error(Unavailable(_CLOSED))
             if not first.HasField("attached"):
-                raise Unavailable("the replica's first frame is no answer to attach")
+                raise Unavailable("the replica's first frame does not answer the attach")
             self._outbox.clear()
             await self._owner.on_attached(first.attached, first.load if first.HasField("load") else None)
             writer = asyncio.create_task(self._write_frames(call))
-            frame: Frame[ResultT] | None = first
+            frame: ResultFrame[ResultT] | None = first
             while frame is not None:
                 for result in frame.results:
                     self._owner.on_result(result)
@@ -204,7 +204,7 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
                 writer.cancel()
 
     async def _ask(self, channel: grpc.aio.Channel) -> None:
-        """A second stream of the same owner would end the first one, so it must be known before."""
+        """Check the replica's instance first: a second stream of one owner would end the first."""
         try:
             info = await self._wire.info(channel)
         except grpc.aio.AioRpcError as error:
@@ -214,17 +214,17 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
                 raise
         self._owner.on_info(parsed(info))
 
-    async def _read(self, call: Call[RequestT]) -> Frame[ResultT] | None:
+    async def _read(self, call: BidiCall[RequestT]) -> ResultFrame[ResultT] | None:
         frame = parsed(await call.read())
-        return None if frame is grpc.aio.EOF else cast(Frame[ResultT], frame)
+        return None if frame is grpc.aio.EOF else cast(ResultFrame[ResultT], frame)
 
-    async def _write_frames(self, call: Call[RequestT]) -> None:
+    async def _write_frames(self, call: BidiCall[RequestT]) -> None:
         try:
             while entries := await self._outbox.take():
                 await call.write(self._wire.frame(entries))
             await call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # the stream has ended, and its reader learns how
+            pass  # the stream's reader reports its end
         except Exception as error:
             self._log_fault(error)
             self.reset("writing failed")

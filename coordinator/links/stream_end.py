@@ -11,55 +11,54 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.error_details import STATUS_KEY, rich_status
+from specdec.wire.error_details import STATUS_KEY, rich_status, session_key, split_keys
 from specdec.wire.errors import SpecdecError, Unavailable, from_rpc_error
-from specdec.wire.session_keys import session_key, split_keys
 
 _Result = TypeVar("_Result")
 CONNECTION_LOST = "CONNECTION_LOST"
-"""The reason where the connection ended before the peer said anything: its process is gone, or somebody between."""
+"""Reason of a connection that ended without a status: the peer's process or the network failed."""
 _ENGINE_DEATHS = frozenset({"ENGINE_GONE", "ENGINE_STALLED"})
-"""What a servicer says whose engine ended by itself, or did not end a step."""
+"""Reasons of a servicer whose engine crashed, or stalled in a step."""
 _ENGINE_LOST = "ENGINE_LOST"
-"""What a servicer says whose engine was killed from outside, or was frozen."""
+"""Reason of a servicer whose engine was killed from outside, or was frozen."""
 NOT_HANDED_ON = "CAUSE_NOT_HANDED_ON"
-"""The reason where the peer has said why, and gRPC has lost it: the peer can be asked."""
+"""Reason of a stream whose status gRPC has lost: the peer can be asked."""
 _MOST_KEYS_BYTES = 64 * 2**10
-"""No engine works on so many sessions at once."""
+"""Bytes of session keys, at most; longer lists are taken for garbage."""
 _SILENCE = ("ping", "keepalive")
-"""What gRPC's message names when it gave a peer up that did not answer: frozen or cut off, but not dead."""
-# What grpc.aio says where it has no status of the peer's.
+"""Words in gRPC's message when it gave up a silent peer: frozen or cut off, but not dead."""
+# grpc.aio's message when it has lost the peer's status.
 _NO_STATUS = "Internal error from Core"
 
 
 class Ending(Enum):
-    """What the end of a stream tells of the replica."""
+    """How a stream ended."""
 
     ANNOUNCED = auto()
-    """It shut down in order."""
+    """The replica announced its shutdown."""
     BROKEN = auto()
-    """Something failed, and nothing says that the replica has died."""
+    """The stream failed, and nothing shows that the replica has died."""
     LOST = auto()
-    """It was killed or frozen from outside, or its connection ended: hardly the doing of a request."""
+    """The replica was killed or frozen from outside, or its connection ended: hardly a request's fault."""
     DIED = auto()
-    """Its engine died by itself, or did not end a step: a request may have done it."""
+    """The replica's engine crashed or stalled: a request may have caused it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfStream:
-    """What the end of a stream tells."""
+    """The end of a stream, and the sessions that may have caused it."""
 
     ending: Ending
     session_keys: Set[bytes] | None = None
-    """Those that the replica's engine was working on when it ended, of all coordinators; None: it does not say."""
+    """Sessions, of all coordinators, in the engine's last step; None: not reported."""
 
     def may_be(self, session_id: str) -> bool:
-        """Whether the engine may have been working on a session that was open there."""
+        """Whether the engine's last step may have contained an open session."""
         return self.session_keys is None or session_key(session_id) in self.session_keys
 
 
 def end_of(error: Exception, *, was_draining: bool) -> EndOfStream:
-    """What a stream's error tells of the replica, which may have told before that it shuts down."""
+    """The end that a stream's error describes. `was_draining`: the replica had announced its shutdown."""
     reason = error.reason if isinstance(error, SpecdecError) else ""
     if was_draining or reason == "DRAINING":
         return EndOfStream(Ending.ANNOUNCED)
@@ -74,7 +73,7 @@ def end_of(error: Exception, *, was_draining: bool) -> EndOfStream:
 
 
 def engine_end_in(trailing: Iterable[Any] | None) -> pb.EngineEnd | None:
-    """How an engine ended, where a status tells it."""
+    """The EngineEnd in a status's details, if any."""
     status = rich_status(trailing)
     for detail in () if status is None else status.details:
         end = pb.EngineEnd()
@@ -87,7 +86,7 @@ def engine_end_in(trailing: Iterable[Any] | None) -> pb.EngineEnd | None:
 
 
 def error_of(end: pb.EngineEnd) -> SpecdecError:
-    """What a stream would have ended with when the engine did."""
+    """The error of a stream whose engine ended so."""
     error = Unavailable("the engine ended", reason=end.reason or None)
     error.attached.append(end)
     return error
@@ -96,18 +95,18 @@ def error_of(end: pb.EngineEnd) -> SpecdecError:
 class StreamEnd:
     """Notes the status with which a stream ends, as the peer sent it.
 
-    A write that is under way when the peer ends the stream fails, and for that grpc.aio replaces the status by INTERNAL
-    (https://github.com/grpc/grpc/issues/36066), so that what a call says afterwards is not to be trusted. The first
-    status is the peer's, and only in the call's done callback is it sure to be there still.
+    A write that is under way when the peer ends the stream fails, and grpc.aio then replaces the status by INTERNAL
+    (https://github.com/grpc/grpc/issues/36066), so the call's later status cannot be trusted. The first status is the
+    peer's, and only the call's done callback is sure to see it.
     """
 
     def __init__(self, call: Any) -> None:
-        """Watch a call of grpc.aio, which has just been made."""
+        """Watch a new call of grpc.aio."""
         self._error: SpecdecError | None = None
         call.add_done_callback(self._note)
 
     def error(self, otherwise: Exception) -> Exception:
-        """What the stream ended with; `otherwise` if it ended well, or has not ended."""
+        """The stream's error; `otherwise` if it ended with OK, or has not ended."""
         return self._error or otherwise
 
     def _note(self, call: Any) -> None:
@@ -127,17 +126,17 @@ class StreamEnd:
 
 
 def describe(error: Exception) -> str:
-    """For people: why a stream ended, or did not come about."""
+    """Why a stream ended or could not be opened, for people."""
     if isinstance(error, grpc.RpcError):
         return from_rpc_error(error).message
     return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
 def _now(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """What a coroutine returns that has nothing to wait for, as those that ask a call that is done."""
+    """The result of a coroutine that does not wait, as those of a finished call."""
     try:
         coroutine.send(None)
     except StopIteration as end:
         result: _Result = end.value
         return result
-    raise RuntimeError("a call that is done has no status")
+    raise RuntimeError("a finished call has no status")

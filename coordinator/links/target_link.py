@@ -10,7 +10,7 @@ import grpc
 
 from specdec.coordinator.links.link_events import LinkEvents, LinkSettings
 from specdec.coordinator.links.replica_link import ReplicaLink
-from specdec.coordinator.links.wire import Call
+from specdec.coordinator.links.wire import BidiCall
 from specdec.coordinator.sessions.session import Request, Session
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
@@ -20,32 +20,32 @@ from specdec.wire.message_sizes import most_entry_bytes
 from specdec.wire.reading import parsed, parsing
 
 _TOKENIZER_PATIENCE = 4
-"""Times as long as for one answer: a tokenizer is some megabytes, in several pieces."""
+"""Factor on connect_timeout_s for a tokenizer: it has some megabytes, in several messages."""
 _MAX_TOKENIZER_BYTES = 256 * 2**20
-"""The largest in use have some 40 MB."""
+"""Bytes of a tokenizer, at most; the largest in use have some 40 MB."""
 
 
 class VerdictHandler(Protocol):
-    """Who takes what targets decide."""
+    """Receives the targets' results."""
 
     def on_verdict(self, session: Session, verdict: pb.Verdict) -> None:
-        """A target step decided something for a session."""
+        """A target step committed tokens of a session."""
 
     def on_proposal_rejected(self, session: Session, rejected: pb.ProposalRejected) -> None:
-        """What a draft offered is no proposal; the session goes on."""
+        """The target refused a malformed proposal; the session goes on."""
 
     def on_prompt_logprobs(self, session: Session, part: pb.PromptLogprobsPart) -> None:
         """A target computed log-probabilities of a session's prompt."""
 
 
 class TargetWire:
-    """See `Wire`."""
+    """The target's `Wire`."""
 
     def info(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
         """See `Wire.info`."""
         return target_pb2_grpc.TargetServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
 
-    def open(self, channel: grpc.aio.Channel) -> Call[target_pb2.VerifyRequest]:
+    def open(self, channel: grpc.aio.Channel) -> BidiCall[target_pb2.VerifyRequest]:
         """See `Wire.open`."""
         return target_pb2_grpc.TargetServiceStub(parsing(channel)).Verify()
 
@@ -65,7 +65,7 @@ class TargetWire:
 class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, target_pb2.TargetResult]):
     """Opens sessions on a target, relays proposals to it, and hands verdicts to the decode loop.
 
-    A target goes on with what it still holds after a break.
+    A target keeps its sessions over a break of the stream.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
 
     @property
     def tells_progress(self) -> bool:
-        """It tells what sessions without a verdict are doing; older targets do not."""
+        """It reports progress of sessions without a verdict; older targets do not."""
         return self._tells_progress
 
     @property
     def holder(self) -> str:
-        """Names the replica's prefix cache, which a restart empties."""
+        """Name of the replica's prefix cache, which changes with a restart."""
         return self.instance_id or self.address
 
     def open(self, session: Session) -> None:
@@ -132,7 +132,7 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         self.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=side.epoch, proposal=proposal))
 
     def give_credit(self, session: Session) -> None:
-        """Tell how far the target may run, and what has arrived."""
+        """Send the position up to which the target may run, and acknowledge the arrived tokens."""
         side = session.target
         credit = pb.Credit(position=side.credit_position, acknowledged_position=session.position)
         if side.prompt is not None:
@@ -148,25 +148,25 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         self._events.on_closed(self, session, reason)
 
     def release(self, session: Session) -> None:
-        """Give a session up to another target; what this one still holds of it is freed."""
+        """Give a session up to another target; this one frees it."""
         session.request.trace.session_closed(self.role, session.choice, self.address, "replaced")
         if self.sessions.pop(session.session_id, None) is not None:
             self.send(self._wire.close_entry(session.session_id, session.target.told_epoch, "replaced"))
 
     def hold(self, session: Session) -> None:
-        """Take a session that is to be opened here later."""
+        """Assign a session that is to be opened here later."""
         session.target.held(self)
         self.sessions[session.session_id] = session
 
     def may_take(self, request: Request) -> bool:
-        """Whether no message about a request, there or back, is larger than its receiver takes."""
+        """Whether all messages about a request, in both directions, are within their receivers' limits."""
         is_small_enough = self.tells_limit or request.num_prompt_logprobs_bytes <= most_entry_bytes(
             self._settings.max_message_bytes
         )
         return is_small_enough and request.num_open_bytes <= most_entry_bytes(self.message_bytes)
 
     async def fetch_tokenizer(self) -> tuple[bytes, str]:
-        """tokenizer.json and tokenizer_config.json of the target's model; IncompatibleReplica if they are huge."""
+        """Contents of tokenizer.json and tokenizer_config.json. Raises IncompatibleReplica if they are too large."""
         pieces: list[bytes] = []
         configs: list[str] = []
         num_bytes = 0
@@ -178,7 +178,7 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
             configs.append(piece.tokenizer_config)
             num_bytes += piece.ByteSize()
             if num_bytes > _MAX_TOKENIZER_BYTES:
-                raise IncompatibleReplica(f"its tokenizer has more than {_MAX_TOKENIZER_BYTES} bytes")
+                raise IncompatibleReplica(f"its tokenizer exceeds {_MAX_TOKENIZER_BYTES} bytes")
         return b"".join(pieces), "".join(configs)
 
     def _take(self: Self, session: Session, result: target_pb2.TargetResult) -> None:

@@ -1,4 +1,4 @@
-"""The messages of a stream to a replica, role by role: the same exchange, in messages of different types."""
+"""Protocols of a stream to a replica: targets and drafts have one exchange, in different message types."""
 
 from __future__ import annotations
 
@@ -12,44 +12,42 @@ from specdec.v1 import common_pb2 as pb
 
 
 class Entry(Protocol):
-    """What a replica is told of one session."""
+    """One session's part of a frame to a replica."""
 
     @property
     def session_id(self) -> str:
-        """Of which session."""
+        """The session's id."""
 
     @property
     def epoch(self) -> int:
-        """Of which of its openings there."""
+        """The session's epoch at the replica."""
 
     def ByteSize(self) -> int:  # noqa: N802
-        """As protobuf has it."""
+        """Protobuf's method."""
 
 
 class Result(Protocol):
-    """What a replica tells of one session."""
+    """One session's part of a frame from a replica."""
 
     @property
     def session_id(self) -> str:
-        """Of which session."""
+        """The session's id."""
 
     @property
     def epoch(self) -> int:
-        """Of which of its openings here."""
+        """The session's epoch at the replica."""
 
 
 RequestT = TypeVar("RequestT", bound=Message)
-"""A frame to the replica."""
+"""A frame to a replica."""
 EntryT = TypeVar("EntryT", bound="Entry")
-"""What a frame to the replica has of one session."""
 ResultT = TypeVar("ResultT", bound=Result)
-"""What a frame from the replica has of one session."""
 ResultT_contra = TypeVar("ResultT_contra", bound=Result, contravariant=True)
 _RequestT_contra = TypeVar("_RequestT_contra", bound=Message, contravariant=True)
 _ResultT_co = TypeVar("_ResultT_co", bound=Result, covariant=True)
 
 
-class Frame(Protocol[_ResultT_co]):
+class ResultFrame(Protocol[_ResultT_co]):
     """A frame from a replica."""
 
     @property
@@ -58,17 +56,17 @@ class Frame(Protocol[_ResultT_co]):
 
     @property
     def results(self) -> Iterable[_ResultT_co]:
-        """In the order in which they came about."""
+        """Results in the order in which they arose."""
 
     @property
     def load(self) -> pb.LoadReport:
-        """The replica's load; not in each frame."""
+        """The replica's load; not in every frame."""
 
     def HasField(self, field_name: Literal["attached", "load"]) -> bool:  # noqa: N802
-        """As protobuf has it."""
+        """Protobuf's method."""
 
 
-class Call(Protocol[_RequestT_contra]):
+class BidiCall(Protocol[_RequestT_contra]):
     """A call of grpc.aio that streams in both directions; see `grpc.aio.StreamStreamCall`."""
 
     async def write(self, request: _RequestT_contra) -> None:
@@ -78,29 +76,29 @@ class Call(Protocol[_RequestT_contra]):
         """The next frame, or grpc.aio.EOF."""
 
     async def done_writing(self) -> None:
-        """No frame follows."""
+        """End our side of the stream."""
 
     def cancel(self) -> bool:
         """Break the stream."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call back with this call when it has ended."""
+        """Call `callback` with this call when it has ended."""
 
 
-class Wire(Protocol[RequestT, EntryT]):
-    """How to call replicas of one role. Frames that `open` reads are `Frame`s of the role's results."""
+class LinkWire(Protocol[RequestT, EntryT]):
+    """Messages and calls of one role. The calls of `open` read `ResultFrame`s of the role's results."""
 
     def info(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
-        """Ask which process it is."""
+        """Ask for the replica's info."""
 
-    def open(self, channel: grpc.aio.Channel) -> Call[RequestT]:
-        """Call the method that streams."""
+    def open(self, channel: grpc.aio.Channel) -> BidiCall[RequestT]:
+        """Begin the streaming call."""
 
     def attach(self, attach: pb.Attach) -> RequestT:
-        """The first frame."""
+        """Make the first frame."""
 
     def frame(self, entries: Sequence[EntryT]) -> RequestT:
-        """Every other frame: these entries, and little besides (see `specdec.wire.message_sizes.frame_bytes`)."""
+        """Make a later frame: these entries, and little else (see `specdec.wire.message_sizes.frame_bytes`)."""
 
     def close_entry(self, session_id: str, epoch: int, reason: str) -> EntryT:
-        """The entry that ends a session."""
+        """Make the entry that ends a session."""

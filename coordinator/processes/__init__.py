@@ -1,1 +1,1 @@
-"""Several coordinator processes behind one port, started and kept running by a supervisor."""
+"""A supervisor starts several coordinator processes behind one port and keeps them running."""

@@ -19,18 +19,18 @@ from specdec.config import CoordinatorSettings
 from specdec.coordinator.processes.child_main import SERVING_LINE, ChildInstructions
 from specdec.service.listening import StartupFailed, bound_sockets
 from specdec.telemetry import forget_gauges
-from specdec.wire.addresses import join_address
+from specdec.wire.settings import join_address
 
 _log = structlog.get_logger(__name__)
 
 
 class CoordinatorProcess:
-    """A process that may run several times, one after the other."""
+    """One of the supervisor's processes; `live` starts it, once or again after its end."""
 
     def __init__(
         self, index: int, settings: CoordinatorSettings, metrics_dir: str, on_change: Callable[[], Awaitable[None]]
     ) -> None:
-        """`on_change` is awaited whenever `is_serving` has changed."""
+        """`on_change` is awaited after each change of `is_serving`."""
         self.index = index
         self.is_serving = False
         self.told_to_end = False
@@ -44,11 +44,9 @@ class CoordinatorProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def live(self) -> int:
-        """Run it once, from its start to its end; returns its exit code, negative when a signal ended it.
+        """Run the process once; returns its exit code: negative after a signal, 1 if it could not be started.
 
-        That of a process that could not even be started is 1.
-
-        It dies with this process, and it is out of reach of the terminal's Ctrl-C, which would count twice.
+        It dies with the supervisor, and has its own session: a terminal's Ctrl-C must not reach it twice.
         """
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
@@ -59,7 +57,7 @@ class CoordinatorProcess:
                 env=environment,
                 start_new_session=True,
             )
-        except OSError as error:  # memory or process ids are short: no reason for the others to end
+        except OSError as error:  # memory or process ids are short, but the others go on
             _log.error("process_not_started", process=self.index, error=str(error))
             return 1
         if self.told_to_end:
@@ -73,12 +71,12 @@ class CoordinatorProcess:
             await self._set_serving(False)
 
     def terminate(self) -> None:
-        """Let it drain and end; a second time: end at once. It is not meant to live again."""
+        """Let it drain and end; a second call ends it at once. It must not be started again."""
         self.told_to_end = True
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it whatever it does."""
+        """Kill it."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -110,15 +108,15 @@ class CoordinatorProcess:
 def reserved_port(host: str, port: int) -> Iterator[int]:
     """Hold a port that our processes may share and no other server can take; yields it, a free one for port 0.
 
-    Raises StartupFailed, which names the settings, when another server has it.
+    Raises StartupFailed, which names the settings, if another server has the port.
     """
     with contextlib.ExitStack() as stack:
         try:
             if port:
-                # A server that shares its port, too, would let us in without a word: another supervisor's, for example.
+                # A server that also shares its port, such as another supervisor's, would not refuse us.
                 for probe in bound_sockets(host, port, socket.SO_REUSEADDR):
                     probe.close()
-            # They never listen, so they get no connections.
+            # These sockets never listen, so they get no connections.
             held = [
                 stack.enter_context(made)
                 for made in bound_sockets(host, port, socket.SO_REUSEADDR, socket.SO_REUSEPORT)
@@ -130,7 +128,7 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
 
 
 def as_json(instructions: object) -> bytes:
-    """What a process is told, secrets included."""
+    """Encode a process's instructions, secrets included."""
     return json.dumps(instructions, default=_plain).encode()
 
 

@@ -1,7 +1,7 @@
 """One of several coordinator processes: `python -m specdec.coordinator.processes.child_main INDEX`.
 
-Started by `CoordinatorProcess`. Reads its instructions from standard input, and says on standard output that it serves.
-The argument is for people who list processes.
+`CoordinatorProcess` starts it. It reads its instructions from standard input, and prints a line when it serves. The
+argument is only for people who list processes.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any, TypedDict
 
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.service import run_coordinator
-from specdec.service.parent_process import die_with_parent
+from specdec.service.process import die_with_parent
 from specdec.telemetry import enable_multiprocess_metrics, setup_logging
 
 SERVING_LINE = b"serving\n"
 
 
 class ChildInstructions(TypedDict):
-    """What the supervisor tells. Secrets go this way, and not by flags or environment, which others can read."""
+    """The supervisor's instructions. Secrets are passed here, as others can read flags and environment."""
 
     index: int
-    """Which of the processes this is, from 0."""
+    """Number of this process, from 0."""
     settings: dict[str, Any]
-    """Of a CoordinatorSettings, as JSON has them."""
+    """A CoordinatorSettings as JSON."""
     metrics_dir: str
-    """Where its counts go, which the supervisor's page sums up."""
+    """Folder for its metrics, which the supervisor's page sums up."""
     parent_pid: int
-    """The supervisor's: the process ends with it."""
+    """The supervisor's process id: the process ends with it."""
 
 
 def main() -> int:

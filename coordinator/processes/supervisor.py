@@ -3,11 +3,11 @@
 A coordinator is one event loop, so one process uses one core. The kernel spreads *connections* over the processes
 that listen on a shared port (SO_REUSEPORT). The supervisor serves no calls itself:
 
-start        the first process starts alone, so what is wrong is told once, and ends the supervisor; then the others
+start        the first process starts alone, so a bad setting is reported once, and ends the supervisor
 run          a process that ends is started again, after a growing wait; it listens again only when it is ready
-observe      one /metrics page for all; what a process counted outlives it. `health_port` says SERVING while any
+observe      one /metrics page for all; a process's counts outlive it. `health_port` reports SERVING while any
              process serves: the kernel gives connections only to those that listen
-stop         SIGTERM lets all drain; a second one cuts that short
+stop         SIGTERM lets all drain; a second one ends them at once
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from specdec.coordinator.servicer import SERVICE_NAME
 from specdec.service.listening import StartupFailed
 from specdec.service.metrics_endpoint import metrics_endpoint
 from specdec.service.readiness import Readiness, plaintext_health
-from specdec.service.restarts import RestartCount, RestartPolicy
 from specdec.service.server import install_signals
 from specdec.telemetry import SupervisorMetrics, enable_multiprocess_metrics
+from specdec.wire.backoff import RestartCount, RestartPolicy
 from specdec.wire.tls_files import TlsFilesBroken
 
 _METRICS_NAME = "supervisor"
 _MAX_HOST_CHARS = 40
-"""An owner id is part of every session's id; with its random part it stays unique."""
+"""Characters of the host's name in an owner id, which is part of every session's id; a random part keeps it unique."""
 _STOP_MARGIN_S = 15.0
-"""Over what a process allows itself for its end: one that hangs must not hold the others."""
+"""Seconds beyond a process's own limits for its end before it is killed."""
 _log = structlog.get_logger(__name__)
 
 
@@ -58,7 +58,7 @@ class Supervisor:
         self._has_served = asyncio.Event()
 
     async def run(self) -> int:
-        """Serve until a signal; returns the exit code: 1 when the first process does not start, or one ends badly."""
+        """Serve until a signal. Returns the exit code: 1 if the first process does not start, or one ends badly."""
         settings = self._settings
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -72,7 +72,7 @@ class Supervisor:
                 install_signals(self._stopping, self._aborting)
                 _log.info(
                     "listening", host=settings.host, port=port, metrics_port=metrics_port, health_port=health_port,
-                    num_processes=settings.num_processes, tls=settings.tls_cert_file is not None, version=__version__,
+                    num_processes=settings.num_processes, tls=settings.serves_tls, version=__version__,
                 )  # fmt: skip
                 self._processes = [
                     CoordinatorProcess(index, of_process, metrics_dir, self._update_health)
@@ -152,7 +152,7 @@ class Supervisor:
 
 
 def process_settings(settings: CoordinatorSettings, port: int) -> list[CoordinatorSettings]:
-    """What each process is started with: the shared port, one secret for resuming, and a name of its own.
+    """Settings of each process: the shared port, one resume secret, and a name of its own.
 
     A process keeps its name over restarts, so replicas free the sessions of its former life as soon as it is back.
     """

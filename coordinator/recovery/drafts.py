@@ -1,4 +1,4 @@
-"""Which draft a session has, when drafts fail, leave or come back. Without one it goes on, more slowly."""
+"""Give sessions other drafts when theirs fail, leave or come back. Without one a session is slower."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from specdec.wire.backoff import Backoff
 from specdec.wire.errors import internal_error
 
 _MOST_DRAFT_FAILURES = 6
-"""In a session; after so many no draft is tried until one comes up. The last wait is 16 times the first."""
+"""Failures of drafts in a session, after which it gets none until a draft comes up."""
 _MOST_DEATHS = 2
-"""Of drafts, while they worked for a session."""
+"""Deaths of drafts during a session's steps, after which it gets no draft."""
 _log = structlog.get_logger(__name__)
 
 
 class DraftRecovery:
-    """Takes drafts from sessions and gives them others. The events of all draft links arrive here: see `LinkEvents`."""
+    """Replaces the drafts of sessions. Receives the events of all draft links: see `LinkEvents`."""
 
     def __init__(
         self, *, sessions: SessionTable, fleet: Fleet, observer: Observer, hedging: Hedging, reopen_s: float
     ) -> None:
-        """`reopen_s` is the wait after a session's first failure of a draft; it doubles with each further one."""
+        """`reopen_s`: wait after a session's first failure of a draft; doubles with each further failure."""
         self._sessions = sessions
         self._fleet = fleet
         self._observer = observer
@@ -43,10 +43,10 @@ class DraftRecovery:
         self._acceptance = AcceptanceRecord()
         self._backoff = Backoff(reopen_s, reopen_s * 2**_MOST_DRAFT_FAILURES)
 
-    # What links tell.
+    # Events of links.
 
     def set_links(self, links: Sequence[DraftLink]) -> None:
-        """Other drafts are known now."""
+        """The list of drafts changed."""
         self._fleet.drafts = links
         self._observer.replicas(self._fleet.links)
 
@@ -85,7 +85,7 @@ class DraftRecovery:
             self._open(session)
 
     def on_down(self, link: DraftLink, end: EndOfStream) -> None:
-        """See `LinkEvents.on_down`. A session under which two drafts died goes on without one."""
+        """See `LinkEvents.on_down`. A session that two drafts died under goes on without one."""
         if end.ending is not Ending.ANNOUNCED:
             self._fleet.failed(link)
         for session in list(link.sessions.values()):
@@ -126,10 +126,10 @@ class DraftRecovery:
         self._fleet.failed(link)
         self._lost(session, link, "fault")
 
-    # What the decode loop and targets tell.
+    # Events of the decode loop and of targets.
 
     def on_bad_draft(self, session: Session, cause: str, host: DraftHost | None) -> None:
-        """What a draft proposed is refused: it starts anew after a while. None: the target's word, of any draft."""
+        """A proposal was refused: its draft gets the session again after a wait. `host` None: a target refused it."""
         _log.warning("proposal_rejected", **session.log_fields, cause=cause)
         if host is None:
             self.blame(session)
@@ -138,7 +138,7 @@ class DraftRecovery:
             self._lost(session, host, "bad_proposal")
 
     def on_draft(self, session: Session, side: DraftSide, fault: DraftFault) -> None:
-        """A draft proposes nothing, or late, or floods."""
+        """A draft stalls, is slow, or proposes far too much."""
         if fault is DraftFault.STALL:
             self._stalled(session, side)
         elif fault is DraftFault.SLOW:
@@ -149,11 +149,11 @@ class DraftRecovery:
             self._lost(session, side.host, "flood")
 
     def on_hedged(self, session: Session) -> None:
-        """A session with two drafts got on by a step."""
+        """A session with two drafts made a step."""
         self._hedging.stepped(session)
 
     def on_verified(self, session: Session, num_accepted: int) -> None:
-        """A target verified what the session's draft proposed. Of two drafts nobody knows whose it was."""
+        """A target verified a proposal. With two drafts in the session its origin is unknown."""
         if len(session.drafting.sides) != 1:
             return
         (side,) = session.drafting.sides
@@ -162,16 +162,16 @@ class DraftRecovery:
             return
         is_ejected = self._fleet.failed(side.host, is_proven=judgement is Judgement.EJECT)
         if judgement is Judgement.EJECT and is_ejected:
-            for one in self._sessions:  # the draft is of no use to anybody, and there is another
+            for one in self._sessions:  # no session gains from the draft, and there is another
                 if one.drafting.at(side.host) is not None:
                     self._replace(one, side.host, "never_accepted")
         else:
             self._lost(session, side.host, "never_accepted")
 
     def blame(self, session: Session) -> None:
-        """What was proposed for a session is no proposal: it goes on without a draft for a while.
+        """A target refused a malformed proposal: the session goes on without a draft for a while.
 
-        Of two drafts nobody knows which one it was: both go, and neither is marked.
+        With two drafts the culprit is unknown: both leave the session, and neither is marked as failed.
         """
         hosts = [side.host for side in session.drafting.sides]
         if len(hosts) == 1:
@@ -180,9 +180,9 @@ class DraftRecovery:
             self._lost(session, host, "bad_proposal")
 
     def _stalled(self, session: Session, side: DraftSide) -> None:
-        """A draft is told of commits and proposes nothing: another one gets the session, if there is one.
+        """A draft gets commits and proposes nothing: another one gets the session, if there is one.
 
-        None is expected while the target's load leaves no room for speculation, nor at the end of a choice.
+        No proposal is due while the target's load leaves no room for speculation, nor at the end of a choice.
         """
         host, side.unanswered_s = side.host, None
         num_left = session.sampling.max_tokens - session.num_output_tokens
@@ -198,10 +198,10 @@ class DraftRecovery:
             self._move(session, host, other, "stalled")
 
     def _slow(self, session: Session, side: DraftSide) -> None:
-        """A draft is late for most steps. It is no fault: the session tries another one, and neither is marked.
+        """A draft is late for most steps, which is no fault: the session tries another one, and neither is marked.
 
-        In rejection mode which of two chains is first would decide what is verified at each step, so the session moves,
-        once the other draft is known to be faster.
+        In rejection mode a race of two drafts would decide what each step verifies, so the session moves only to a
+        draft that is known to be faster.
         """
         side.num_late = 0
         if len(session.drafting.sides) > 1:
@@ -220,7 +220,7 @@ class DraftRecovery:
                 self._replace(session, link, "draining")
 
     def _lost(self, session: Session, host: DraftHost, cause: str) -> None:
-        """The session goes on without a draft, unless it has another, and gets one again after a while."""
+        """Take a draft from the session; without another one, it gets a draft again after a wait."""
         self._drop(session, host, cause)
         drafting = session.drafting
         if drafting.sides or drafting.num_failures >= _MOST_DRAFT_FAILURES:
@@ -233,9 +233,9 @@ class DraftRecovery:
         drafting.retry = asyncio.get_running_loop().call_later(wait_s, self._open, session)
 
     def _forgo(self, session: Session, host: DraftHost, cause: str) -> None:
-        """No draft can go on with a session: it decodes without one to its end, whatever drafts come or return.
+        """No draft can go on with a session: it decodes without one to its end.
 
-        Where another one has it, that one goes on until it says the same.
+        If another draft has it too, that one goes on until it fails likewise.
         """
         self._drop(session, host, cause)
         session.may_have_draft = bool(session.drafting.sides)
@@ -247,12 +247,12 @@ class DraftRecovery:
         other.open(session)
 
     def _replace(self, session: Session, host: DraftHost, cause: str) -> None:
-        """The session goes on with the other one of two drafts, or gets another one at once, if there is any."""
+        """Take a draft from the session; it keeps its other draft, or gets one at once if there is any."""
         self._drop(session, host, cause)
         self._open(session)
 
     def _drop(self, session: Session, host: DraftHost, cause: str) -> None:
-        """Take a draft away from a session, if it has it."""
+        """Take a draft from a session that has it."""
         if session.drafting.at(host) is None:
             return
         if len(session.drafting.sides) == 1:
@@ -261,7 +261,7 @@ class DraftRecovery:
         host.close(session, cause)
 
     def _open(self, session: Session) -> None:
-        """Give a session that has none a draft, if there is one and the session may have it."""
+        """Give a draft to a session without one, if there is one and the session may have it."""
         drafting = session.drafting
         if session.finish is not None or not (session.speculate and session.may_have_draft) or drafting.sides:
             return

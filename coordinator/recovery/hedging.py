@@ -1,8 +1,8 @@
 """Sessions with a slow draft are opened at a second one too, for a bounded time; the faster one keeps them.
 
 After Dean & Barroso, The Tail at Scale (2013). Invariants: a session is hedged exactly while it has two sides, and its
-second side is the hedge; of all sessions no more than a share is hedged, or one. A hedge is work that nobody misses:
-whatever needs the place goes first.
+second side is the hedge; at most a share of all sessions is hedged, or one session. Hedges have the lowest priority at
+a draft: a full draft drops them first.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from specdec.coordinator.sessions.session import Session
 from specdec.coordinator.sessions.table import SessionTable
 
 _RACE_ANSWERS = 8
-"""Of the second draft, after which the faster one is kept; before its first proposal it has the prompt to compute."""
+"""Answers of the second draft after which the faster one is kept; the first proposal, after the prompt, is none."""
 _MOST_STEPS = 64
-"""Of the session while it is hedged."""
+"""Steps of a hedged session after which the faster draft is kept."""
 _MOST_S = 5.0
-"""Likewise, for a session that gets no step."""
+"""Seconds after which the faster draft is kept, even without steps."""
 _LEAST_LEFT_TOKENS = 32
-"""Of a choice that is about to end nothing can be gained any more."""
+"""Tokens left of a choice below which a hedge cannot pay any more."""
 _RIVAL_SHARE = 0.5
-"""Of a slow draft's time: one that is known to take more is no better, as with a target that is too fast for both."""
+"""Share of the slow draft's answer time above which a known rival is not tried: the target may be too fast for both."""
 _WINNING_SHARE = 0.8
-"""Of the first draft's time: a second one that is hardly faster is not worth the change."""
+"""Share of the first draft's answer time that the second must reach to win: a change costs, too."""
 _log = structlog.get_logger(__name__)
 
 
@@ -46,7 +46,7 @@ class _Hedge:
 
 
 class Hedging:
-    """Begins hedges and ends them."""
+    """Begins and ends hedges."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Hedging:
         """Hedge nothing yet.
 
         Args:
-            sessions: all there are.
-            fleet: where other drafts are found.
-            observer: is told of hedges.
-            share: of all sessions, how many may be hedged; with 0 none is, nor is one moved because its draft is slow.
+            sessions: all sessions.
+            fleet: finds other drafts.
+            observer: counts hedges.
+            share: largest share of sessions that is hedged; 0: none is hedged, nor moved because its draft is slow.
             is_overloaded: whether requests wait for places.
             clock: monotonic, in seconds.
         """
@@ -75,12 +75,12 @@ class Hedging:
         self._is_overloaded = is_overloaded
         self._clock = clock
         self._open: dict[str, _Hedge] = {}
-        """By session id."""
+        """Hedges by session id."""
 
     def find_rival(self, session: Session, slow: DraftSide, *, is_proven: bool = False) -> DraftLink | None:
-        """A draft that may do better for a session than its slow one, and has nothing else to do.
+        """A spare draft that may be faster for a session than its slow one; None if there is none.
 
-        `is_proven`: it must be known to be faster; else it may be one of which nothing is known.
+        `is_proven`: it must be known to be faster; otherwise its speed may be unknown.
         """
         num_left = session.sampling.max_tokens - session.num_output_tokens
         if not self._share or num_left < _LEAST_LEFT_TOKENS or self._is_overloaded():
@@ -96,7 +96,7 @@ class Hedging:
         return rival if takes_s <= _RIVAL_SHARE * slow.pace_s(self._clock()) else None
 
     def begin(self, session: Session, slow: DraftSide) -> None:
-        """Open a session at a second draft too, if there is one for it and few sessions have one."""
+        """Open a session at a second draft too, if there is a rival and the share of hedges allows it."""
         if len(self._open) >= max(1, int(self._share * len(self._sessions))):
             return
         rival = self.find_rival(session, slow)
@@ -118,7 +118,7 @@ class Hedging:
         rival.open(session)
 
     def stepped(self, session: Session) -> None:
-        """A session that is hedged got on by a step."""
+        """A hedged session made a step."""
         hedge = self._open[session.session_id]
         hedge.num_steps += 1
         second = session.drafting.sides[1]
@@ -128,13 +128,13 @@ class Hedging:
             self.settle(session)
 
     def settle(self, session: Session) -> None:
-        """Keep the faster draft of two."""
+        """Keep the faster of the two drafts."""
         first, second = session.drafting.sides
         winner = faster(first, second, self._clock())
         (first if winner is second else second).host.close(session, "slower")
 
     def closed(self, link: DraftLink, session: Session) -> None:
-        """A session is closed at a draft, for whatever reason: if it was hedged it is no more."""
+        """A session is closed at a draft, which ends its hedge."""
         hedge = self._open.pop(session.session_id, None)
         if hedge is None:
             return
@@ -152,7 +152,7 @@ class Hedging:
         self._observer.draft_hedge_ended(len(self._open), is_won=is_won)
 
     def on_load(self, link: DraftLink) -> None:
-        """A draft reported its load: one that is full gives up hedges first."""
+        """A draft reported its load: a full draft drops its hedges."""
         if self._open and is_strained(link):
             for hedge in list(self._open.values()):
                 if hedge.session.drafting.sides[1].host is link:
@@ -160,14 +160,14 @@ class Hedging:
 
 
 def faster(first: DraftSide, second: DraftSide, now_s: float) -> DraftSide:
-    """Which of two drafts keeps a session; the second one only if it is clearly faster, as measured so far."""
+    """The draft that keeps a session: the second one only if it is clearly faster."""
     if not second.num_answers:
         return first
     return second if second.pace_s(now_s) <= _WINNING_SHARE * first.pace_s(now_s) else first
 
 
 def answer_s(link: DraftLink) -> float | None:
-    """The time from a commit to the proposal that covers it, at a draft: the median of its sessions; None: unknown."""
+    """Seconds from a commit to the proposal that covers it: the median of a draft's sessions; None: unknown."""
     sides = (session.drafting.at(link) for session in link.sessions.values())
     answers = [side.answer_s for side in sides if side is not None and side.num_answers]
     return median(answers) if answers else None

@@ -1,4 +1,4 @@
-"""Opening sessions again, on their target or another one, when targets break, refuse or come back."""
+"""Open sessions again, on their target or another one, when targets break, refuse or come back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = structlog.get_logger(__name__)
 
 
 class TargetMoves:
-    """Decides which target a session has. Without one it waits."""
+    """Assigns targets to sessions. A session without a target waits."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class TargetMoves:
         timeout_s: float,
         backoff: Backoff,
     ) -> None:
-        """`timeout_s` is how long a session may go without a target; between two tries it waits for the back-off."""
+        """`timeout_s`: how long a session may be without a target. `backoff`: waits between two tries."""
         self._fleet = fleet
         self._finisher = finisher
         self._observer = observer
@@ -42,22 +42,22 @@ class TargetMoves:
         self._backoff = backoff
         self._give_ups: dict[str, asyncio.TimerHandle] = {}
         self.quarantine = Quarantine(sessions, self.reopen)
-        """Knows which sessions may have ended a target, and how those are opened."""
+        """Holds the sessions that may have crashed a target, and decides how they are opened."""
 
     def forget(self, link: TargetLink) -> None:
-        """A link is gone for good, or up: nobody gives it up any more."""
+        """A link was removed, or is up: cancel its time-out."""
         if (timer := self._give_ups.pop(link.address, None)) is not None:
             timer.cancel()
 
     def went_down(self, link: TargetLink) -> None:
-        """A target's stream ended: its sessions move, or wait until it is given up."""
+        """A target's stream ended: its sessions move, or wait for it until its time-out."""
         now_s = time.monotonic()
         for session in list(link.sessions.values()):
             if session.finish is not None:  # it ended with another choice of its request
                 continue
             session.target.went_down(now_s)
             if session.target.has_gone_down_for(self._timeout_s, now_s):
-                message = f"targets keep breaking their streams, the last one was {link.address}"
+                message = f"the request's targets keep breaking their streams; the last one was {link.address}"
                 error = Unavailable(message, retry_after_s=self._backoff.longest_s, reason="TARGET_LOST")
                 self._finisher.fail(session.request, error)
             elif (other := self._fleet.find_target(session.request, besides=link)) is not None:
@@ -67,7 +67,7 @@ class TargetMoves:
             self._give_ups[link.address] = loop.call_later(self._timeout_s, self.give_up, link)
 
     def came_up(self, link: TargetLink, lost: Sequence[Session]) -> None:
-        """A target's stream is ready: its sessions go on there, and so do those that wait for one like it."""
+        """A target's stream is ready: its sessions go on there, and sessions of targets that are down move to it."""
         self.forget(link)
         opened_again = {session.session_id for session in lost}
         for session in list(link.sessions.values()):
@@ -85,7 +85,7 @@ class TargetMoves:
                     self._move_to(session, other, link)
 
     def give_up(self, link: TargetLink) -> None:
-        """A target is gone for too long, or serves something else now."""
+        """A target was gone for too long, or serves another model now."""
         self.forget(link)
         for session in list(link.sessions.values()):
             self._move(session, link)
@@ -97,7 +97,7 @@ class TargetMoves:
         other = self._fleet.find_target(session.request, besides=link)
         if other is None:
             error = Unavailable(
-                f"target {link.address} is gone and no other serves the model",
+                f"target {link.address} is gone, and no other target serves the model",
                 retry_after_s=self._backoff.longest_s,
                 reason="TARGET_LOST",
             )
@@ -112,7 +112,7 @@ class TargetMoves:
         self.reopen(session)
 
     def retry(self, session: Session, error: SpecdecError) -> None:
-        """Open a session again after a while, unless it has been failing for too long."""
+        """Open a session again after a wait; fail its request if it has been failing for too long."""
         side, now_s = session.target, time.monotonic()
         if side.failing_s is None:
             side.failing_s = now_s
@@ -131,7 +131,7 @@ class TargetMoves:
         side.retry = asyncio.get_running_loop().call_later(wait_s, self._reopen_anywhere, session)
 
     def reopen(self, session: Session) -> None:
-        """Open a session again now, where new ones would be opened."""
+        """Open a session again now, at a target that takes new sessions if there is one."""
         session.target.cancel_retry()
         if session.finish is not None or session.target.host is None:
             return
@@ -142,7 +142,7 @@ class TargetMoves:
         target.open(session)
 
     def try_elsewhere(self, session: Session, error: SpecdecError) -> None:
-        """Open a session at another target now if one takes new sessions and has room, else after a while."""
+        """Open a session now at another target that takes new sessions and has room; otherwise after a wait."""
         host = session.target.host
         other = None if host is None else self._fleet.find_target(session.request, besides=host, only_ready=True)
         if other is None or not self._fleet.has_room(other):
@@ -151,18 +151,18 @@ class TargetMoves:
         self.move(session, other)
 
     def move(self, session: Session, other: TargetLink) -> None:
-        """Another target gets a session that has one."""
+        """Move a session to another target."""
         if session.target.host is not None:
             session.target.cancel_retry()
             self._hand_over(session, session.target.host, other)
             self.reopen(session)
 
     def give_up_session(self, session: Session, error: SpecdecError) -> None:
-        """No target goes on with a session: its request ends."""
+        """Fail a session's request."""
         self._finisher.fail(session.request, error)
 
     def _reopen_anywhere(self, session: Session) -> None:
-        """Open a session again where there is room by now."""
+        """Open a session again, at another target if only that has room."""
         host = session.target.host
         other = None if host is None else self._fleet.find_target(session.request, besides=host, only_ready=True)
         own = next((link for link in self._fleet.targets if link is host), None)
@@ -173,7 +173,7 @@ class TargetMoves:
             self.reopen(session)
 
     def _fit_target(self, session: Session, host: TargetHost) -> TargetHost:
-        """A session that has to be opened again is not opened where new ones would not be, if there is another."""
+        """The session's target if it takes new sessions or is down; otherwise another one that does, if any."""
         if host.is_ready or not host.is_up:
             return host
         other = self._fleet.find_target(session.request, besides=host, only_ready=True)
@@ -183,7 +183,7 @@ class TargetMoves:
         return other
 
     def _hand_over(self, session: Session, host: TargetHost, other: TargetHost) -> None:
-        """From here on another target is the session's, which is still to be opened there."""
+        """Assign another target to the session, which is still to be opened there."""
         host.release(session)
         _note_move(session, host, other)
         session.target.supersede()
@@ -193,7 +193,7 @@ class TargetMoves:
         self._follow_target(session)
 
     def _follow_target(self, session: Session) -> None:
-        """Drafts go by the load of the session's target, which they are told at opening."""
+        """Open the session again at its drafts: the opening names the target, whose load bounds their drafting."""
         for side in session.drafting.sides[:]:
             if side.host.is_up:
                 self._observer.session_reopened(side.host.role)

@@ -1,15 +1,15 @@
-"""Which requests may have ended a replica, and how the guilty one is found without another innocent stream.
+"""Find the request that crashes replicas, without breaking further innocent streams.
 
-An engine that ends tells whom it was working for. Those are suspects: wherever they go on, all at once, each is stepped
-alone, in turn with everybody else, until it has got so much further that it is cleared. So the next engine that ends
-with one of them tells which one, and that one is never opened again: a request that ends whatever steps it ends two
-engines. Suspects of targets that do not tell, or do not step apart, are tried one at a time (`trials.py`).
+An engine that ends reports the sessions of its last step. These are suspects: wherever they go on, each is stepped
+alone, in turn with all others, until it has committed enough tokens to be cleared. If an engine ends again, its report
+names one suspect, which is never opened again: a request that crashes every step ends two engines. Suspects of
+targets that report nothing, or cannot step sessions alone, are tried one at a time (`trials.py`).
 
-A session whose target stood still is stepped alone at the next one, too: its target may tell later that it was at work
-for it, and it may stand still for the same reason there.
+A session whose target stalled is stepped alone at the next one, too: that target may report it later, and the session
+may stall the next one for the same reason.
 
-Targets that were killed from outside, frozen or cut off make nobody a suspect, until one request has been there at
-three of them: one that makes its host run out of memory looks like that.
+Targets that were killed from outside, frozen or cut off make nobody a suspect, until one request has been on three of
+them: a request that exhausts its host's memory looks like that.
 """
 
 from __future__ import annotations
@@ -24,31 +24,30 @@ from specdec.coordinator.recovery.trials import Trials
 from specdec.coordinator.sessions.session import Request, Session, TargetHost
 
 _LOSSES_OF_A_SUSPECT = 3
-"""Targets that are killed from outside, frozen or cut off say nothing of their requests; this many in turn do."""
+"""Targets lost from outside in a row (killed, frozen or cut off) after which their common request is a suspect."""
 _PROOF_TOKENS = 16
-"""A suspect that has got so much further is cleared: that is more than a step decides, so past what got lost."""
+"""Tokens after which a suspect is cleared: more than one step commits, so past the lost step."""
 _MOST_DEATHS = 3
-"""Of those under whom several replicas died that did not tell whom they stepped, but never while tried alone."""
+"""Deaths that prove a request guilty if replicas reported no sessions and it was never tried alone."""
 _log = structlog.get_logger(__name__)
 
 
 class Quarantine:
-    """Counts deaths by request, and says how suspects are opened.
+    """Counts deaths by request, and decides how suspects are opened.
 
-    Invariant: a request is found guilty by a death only if the replica worked for it alone and it was a suspect before;
-    where the replica does not tell, if it was the only suspect there, or by more deaths than a guilty one can have
-    caused in company.
+    Invariant: a death proves a request guilty only if the replica stepped it alone and it was a suspect before; if the
+    replica reports no sessions, only if it was the only suspect there, or has more deaths than coincidence explains.
     """
 
     def __init__(self, sessions: Iterable[Session], open_again: Callable[[Session], None]) -> None:
-        """`sessions` are all that live; `open_again` opens one that was held back, and asks `may_open` again."""
+        """`sessions`: all open sessions. `open_again` opens a session that was held back, and asks `may_open` again."""
         self._sessions = sessions
         self._trials = Trials(open_again)
         self._doubtful: dict[str, tuple[str, list[Request], list[Request]]] = {}
-        """Of targets that were lost and need not have died: the instance, who was there, who is a suspect for it."""
+        """Lost targets, which may still live, by address: instance, its requests, and the suspects among them."""
 
     def died(self, link: TargetHost, instance_id: str, end: EndOfStream) -> list[Request]:
-        """A target died, or was lost; returns the requests that have to be ended for it."""
+        """A target died or was lost; returns the requests that are guilty and must fail."""
         struck = self._worked_for(link, end)
         requests = list({id(session.request): session.request for session in struck}.values())
         if end.ending is not Ending.DIED:
@@ -71,7 +70,7 @@ class Quarantine:
         return guilty
 
     def came_back(self, address: str, instance_id: str) -> None:
-        """A target is there again: if it is the same process as before, nobody ended it."""
+        """A target is up again: if it is the same process, no request crashed it."""
         former, lost, struck = self._doubtful.pop(address, ("", [], []))
         if not former or former != instance_id:
             return
@@ -83,12 +82,12 @@ class Quarantine:
             self.settle(waited_at)
 
     def forget(self, address: str) -> None:
-        """A target is gone for good: nobody will learn what became of it, and it holds no requests here any more."""
+        """A target was removed: its sessions no longer wait for it."""
         self._doubtful.pop(address, None)
         self._trials.forget(address)
 
     def may_open(self, session: Session, host: TargetHost) -> bool:
-        """Whether a session may be opened at a target now, apart if it is a suspect; if not, it is opened later."""
+        """Whether a session may be opened at a target now; a suspect is stepped alone. False: it is opened later."""
         side = session.target
         if not session.request.num_deaths and not side.is_doubtful:
             return True
@@ -98,7 +97,7 @@ class Quarantine:
         return True
 
     def got_on(self, session: Session) -> None:
-        """A suspect has come as far as clears it."""
+        """A suspect has committed enough tokens to be cleared."""
         session.target.cleared_at, session.target.is_doubtful = None, False
         request, host = session.request, session.target.host
         if not any(other.target.cleared_at is not None for other in request.sessions if other.finish is None):
@@ -107,13 +106,13 @@ class Quarantine:
             self.settle(host.address)
 
     def settle(self, address: str) -> None:
-        """Something changed at a target: who need not wait any more is opened."""
+        """The state of a target changed: open the sessions that need not wait any more."""
         self._trials.settle(address)
 
     def _worked_for(self, link: TargetHost, end: EndOfStream) -> list[Session]:
-        """Whom a target was working for, as it says, or all that were open there.
+        """Sessions in the target's last step, or all that were open there if it does not report them.
 
-        They may have left it when it stood still, and count as long as they have not shown elsewhere that they get on.
+        Sessions that moved away when the target stalled count until they have made progress elsewhere.
         """
         living = [session for session in self._sessions if session.finish is None]
         if end.session_keys is None:

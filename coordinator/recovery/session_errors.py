@@ -1,4 +1,4 @@
-"""What a replica says when it ends a session with an error, and what of it is a fault of the replica's."""
+"""Classify the error with which a replica ends a session, and whether it counts against the replica."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from specdec.wire.error_details import details_of
 
 _FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
 _NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED, code_pb2.DEADLINE_EXCEEDED})
-"""What a replica says that is full, whose context ends, or whose session was left open: no reason to eject it."""
+"""Codes of a full replica, a full context or a session left open: no reason to eject the replica."""
 _HELD_ELSEWHERE = frozenset({"STALE_LEASE", "SESSION_TAKEN_OVER"})
-"""What a replica says whose session another coordinator holds now: asking again would not help."""
+"""Reasons of a session that another coordinator holds now: opening it again would not help."""
 _NON_FINITE = "NON_FINITE_LOGITS"
-"""What a replica says whose model gave NaN or infinity for the session's tokens: so would any other with that model."""
+"""Reason of a model that computed NaN or infinity: every replica of that model would."""
 _TOO_LARGE = "MESSAGE_TOO_LARGE"
-"""What there is to tell of the session is more than a message between the two holds: at this replica it ends."""
+"""Reason of a session whose data exceed the message limit between coordinator and replica."""
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class SessionFailure:
-    """A session's error, taken apart."""
+class SessionFault:
+    """A session's error, parsed."""
 
     code: int
-    """Of google.rpc.Code."""
+    """A google.rpc.Code."""
     reason: str
-    """The error's own, or its code's name."""
+    """The error's reason, or its code's name."""
     field: str
-    """What of the entry was at fault; empty when the replica does not say."""
+    """The entry's faulty field; empty if the replica names none."""
 
     @property
     def is_held_elsewhere(self) -> bool:
@@ -51,19 +51,19 @@ class SessionFailure:
 
     @property
     def is_fault(self) -> bool:
-        """It counts against the replica, unlike what the session's own parameters, or the model, caused."""
+        """It counts against the replica: neither the session's parameters nor the model caused it."""
         is_own_parameters = self.code == code_pb2.INVALID_ARGUMENT and self.field.startswith("open")
         is_excused = self.is_held_elsewhere or self.is_models or self.is_too_large or is_own_parameters
         return self.code not in _NO_FAULT and not is_excused
 
     @property
     def is_models(self) -> bool:
-        """The model can do nothing with the session's tokens, at whatever replica."""
+        """The model cannot compute the session's tokens, at any replica."""
         return self.reason == _NON_FINITE
 
     @property
     def is_too_large(self) -> bool:
-        """The replica has more to tell of the session than a message holds."""
+        """The session's data exceed the message limit."""
         return self.reason == _TOO_LARGE
 
     @property
@@ -73,16 +73,16 @@ class SessionFailure:
 
     @property
     def may_be_proposals(self) -> bool:
-        """An entry was refused that was not the opening: a proposal, if one was relayed."""
+        """The replica refused another entry than the opening: a proposal, if one was relayed."""
         return self.code == code_pb2.INVALID_ARGUMENT and not self.field.startswith("open")
 
 
-def note_failure(host: SessionHost, session: Session, error: pb.SessionError) -> SessionFailure:
-    """Take an error apart; the log and the request's trace tell of it."""
+def note_failure(host: SessionHost, session: Session, error: pb.SessionError) -> SessionFault:
+    """Parse an error; it is logged and added to the request's trace."""
     info, request, _ = details_of(error.status)
     field = request.field_violations[0].field if request.field_violations else ""
     code = error.status.code if error.status.code in code_pb2.Code.values() else code_pb2.UNKNOWN
     reason = info.reason or code_pb2.Code.Name(code)
     session.request.trace.session_failed(host.role, session.choice, host.address, reason)
     _log.warning("session_error", role=host.role, **session.log_fields, reason=reason, error=error.status.message)
-    return SessionFailure(code, reason, field)
+    return SessionFault(code, reason, field)

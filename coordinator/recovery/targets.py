@@ -1,4 +1,4 @@
-"""What target links tell, and what is done about it."""
+"""Handle the events of target links."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = structlog.get_logger(__name__)
 
 
 class TargetRecovery:
-    """Keeps sessions on targets that serve them. The events of all target links arrive here: see `LinkEvents`."""
+    """Keeps sessions on working targets. Receives the events of all target links: see `LinkEvents`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class TargetRecovery:
         timeout_s: float,
         backoff: Backoff,
     ) -> None:
-        """`timeout_s` is how long a session may go without a target; between two tries it waits for the back-off."""
+        """`timeout_s`: how long a session may be without a target. `backoff`: waits between two tries."""
         self._drafts = drafts
         self._fleet = fleet
         self._finisher = finisher
@@ -61,10 +61,10 @@ class TargetRecovery:
             timeout_s=timeout_s,
             backoff=backoff,
         )
-        """Opens sessions again, here or elsewhere."""
+        """Opens sessions again, at the same or another target."""
 
     def set_links(self, links: Sequence[TargetLink]) -> None:
-        """Other targets are known now."""
+        """The list of targets changed."""
         self._fleet.targets = links
         self._observer.replicas(self._fleet.links)
 
@@ -87,7 +87,7 @@ class TargetRecovery:
         """See `LinkEvents.on_state`."""
         self._fleet.on_state()
         if not link.is_up and not link.instance_id:
-            self._fleet.forget_prefixes(link)  # it cannot tell whether it was restarted
+            self._fleet.forget_prefixes(link)  # without an instance id a restart goes unnoticed
         self._observer.replicas(self._fleet.links)
         if link.state is LinkState.INCOMPATIBLE:
             self.moves.give_up(link)
@@ -138,7 +138,7 @@ class TargetRecovery:
     def on_too_large(self, link: TargetLink, session: Session, cause: str) -> None:
         """See `LinkEvents.on_too_large`."""
         _log.warning("session_too_large", **session.log_fields, target=link.address, cause=cause)
-        message = f"max_message_bytes of target {link.address}: {cause}"
+        message = f"max_message_bytes of target {link.address} is too small: {cause}"
         self._finisher.fail(session.request, FailedPrecondition(message, reason="MESSAGE_TOO_LARGE"))
 
     def on_closed(self, link: TargetLink, session: Session, reason: str) -> None:
@@ -155,17 +155,17 @@ class TargetRecovery:
         self._finisher.fail(session.request, internal_error(error))
 
     def on_progress(self, session: Session) -> None:
-        """A suspect has got on at its target."""
+        """A suspect has made progress at its target."""
         side = session.target
         self.moves.quarantine.got_on(session)
         if side.faulted_by is not None and side.faulted_by is not side.host:
-            self._fleet.failed(side.faulted_by)  # what it could not do, another could
+            self._fleet.failed(side.faulted_by)  # another target could do it
         side.faulted_by = None
 
     def _faulted(self, link: TargetLink, session: Session, error: pb.SessionError) -> None:
-        """A target could not handle a session, whoever is to blame: another one may try, and none after that."""
+        """A target could not handle a session: one other target may try, and none after that."""
         others = (other.target for other in session.request.sessions if other is not session and other.finish is None)
-        if not any(side.faulted_by is link for side in others):  # of several choices it fails one after the other
+        if not any(side.faulted_by is link for side in others):  # the choices of a request count once
             session.request.num_deaths += 1
         if session.request.num_deaths > 1 or session.target.faulted_by is not None:
             self._finisher.fail(session.request, _quarantined())
@@ -174,7 +174,7 @@ class TargetRecovery:
         self.moves.try_elsewhere(session, from_status(error.status))
 
     def on_desync(self, session: Session, cause: str) -> None:
-        """A target is not where the client is: open the session again with what the client has."""
+        """A target's position differs from the client's: open the session again with the client's tokens."""
         _log.warning("session_desync", **session.log_fields, cause=cause)
         if (host := session.target.host) is not None:
             session.request.trace.session_failed("target", session.choice, host.address, "TARGET_DESYNC")
@@ -183,12 +183,12 @@ class TargetRecovery:
 
 
 def _quarantined() -> Internal:
-    message = "replicas failed twice on this request: it is not tried a third time"
+    message = "two replicas failed on this request: it is not tried a third time"
     return Internal(message, reason="REQUEST_QUARANTINED")
 
 
 def _as_asked(error: SpecdecError) -> SpecdecError:
-    """An error of a constraint names the field of the client's request."""
+    """Rename the field of a constraint's error to the one in the client's request."""
     if isinstance(error, InvalidRequest) and error.field.startswith("open.sampling.constraint"):
         field = error.field.removeprefix("open.")
         return InvalidRequest(field, error.description.removeprefix(f"{error.field}: "))

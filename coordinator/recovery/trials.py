@@ -1,10 +1,10 @@
-"""Suspects that wait before they are opened: all for a moment, and for each other where nobody is stepped apart.
+"""Suspects that wait before they are opened: all for a pause, and some for each other's trials.
 
-Targets of the release before step all sessions together, so a death says nothing about one of them: there one suspect
-at a time is tried, and the others wait for their turns. So are, at any target, those under whom replicas died twice
-though nobody was stepped alone.
+Targets of the previous release step all sessions together, so a death does not show which one caused it: there one
+suspect is tried at a time, and the others wait for their turns. Requests with two deaths while no session was stepped
+alone are tried one at a time at any target.
 
-Before all this there is a pause: replicas that end at the same moment show it by then, and nobody is blamed.
+During the pause, other replicas that ended at the same moment are noticed, and then nobody is blamed.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from collections.abc import Callable
 from specdec.coordinator.sessions.session import Request, Session, TargetHost
 
 _PAUSE_S = 0.5
-"""From a death until those are opened who were there: twice the time between two beats of an engine."""
+"""Seconds from a death until its suspects are opened: twice an engine's heartbeat interval."""
 _TRIAL_S = 3.0
-"""For so long others wait for one that neither gets on nor ends its target: a long prompt, or no credit."""
+"""Seconds that other suspects wait for one that neither progresses nor crashes: a long prompt, or no credit."""
 
 
 class Trials:
-    """Holds sessions back at their targets, and opens them when it is time."""
+    """Holds sessions back at their targets, and opens them in turn."""
 
     def __init__(self, open_again: Callable[[Session], None]) -> None:
         """`open_again` opens a session that was held back; it asks `may_open` again."""
         self._open_again = open_again
         self._tried: dict[str, Request] = {}
-        """By the target's address."""
+        """Request on trial, by the target's address."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._waiting: dict[str, list[Session]] = {}
-        """Held back, by the target's address."""
+        """Sessions held back, by the target's address."""
 
     @property
     def addresses(self) -> list[str]:
-        """Of targets at which sessions are held back."""
+        """Addresses of targets at which sessions are held back."""
         return list(self._waiting)
 
     def may_open(self, session: Session, host: TargetHost) -> bool:
@@ -61,7 +61,7 @@ class Trials:
         return True
 
     def settle(self, address: str) -> None:
-        """Something changed at a target: who need not wait any more is opened."""
+        """The state of a target changed: open the sessions that need not wait any more."""
         tried = self._tried.get(address)
         is_busy = tried is not None and _is_on_trial(tried, address)
         if not is_busy:
@@ -77,18 +77,18 @@ class Trials:
                 self._open_again(session)
 
     def end(self, address: str) -> None:
-        """Nobody is tried at a target any more."""
+        """End the trial at a target."""
         self._tried.pop(address, None)
         if (timer := self._timers.pop(address, None)) is not None:
             timer.cancel()
 
     def forget(self, address: str) -> None:
-        """The sessions of a target go elsewhere, and those that wait for it with them."""
+        """A target's sessions have moved, with those held back for it."""
         self._waiting.pop(address, None)
         self.end(address)
 
     def _give_way(self, address: str) -> None:
-        """Who is tried takes too long: it stays a suspect, but others are tried beside it."""
+        """The trial takes too long: its request stays a suspect, but others are tried beside it."""
         self.end(address)
         self.settle(address)
 

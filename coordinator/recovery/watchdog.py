@@ -1,10 +1,10 @@
-"""Sessions whose target does nothing for them, though it is there: they go on at another one.
+"""Move sessions whose target is up but makes no progress for them.
 
-A target that is silent or whose engine stands still is found out by others (keepalive, its own servicer). Here each
-session is watched for itself: it gets verdicts, or the target tells of progress, or it moves.
+Keepalive and the target's own servicer detect a silent target or a stalled engine. The watchdog looks at each session:
+it must get verdicts or progress reports, or it moves.
 
-What replicas said while this process stood still (a suspended machine, a signal) it has not read yet: such a time
-counts against nobody.
+Times in which this process stood still (a suspended machine, a signal) do not count: replicas' messages of that time
+are still unread.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from specdec.coordinator.sessions.table import SessionTable
 from specdec.wire.errors import Unavailable
 
 _LOOKS = 6
-"""Per stall bound: a stall is found at most a sixth of it too late."""
+"""Looks per stall bound: a stall is found at most a sixth of the bound too late."""
 _LONGEST_LOOK_S = 1.0
 _UNTOLD_FACTOR = 3
-"""Targets that tell no progress (older ones) may have a queue, or a long prompt at hand."""
+"""Factor on the stall bound for older targets, which do not report a queue or a long prompt."""
 _QUEUED_S = 1.0
-"""How long a session waits at its target before one that is idle gets it."""
+"""Seconds that a session queues at its target before an idle target gets it."""
 _MOST_DOUBLINGS = 6
 _STANDSTILL_S = 0.5
-"""A look that is so much too late was not just waiting for its turn in a busy loop."""
+"""Seconds by which a look must be late to show a standstill rather than a busy event loop."""
 _log = structlog.get_logger(__name__)
 
 
 class Watchdog:
-    """Looks at all sessions now and then. Each move of a session that brought nothing doubles the time until the next.
+    """Checks all sessions at intervals. Each move of a session without progress doubles the time until the next.
 
-    Where there is no other target nothing is moved: a session may find its way back to its own any time, until it has
-    waited for `timeout_s` more. Then it fails, if its target would have told of progress.
+    Without another target no session is moved, as its own may still progress. After `timeout_s` more it fails, if its
+    target reports progress at all.
     """
 
     def __init__(
         self, *, sessions: SessionTable, fleet: Fleet, moves: TargetMoves, stall_s: float, timeout_s: float
     ) -> None:
-        """`stall_s` is how long a session may get nowhere; see `CoordinatorSettings.session_stall_s`."""
+        """`stall_s`: seconds without progress before a session moves; see `CoordinatorSettings.session_stall_s`."""
         self._sessions = sessions
         self._fleet = fleet
         self._moves = moves
@@ -51,17 +51,17 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._interval_s = min(_LONGEST_LOOK_S, self._stall_s / _LOOKS)
         self._due_s: float | None = None
-        """When to look next, at the latest, on the monotonic clock."""
+        """Monotonic time of the next look."""
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Look at intervals until cancelled."""
         self._due_s = time.monotonic() + self._interval_s
         while True:
             await asyncio.sleep(self._interval_s)
             self.look(time.monotonic())
 
     def look(self, now_s: float) -> None:
-        """Move what gets nowhere. `run` calls it at intervals: one that comes late tells of a standstill of ours."""
+        """Move stalled sessions. `run` calls it at intervals: a late call shows a standstill of this process."""
         late_s = 0.0 if self._due_s is None else now_s - self._due_s
         self._due_s = now_s + self._interval_s
         if late_s >= _STANDSTILL_S:
@@ -69,7 +69,7 @@ class Watchdog:
         for session in self._sessions:
             try:
                 self._look_at(session, now_s)
-            except Exception as error:  # the others are to be watched all the same
+            except Exception as error:  # the other sessions must be watched all the same
                 _log.error("watchdog_fault", **session.log_fields, exc_info=error)
 
     def _look_at(self, session: Session, now_s: float) -> None:
@@ -102,7 +102,7 @@ class Watchdog:
             self._fleet.failed(host)
             self._moves.move(session, other)
         elif host.tells_progress and silent_s >= bound_s + self._timeout_s:
-            cause = f"target {host.address} has done nothing for the session for {silent_s:.0f} s"
+            cause = f"target {host.address} made no progress for {silent_s:.0f} s"
             self._moves.give_up_session(session, Unavailable(cause, reason="TARGET_STALLED"))
 
     def _queued(self, session: Session, host: TargetHost) -> None:

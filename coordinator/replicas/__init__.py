@@ -1,1 +1,1 @@
-"""Which targets and drafts there are, which fit together, and which of them a request goes to."""
+"""Replicas: discovery, compatibility, load, and the choice of one for a request."""

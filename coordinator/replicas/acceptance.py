@@ -1,4 +1,4 @@
-"""Which drafts propose nothing that is ever accepted: they cost targets work, and give nothing for it."""
+"""Find drafts whose tokens are never accepted: they cost targets work without gain."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from specdec.coordinator.sessions.drafting import DraftSide
 from specdec.coordinator.sessions.session import Session
 
 _SESSION_STEPS = 64
-"""Verified in one session with nothing accepted: it goes on without a draft for a while."""
+"""Steps of a session in a row, verified with no token accepted, after which it has no draft for a while."""
 _DRAFT_STEPS = 256
-"""Verified in a row with nothing accepted. One that is right once in twenty gets there in 2 of 10^6 cases."""
+"""Steps of a draft in a row with no token accepted before it is ejected; at 5 % acceptance chance 2 in 10^6."""
 _DRAFT_SESSIONS = 8
-"""From so many sessions at least: one may be of a kind that no draft foresees."""
+"""Sessions, at least, in which these steps happened: one session's text may be unpredictable."""
 
 
 class Judgement(Enum):
-    """What follows from a verified proposal."""
+    """Consequence of a verified proposal."""
 
     NONE = auto()
     THROTTLE = auto()
-    """The session does better without a draft for a while."""
+    """The session goes on without a draft for a while."""
     EJECT = auto()
-    """The draft is of no use to anybody."""
+    """The draft is ejected."""
 
 
 @dataclass(slots=True)
@@ -35,13 +35,13 @@ class _Barren:
 
 
 class AcceptanceRecord:
-    """Counts, draft by draft, the verified steps since one of its tokens was accepted. Bounded by what it judges."""
+    """Counts, by draft, the verified steps since one of its tokens was accepted."""
 
     def __init__(self) -> None:
         self._barren: dict[str, _Barren] = {}
 
     def verified(self, session: Session, side: DraftSide, num_accepted: int) -> Judgement:
-        """A target verified what a session's draft proposed, and accepted so many tokens."""
+        """A target verified a proposal of the session's draft and accepted `num_accepted` tokens."""
         address = side.host.address
         if num_accepted:
             self._barren.pop(address, None)
@@ -58,5 +58,5 @@ class AcceptanceRecord:
         return Judgement.THROTTLE if side.num_barren >= _SESSION_STEPS else Judgement.NONE
 
     def forget(self, address: str) -> None:
-        """A draft is gone for good."""
+        """A draft was removed."""
         self._barren.pop(address, None)

@@ -1,4 +1,4 @@
-"""What targets must have in common for one to go on with what another began, and the common model that clients get."""
+"""What targets must have in common to take over each other's sessions, and the model that clients see."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.v1 import common_pb2 as pb
 
 _MOST_TEXT_BYTES = 1024
-"""Of each text in an identity: it is shown, logged, and a part of resume tokens."""
+"""Bytes of each text in an identity, at most: it is shown, logged, and part of resume tokens."""
 _MOST_END_IDS = 1024
+"""End-of-sequence ids of a model, at most."""
 _TEXTS = ("name", "revision", "architecture", "weights_digest", "tokenizer_digest", "numerics_id", "dtype", "device")
 
 
 def unsound(identity: pb.ModelIdentity) -> str | None:
-    """Why no replica that works would say that it serves this, or None."""
+    """Why an identity cannot be that of a working replica, or None."""
     for name in _TEXTS:
         if (num_bytes := len(getattr(identity, name).encode())) > _MOST_TEXT_BYTES:
-            return f"its {name} has {num_bytes} bytes, {_MOST_TEXT_BYTES} are the most"
+            return f"its {name} has {num_bytes} bytes; the limit is {_MOST_TEXT_BYTES}"
     if not identity.name:
         return "its model has no name"
     if not identity.vocab_size or identity.max_model_len < 2:
-        return (
-            f"a vocabulary of {identity.vocab_size} and a context of {identity.max_model_len} tokens serve no request"
-        )
+        return f"a vocabulary of {identity.vocab_size} and a context of {identity.max_model_len} tokens are too small"
     if len(identity.eos_token_ids) > _MOST_END_IDS:
-        return f"{len(identity.eos_token_ids)} ids end its sequences, {_MOST_END_IDS} are the most"
+        return f"it has {len(identity.eos_token_ids)} end-of-sequence ids; the limit is {_MOST_END_IDS}"
     return None
 
 
 def model_difference(a: pb.ModelIdentity, b: pb.ModelIdentity) -> str | None:
-    """Why a session may not move from one to the other, whatever the settings: the first of these that differ.
+    """Why a session may never move between two identities: the first difference of those below, or None.
 
-    Name, weights, tokenizer, vocabulary, and the ids that end a sequence. Contexts may differ: see `may_serve`.
+    Name, weights, tokenizer, vocabulary size, end-of-sequence ids. Contexts may differ: see `may_serve`.
     """
     if (a.name, a.weights_digest) != (b.name, b.weights_digest):
         return f"{a.name} ({a.weights_digest}) and {b.name} ({b.weights_digest}) are different models"
@@ -43,12 +42,12 @@ def model_difference(a: pb.ModelIdentity, b: pb.ModelIdentity) -> str | None:
         return f"their vocabularies differ ({a.vocab_size}, {b.vocab_size})"
     ours, theirs = sorted(a.eos_token_ids), sorted(b.eos_token_ids)
     if ours != theirs:
-        return f"sequences end with other ids ({_listed(ours)}; {_listed(theirs)})"
+        return f"their end-of-sequence ids differ ({_listed(ours)}; {_listed(theirs)})"
     return None
 
 
 def difference(a: pb.ModelIdentity, b: pb.ModelIdentity, *, allow_mixed_numerics: bool) -> str | None:
-    """As `model_difference`; the numerics too, unless they may differ."""
+    """`model_difference`, and the numerics unless they may differ."""
     if (cause := model_difference(a, b)) is not None:
         return cause
     if a.numerics_id != b.numerics_id and not allow_mixed_numerics:
@@ -57,7 +56,7 @@ def difference(a: pb.ModelIdentity, b: pb.ModelIdentity, *, allow_mixed_numerics
 
 
 def may_serve(identity: pb.ModelIdentity, request: Request, *, allow_mixed_numerics: bool) -> bool:
-    """Whether a target can decode a request to its end, with the output that any other one would give."""
+    """Whether a target can decode a request to its end, with the same output as any other."""
     if difference(request.model, identity, allow_mixed_numerics=allow_mixed_numerics) is not None:
         return False
     if request.is_constrained and identity.constraints_id != request.model.constraints_id:
@@ -71,15 +70,14 @@ def _listed(token_ids: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What clients get: the targets' common model, and its tokenizer."""
+    """The model that clients see: the targets' common identity, and the tokenizer."""
 
     identity: pb.ModelIdentity
-    """Its context is the shortest of the usable targets', its numerics and its constraints are those that new requests
-    get."""
+    """Its context is the shortest of all usable targets; new requests get its numerics and constraints."""
     tokenizer: TextTokenizer
 
     def with_terms(self, max_model_len: int, numerics_id: str, constraints_id: str | None = None) -> ServedModel:
-        """The same model with another context, other numerics, and, unless None, other constraints."""
+        """This model with another context and numerics, and other constraints unless None."""
         own = self.identity
         known = own.constraints_id if constraints_id is None else constraints_id
         if (own.max_model_len, own.numerics_id, own.constraints_id) == (max_model_len, numerics_id, known):

@@ -1,4 +1,4 @@
-"""Where the replicas are: addresses as configured, those behind DNS names, and those in the shared registry."""
+"""Addresses of replicas: configured, resolved from DNS names, and from the shared registry."""
 
 from __future__ import annotations
 
@@ -10,52 +10,54 @@ from dataclasses import dataclass
 
 import structlog
 
-from specdec.wire.addresses import join_address
+from specdec.wire.settings import join_address
 
 _DNS_PREFIX = "dns:///"
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where one replica listens."""
+class ReplicaAddress:
+    """The address of one replica."""
 
     address: str
     """host:port."""
     server_name: str | None = None
-    """The name that its certificate must have; None: the host."""
+    """Name that its certificate must have; None: the host."""
     is_registered: bool = False
     """Found in the registry, and nowhere else."""
 
 
 class Discovery:
-    """Finds the replicas of one role. An entry is host:port, or dns:///name:port, which stands for all its addresses.
+    """Finds the replicas of one role. An entry is host:port, or dns:///name:port for all addresses of a name.
 
-    A name that cannot be looked up keeps the addresses it had: a name server that fails takes no replica away.
+    If a look-up fails, the name keeps its former addresses: a broken name server removes no replica.
     """
 
-    def __init__(self, entries: Sequence[str], registered: Callable[[], Sequence[Endpoint]] | None = None) -> None:
-        """Look for these entries, and for what `registered` returns: the registry's, as far as it is known."""
+    def __init__(
+        self, entries: Sequence[str], registered: Callable[[], Sequence[ReplicaAddress]] | None = None
+    ) -> None:
+        """Find the replicas of `entries` and those that `registered` returns: the registry's last known ones."""
         self._entries = entries
         self._registered = registered or tuple
-        self._found: dict[str, list[Endpoint]] = {
-            entry: [] if entry.startswith(_DNS_PREFIX) else [Endpoint(entry)] for entry in entries
+        self._found: dict[str, list[ReplicaAddress]] = {
+            entry: [] if entry.startswith(_DNS_PREFIX) else [ReplicaAddress(entry)] for entry in entries
         }
 
     @property
     def has_names(self) -> bool:
-        """Whether looking again can find something else."""
+        """Whether a new look-up can find other addresses."""
         return any(entry.startswith(_DNS_PREFIX) for entry in self._entries)
 
     @property
-    def endpoints(self) -> list[Endpoint]:
-        """What was found last, each address once: entries in their order, then what is only registered."""
-        by_address: dict[str, Endpoint] = {}
+    def endpoints(self) -> list[ReplicaAddress]:
+        """The last known endpoints, each address once: entries in their order, then those only registered."""
+        by_address: dict[str, ReplicaAddress] = {}
         for endpoint in (*itertools.chain.from_iterable(self._found[e] for e in self._entries), *self._registered()):
             by_address.setdefault(endpoint.address, endpoint)
         return list(by_address.values())
 
-    async def refresh(self) -> list[Endpoint]:
+    async def refresh(self) -> list[ReplicaAddress]:
         """Look up all names; returns all endpoints."""
         for entry in self._entries:
             if entry.startswith(_DNS_PREFIX):
@@ -70,13 +72,13 @@ class Discovery:
             _log.warning("lookup_failed", name=name, error=str(error))
             return
         addresses = sorted({join_address(str(where[0]), int(where[1])) for *_, where in found})
-        self._found[entry] = [Endpoint(address, name) for address in addresses]
+        self._found[entry] = [ReplicaAddress(address, name) for address in addresses]
 
 
 async def keep_finding(
     interval_s: float, refreshers: Sequence[Callable[[], Awaitable[object]]], on_found: Callable[[], None]
 ) -> None:
-    """Call all `refreshers` at once, then `on_found`, now and every `interval_s` until cancelled. Faults are logged."""
+    """Call all `refreshers`, then `on_found`, now and every `interval_s` until cancelled. Faults are logged."""
     while True:
         try:
             await asyncio.gather(*(refresh() for refresh in refreshers))

@@ -1,4 +1,4 @@
-"""The replicas: which there are, whether they fit together, and which one a session goes to."""
+"""All replicas: compatibility checks, the served model, and the choice of a replica for a session."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from specdec.wire.errors import FailedPrecondition, IncompatibleReplica, ModelNo
 from specdec.wire.message_sizes import most_entry_bytes
 
 _MOST_NOTICES = 8
-"""There may be hundreds of drafts, and a notice is for people."""
+"""Notices about drafts, at most: there may be hundreds of drafts, and people read notices."""
 _Link = TypeVar("_Link", bound=ReplicaLink)
 _log = structlog.get_logger(__name__)
 
 
 def _require_sound(identity: pb.ModelIdentity) -> None:
     if (cause := unsound(identity)) is not None:
-        raise IncompatibleReplica(f"what it says it serves cannot be: {cause}")
+        raise IncompatibleReplica(f"the replica reports an impossible model: {cause}")
 
 
 def _usable(links: Sequence[_Link]) -> list[_Link]:
-    """Links that may get a session. One on probation is tried first, with one session at a time.
+    """Links that may get a session: first a link on probation without sessions, then ready ones.
 
-    What failed is better than nothing: with no other left, ejected replicas are used too.
+    Without ready links, all on probation are used, and without these the ejected ones.
     """
     on_probation = [link for link in links if link.state is LinkState.PROBATION]
     return (
@@ -50,9 +50,9 @@ def _usable(links: Sequence[_Link]) -> list[_Link]:
 
 
 class Fleet:
-    """Knows all links. The first target that answers decides what is served.
+    """Knows all links. The first target that answers decides which model is served.
 
-    When every target is gone and one comes back with another model, that model is served from then on.
+    If every target is gone and one comes back with another model, that model is served from then on.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Fleet:
     ) -> None:
         """`allow_mixed_numerics`: a session may go on at a target whose logits differ in their last bits."""
         self.targets: Sequence[TargetLink] = ()
-        """Those that are known now; whoever finds them replaces them."""
+        """The known targets; `TargetRecovery.set_links` replaces them."""
         self.drafts: Sequence[DraftLink] = ()
-        """Likewise."""
+        """The known drafts; `DraftRecovery.set_links` replaces them."""
         self.served: ServedModel | None = None
         self._router = router
         self._standings = {
@@ -86,39 +86,39 @@ class Fleet:
         return [*self.targets, *self.drafts]
 
     async def wait_served(self) -> ServedModel:
-        """The model, once a target has answered."""
+        """Wait until a target has answered; returns the served model."""
         await self._has_served.wait()
         return self.require_served()
 
     def require_served(self, model: str = "") -> ServedModel:
-        """The model, which has this name if one is asked for.
+        """The served model, whose name must be `model` unless that is empty.
 
         Raises:
             NotReady: no target has answered yet.
-            ModelNotFound: another one is served.
+            ModelNotFound: another model is served.
         """
         if self.served is None:
-            raise NotReady("no target has answered yet")
+            raise NotReady("no target has answered yet: retry")
         if model and model != self.served.identity.name:
-            raise ModelNotFound(f"model {model!r} is not served here, {self.served.identity.name!r} is")
+            raise ModelNotFound(f"model {model!r} is not served here, only {self.served.identity.name!r}")
         return self.served
 
     def check_numerics(self, planned: pb.ModelIdentity) -> None:
-        """Whether a request that was begun with some numerics may go on with those that are served.
+        """Check that a request begun with some numerics may go on with the served ones.
 
         Raises:
-            FailedPrecondition: they differ, and may not.
+            FailedPrecondition: they differ, and mixed numerics are not allowed.
         """
         served = self.require_served().identity
         if planned.numerics_id != served.numerics_id and not self.allow_mixed_numerics:
             raise FailedPrecondition(
-                f"the request was begun with the numerics {planned.numerics_id}, {served.numerics_id} are served now: "
-                "the rest would not be what it would have been",
+                f"the request was begun with numerics {planned.numerics_id}; {served.numerics_id} are served now, "
+                "and the output could differ: start the request anew, or set allow_mixed_numerics",
                 reason="NUMERICS_CHANGED",
             )
 
     async def pick_target(self, request: Request, token_ids: Sequence[int], timeout_s: float) -> TargetLink:
-        """The target for a prompt, of those that can serve the request; waits for one if none is ready.
+        """Choose a target for a prompt; waits if none is ready. Cost: one hash per 32 tokens.
 
         Raises:
             Unavailable: none was ready in time.
@@ -136,29 +136,29 @@ class Fleet:
         return next(link for link in usable if link.holder == holder)
 
     def find_target(self, request: Request, besides: TargetHost, *, only_ready: bool = False) -> TargetLink | None:
-        """Another target that can serve a request and takes sessions, the least loaded.
+        """The least loaded other target that can serve a request and takes sessions; None if there is none.
 
-        `only_ready`: for a session that need not move, so that it is no trial of one on probation.
+        `only_ready`: exclude targets on probation, which a session that need not move should not try.
         """
         usable = with_room(self._usable_for(request, besides, only_ready=only_ready))
         return min(usable, key=weight, default=None)
 
     def find_idle(self, request: Request, besides: TargetHost) -> TargetLink | None:
-        """Another target that would step a request's sessions at once."""
+        """Another target that would step a request's sessions at once; None if there is none."""
         idle = [link for link in self._usable_for(request, besides, only_ready=True) if is_idle(link)]
         return min(idle, key=weight, default=None)
 
     def has_room(self, link: TargetLink) -> bool:
-        """Whether a target would take one more session, as far as is known."""
+        """Whether a target would take one more session, by its last report."""
         return has_room(link)
 
     def draft_credit(self, target: TargetHost | None) -> int | None:
-        """How many draft tokens are worth proposing to a target; None: unknown."""
+        """Draft tokens worth proposing to a target; None: unknown."""
         load = next((link.load for link in self.targets if link is target), None)
         return None if load is None else load.draft_credit
 
     def may_serve(self, link: TargetLink, request: Request) -> bool:
-        """Whether a target, as it said last, can decode a request to its end."""
+        """Whether a target, by its last identity, can decode a request to its end."""
         return (
             link.identity is not None
             and link.may_take(request)
@@ -166,7 +166,7 @@ class Fleet:
         )
 
     def most_open_bytes(self) -> int | None:
-        """The largest entry that opens a session and that some target takes; None: no target is there."""
+        """Bytes of the largest opening entry that some target accepts; None without a target."""
         return max((most_entry_bytes(link.message_bytes) for link in self._ready_targets()), default=None)
 
     def drafters(self) -> list[str]:
@@ -175,16 +175,16 @@ class Fleet:
         return sorted(frozenset.intersection(*(link.drafters for link in links))) if links else []
 
     def own_draft(self) -> pb.ModelIdentity | None:
-        """The draft model of the first target, where every target runs one in its own process; else None."""
+        """The first target's own draft model, if every target runs one in its process; otherwise None."""
         own = [link.own_draft for link in self._ready_targets()]
         return own[0] if own and all(one is not None and unsound(one) is None for one in own) else None
 
     def pick_draft(self, position: int, besides: DraftHost | None = None) -> DraftLink | None:
-        """The least loaded draft that takes sessions and whose context reaches past a position."""
+        """The least loaded draft that takes sessions and whose context is longer than `position`; None without one."""
         return min(with_room(_usable(self._fit_drafts(position, besides))), key=weight, default=None)
 
     def find_spare_draft(self, position: int, besides: DraftHost) -> DraftLink | None:
-        """Another such draft that could do more than it must."""
+        """Another such draft with spare capacity; None if there is none."""
         fit = self._fit_drafts(position, besides)
         return min((link for link in fit if link.is_ready and has_spare(link)), key=weight, default=None)
 
@@ -196,50 +196,50 @@ class Fleet:
         ]
 
     def remember(self, link: TargetLink, session: Session) -> None:
-        """A session ended on a target: who goes on from its prompt and output finds them there."""
+        """A session ended on a target, which caches its prompt and output."""
         self._router.remember(block_digests(session.token_ids, session.request.cache_salt), link.holder)
 
     def failed(self, replica: SessionHost, *, is_proven: bool = False) -> bool:
-        """A replica failed; see `Standings.failed`."""
+        """A replica failed; returns whether it is ejected. See `Standings.failed`."""
         return self._standings[replica.role].failed(replica.address, is_proven=is_proven)
 
     def succeeded(self, link: ReplicaLink) -> None:
-        """A replica did what was asked of it."""
+        """A replica succeeded."""
         self._standings[link.role].succeeded(link)
 
     def notices(self) -> list[str]:
-        """Limits that clients should know of."""
+        """Notices of limits, for clients."""
         served = self.require_served().identity
         shorter = [
             f"draft {link.address} has a context of {link.identity.max_model_len} tokens, the target of "
-            f"{served.max_model_len}: no speculation beyond"
+            f"{served.max_model_len}: no speculation beyond the draft's"
             for link in self.drafts
             if link.is_ready and link.identity is not None and link.identity.max_model_len < served.max_model_len
         ]
         notices = shorter[:_MOST_NOTICES]
         if len(shorter) > len(notices):
-            notices.append(f"the same holds for {len(shorter) - len(notices)} more drafts")
+            notices.append(f"{len(shorter) - len(notices)} more drafts have shorter contexts")
         numerics = {identity.numerics_id for identity in self._ready_identities()}
         if len(numerics) > 1:
             notices.append(
-                "targets differ in numerics: after a fail-over near-ties may fall the other way, and the end of the "
-                "choice names the numerics that it had"
+                "targets differ in numerics: a fail-over may change near-tied tokens; the end of each choice names "
+                "the numerics that computed it"
             )
         return notices
 
     def on_state(self) -> None:
-        """A link's state changed: what is served follows, and whoever waits for a replica looks again."""
+        """A link's state changed: update the served terms, and wake the calls that wait for a replica."""
         self._set_terms()
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     def on_removed(self, link: ReplicaLink) -> None:
-        """A link is gone for good."""
+        """A link was removed."""
         self._standings[link.role].forget(link.address)
 
     def forget_prefixes(self, link: TargetLink) -> None:
-        """A target has lost its prefix cache, as far as anyone can tell."""
+        """A target may have lost its prefix cache."""
         self._router.forget(link.holder)
 
     async def wait_changed(self) -> None:
@@ -252,35 +252,35 @@ class Fleet:
             self._waiters.discard(waiter)
 
     def check_instance(self, link: ReplicaLink, instance_id: str) -> None:
-        """Whether a replica is another one than those in use, before a stream is opened that would end theirs.
+        """Check that a replica is not already in use under another address: a second stream would end the first.
 
         Raises:
-            IncompatibleReplica: it was found under two addresses.
+            IncompatibleReplica: it is in use.
         """
         for other in self._of_role(link.role):
             if other is not link and other.is_up and instance_id and other.instance_id == instance_id:
-                raise IncompatibleReplica(f"this is the process that is used as {other.address}")
+                raise IncompatibleReplica(f"this process is already used as {other.address}")
 
     async def check_draft(self, identity: pb.ModelIdentity) -> None:
-        """Whether a draft fits; waits until a model is served.
+        """Check that a draft fits the target; waits until a model is served.
 
         Raises:
-            IncompatibleReplica: it has another tokenizer, or what it says cannot be.
+            IncompatibleReplica: it has another tokenizer, or reports an impossible model.
         """
         _require_sound(identity)
         served = (await self.wait_served()).identity
         if identity.tokenizer_digest != served.tokenizer_digest:
             raise IncompatibleReplica(
-                f"the draft {identity.name} has another tokenizer ({identity.tokenizer_digest or 'unknown'}) "
-                f"than the target {served.name} ({served.tokenizer_digest or 'unknown'}): "
-                "decoding goes on without it, unless `target` of the draft is set, so that it translates"
+                f"the tokenizer of draft {identity.name} ({identity.tokenizer_digest or 'unknown'}) differs from that "
+                f"of target {served.name} ({served.tokenizer_digest or 'unknown'}): the draft is not used. Set "
+                "`target` of the draft to let it translate"
             )
 
     async def check_target(self, link: TargetLink, identity: pb.ModelIdentity) -> None:
-        """Whether a target fits; what it serves is served from now on if no other target is there.
+        """Check that a target fits; its model is served from now on if no other target is there.
 
         Raises:
-            IncompatibleReplica: its output would differ from that of the others, or what it says cannot be.
+            IncompatibleReplica: its output would differ from the others', or it reports an impossible model.
         """
         _require_sound(identity)
         async with self._adopting:
@@ -291,7 +291,7 @@ class Fleet:
                     return
             others = [other for other in self._ready_targets() if other is not link]
             if cause is not None and others:
-                raise IncompatibleReplica(f"it cannot stand in for the other targets: {cause}")
+                raise IncompatibleReplica(f"it cannot take over the other targets' sessions: {cause}")
             await self._adopt(link, identity)
 
     async def _adopt(self, link: TargetLink, identity: pb.ModelIdentity) -> None:
@@ -307,7 +307,7 @@ class Fleet:
                 draft.reset("the target's tokenizer changed")
 
     def _set_terms(self) -> None:
-        """The context that each usable target has, and the numerics that new requests get; both stay while none is."""
+        """Update the served context, numerics and constraints; they stay while no target is usable."""
         identities = self._ready_identities()
         if self.served is None or not identities:
             return
@@ -336,7 +336,7 @@ class Fleet:
     def _usable_for(
         self, request: Request, besides: TargetHost | None = None, *, only_ready: bool = False
     ) -> list[TargetLink]:
-        """Targets that a request may be sent to; others than of its own numerics only if there is none of these."""
+        """Targets that a request may be sent to; those with other numerics only if there are no others."""
         fit = [
             link
             for link in self.targets

@@ -1,4 +1,4 @@
-"""How loaded a target is: what it reported, and what has changed here since."""
+"""A replica's load: its last report, and this coordinator's changes since."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, TypeVar
 from specdec.coordinator.links.replica_link import ReplicaLink
 
 _TOKENS_OF_A_SESSION = 2048
-"""So many prompt tokens that wait weigh as much as one session that decodes."""
+"""Waiting prompt tokens that weigh as much as one decoding session."""
 _REFUSED_S = 1.0
-"""How long a target that said it is full is taken to be, unless it reports something else."""
+"""Seconds that a replica counts as full after it said so, unless it reports otherwise."""
 _FULL_CACHE = 0.9
-"""Share of the KV cache in use from which on a target is not idle, whatever waits there."""
+"""Share of the KV cache in use above which a replica is strained."""
 _SPARE_SHARE = 0.5
-"""Of a replica's sessions: from there on it has better to do than what another one does as well."""
+"""Share of a replica's sessions in use above which it takes no hedges."""
 AnyLink = ReplicaLink[Any, Any, Any]
 Link = TypeVar("Link", bound=AnyLink)
 
 
 def num_sessions(link: AnyLink) -> int:
-    """Sessions of all coordinators, as far as is known: a target that does not report them has our own."""
+    """Sessions of all coordinators there; only our own if the replica reports none."""
     own = len(link.sessions)
     if link.load is None or not link.load.HasField("num_sessions"):
         return own
@@ -29,13 +29,13 @@ def num_sessions(link: AnyLink) -> int:
 
 
 def weight(link: AnyLink) -> float:
-    """How loaded it is, in sessions; prompts that wait count by their length."""
+    """Load in sessions; waiting prompts count by their length."""
     waiting = 0 if link.load is None else link.load.num_waiting_tokens
     return num_sessions(link) + waiting / _TOKENS_OF_A_SESSION
 
 
 def has_room(link: AnyLink) -> bool:
-    """Whether it would take one more session, as far as is known."""
+    """Whether it would take one more session, by its last report."""
     if link.refused_s is not None and time.monotonic() - link.refused_s < _REFUSED_S:
         return False
     if link.load is None or not link.load.HasField("max_sessions"):
@@ -44,7 +44,7 @@ def has_room(link: AnyLink) -> bool:
 
 
 def is_idle(link: AnyLink) -> bool:
-    """Whether a session would get its first step there at once: it reported so, and nothing was opened since."""
+    """Whether a session would be stepped at once: no queue in the last report, and no session opened since."""
     load = link.load
     if load is None or load.num_waiting or len(link.sessions) > link.num_own_at_load:
         return False
@@ -52,14 +52,14 @@ def is_idle(link: AnyLink) -> bool:
 
 
 def is_strained(link: AnyLink) -> bool:
-    """Whether it has no room, or soon none: what it could do without is in the way there."""
+    """Whether it has no room, or soon none: it should drop hedges."""
     load = link.load
     is_full = load is not None and load.kv_blocks_used > _FULL_CACHE * load.kv_blocks_total
     return is_full or not has_room(link)
 
 
 def has_spare(link: AnyLink) -> bool:
-    """Whether it could do more than it must: nothing waits there, and half of its sessions are free."""
+    """Whether it has spare capacity: no queue, and half of its sessions free."""
     load = link.load
     if is_strained(link) or (load is not None and load.num_waiting > 0):
         return False
@@ -69,5 +69,5 @@ def has_spare(link: AnyLink) -> bool:
 
 
 def with_room(links: Sequence[Link]) -> Sequence[Link]:
-    """Those that have room; all of them when none has."""
+    """The links with room; all links if none has."""
     return [link for link in links if has_room(link)] or links

@@ -1,4 +1,4 @@
-"""Which replicas fail too often: ejected for a while, then on probation, then trusted again."""
+"""Eject replicas that fail too often for a while; then they are on probation, then trusted again."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+FIRST_EJECTION_S = 10.0
+"""Seconds of a replica's first ejection, as long as a service takes to restart; each further one is twice as long."""
+LONGEST_EJECTION_S = 300.0
+"""Seconds of the longest ejection: a replica that was mended gets sessions again within five minutes."""
 _MOST_DOUBLINGS = 30
-"""More would overflow a float long after the longest ejection is reached."""
+"""Doublings of an ejection's time, at most, so that the float does not overflow."""
 
 
 class Standing(StrEnum):
-    """How far a replica is trusted."""
+    """A replica's trust."""
 
     TRUSTED = "trusted"
     EJECTED = "ejected"
@@ -21,14 +25,12 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EjectionSettings:
-    """When a replica is ejected, and for how long."""
+    """Bounds of ejections. Times in seconds."""
 
     num_failures: int = 5
     """Consecutive failures that eject a replica."""
-    first_s: float = 10.0
-    """How long the first ejection lasts; each further one doubles."""
-    most_s: float = 300.0
-    """The longest ejection."""
+    first_s: float = FIRST_EJECTION_S
+    most_s: float = LONGEST_EJECTION_S
     num_successes: int = 2
     """Consecutive successes on probation after which a replica is trusted again."""
 
@@ -39,11 +41,11 @@ class _Record:
     num_successes: int = 0
     num_ejections: int = 0
     ends_s: float | None = None
-    """When the ejection ends; None: trusted."""
+    """Monotonic time at which the ejection ends; None: trusted."""
 
 
 class OutlierDetector:
-    """Counts what went well and wrong, replica by replica. Keeps a record only of replicas that failed.
+    """Counts successes and failures by replica. Keeps records only of replicas that failed.
 
     Invariant: a replica is ejected only while the caller has another one to use.
     """
@@ -54,24 +56,24 @@ class OutlierDetector:
         self._records: dict[str, _Record] = {}
 
     def standing(self, replica: str) -> Standing:
-        """How far a replica is trusted now."""
+        """A replica's trust now."""
         record = self._records.get(replica)
         if record is None or record.ends_s is None:
             return Standing.TRUSTED
         return Standing.EJECTED if self._clock() < record.ends_s else Standing.PROBATION
 
     def remaining_s(self, replica: str) -> float:
-        """How long the replica's ejection still lasts; 0 when it is not ejected."""
+        """Seconds left of the replica's ejection; 0 if it is not ejected."""
         record = self._records.get(replica)
         return 0.0 if record is None or record.ends_s is None else max(0.0, record.ends_s - self._clock())
 
     def failed(self, replica: str, num_others: int, *, is_proven: bool = False) -> bool:
-        """A replica failed; whether that ejects it.
+        """A replica failed; returns whether that ejects it.
 
         Args:
-            replica: which one.
-            num_others: how many other replicas could take its place; with none it is not ejected.
-            is_proven: it need not fail again to be ejected.
+            replica: its address.
+            num_others: other replicas that could take its place; with 0 it is not ejected.
+            is_proven: eject it for this failure alone.
         """
         record = self._records.setdefault(replica, _Record())
         standing = self.standing(replica)
@@ -87,10 +89,10 @@ class OutlierDetector:
         return True
 
     def succeeded(self, replica: str) -> bool:
-        """A replica did what was asked; whether that ends its probation.
+        """A replica succeeded; returns whether that ends its probation.
 
-        One that is trusted again still has its past: the next ejection is longer, until it has done well as often
-        as it takes to be trusted once more.
+        A replica that is trusted again keeps its record, so its next ejection is longer, until it has succeeded
+        `num_successes` times more.
         """
         record = self._records.get(replica)
         if record is None:
@@ -109,5 +111,5 @@ class OutlierDetector:
         return False
 
     def forget(self, replica: str) -> None:
-        """The replica is gone for good."""
+        """The replica was removed."""
         self._records.pop(replica, None)

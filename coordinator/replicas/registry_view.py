@@ -1,4 +1,4 @@
-"""What the shared registry said when it was last asked."""
+"""The last known content of the shared registry."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Sequence
 
 import structlog
 
-from specdec.coordinator.replicas.discovery import Endpoint
+from specdec.coordinator.replicas.discovery import ReplicaAddress
 from specdec.store.announcer import AnnouncedState
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import ReplicaRecord, Store
-from specdec.wire.addresses import check_address
+from specdec.store.interface import ReplicaRecord, Store, StoreUnavailable
+from specdec.wire.settings import check_address
 
 _log = structlog.get_logger(__name__)
 _DIALLED = frozenset({AnnouncedState.READY, AnnouncedState.DRAINING})
 
 
 class RegistryView:
-    """The registry's records as of the last answer: a store that is down takes no replica away."""
+    """The registry's records at the last answer: a store that is down removes no replica."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -25,7 +24,7 @@ class RegistryView:
         self._dialled: set[tuple[str, str]] = set()
 
     async def refresh(self) -> None:
-        """Ask again; without an answer everything stays as it was."""
+        """Read the registry; without an answer the records stay."""
         try:
             self._records = [record for record in await self._store.replicas() if _has_address(record)]
         except StoreUnavailable:
@@ -33,17 +32,17 @@ class RegistryView:
         self._dialled = {(r.role, r.address) for r in self._records if self._is_dialled(r)}
 
     def records(self, role: str) -> list[ReplicaRecord]:
-        """The processes of a role, by address."""
+        """The records of a role's processes."""
         return [record for record in self._records if record.role == role]
 
-    def endpoints(self, role: str) -> list[Endpoint]:
-        """Where to find the replicas of a role that can be used.
+    def endpoints(self, role: str) -> list[ReplicaAddress]:
+        """Addresses of a role's usable replicas.
 
-        One that loads is left out: it may take long, and is no replica that is down. One that loads *again* stays: it
-        has just been restarted, and sessions may wait for it.
+        A replica that loads for the first time is left out: it may take long, and would count as down. One that loads
+        again stays: it has been restarted, and sessions may wait for it.
         """
         return [
-            Endpoint(record.address, is_registered=True)
+            ReplicaAddress(record.address, is_registered=True)
             for record in self.records(role)
             if (role, record.address) in self._dialled
         ]
@@ -53,7 +52,7 @@ class RegistryView:
 
 
 def _has_address(record: ReplicaRecord) -> bool:
-    """Whether it can be called at all: what another version, or a mistake, wrote must not disturb the others."""
+    """Whether the address is valid: a bad record must not disturb the others."""
     try:
         check_address(record.address)
     except ValueError:

@@ -10,10 +10,10 @@ from typing import Generic, TypeVar
 import structlog
 
 from specdec.coordinator.links.replica_link import ReplicaLink
-from specdec.coordinator.replicas.discovery import Endpoint
+from specdec.coordinator.replicas.discovery import ReplicaAddress
 
 _GOODBYE_S = 1.0
-"""For how long a replica is waited for that does not read to the end."""
+"""Seconds to wait for a replica that does not read its stream to the end."""
 _log = structlog.get_logger(__name__)
 _Link = TypeVar("_Link", bound=ReplicaLink)
 
@@ -21,16 +21,15 @@ _Link = TypeVar("_Link", bound=ReplicaLink)
 @dataclass(slots=True)
 class _Member(Generic[_Link]):
     link: _Link
-    endpoint: Endpoint
-    """As it was last found."""
+    endpoint: ReplicaAddress
+    """Its last discovered endpoint."""
     task: asyncio.Task[None]
 
     def is_missed(self) -> bool:
-        """Whether the replica, which is found nowhere, is to be retired.
+        """Whether the replica, which discovery no longer lists, is retired.
 
-        One that was found in the registry only is not, as long as its stream is up: it may have lost its way to
-        Redis, or Redis its data, and nothing of that keeps it from serving. One that leaves on purpose says so on its
-        stream.
+        A replica that was only in the registry stays while its stream is up: it, or Redis, may have lost the record,
+        and it still serves. A replica that leaves on purpose announces it on its stream.
         """
         return not (self.endpoint.is_registered and self.link.is_up)
 
@@ -38,12 +37,12 @@ class _Member(Generic[_Link]):
 class Roster(Generic[_Link]):
     """Runs one link per endpoint.
 
-    An endpoint that vanished gets no new sessions; its link goes once its stream has ended and its sessions are gone.
+    A vanished endpoint gets no new sessions; its link is removed once its stream and its sessions have ended.
     """
 
     def __init__(
         self,
-        make_link: Callable[[Endpoint], _Link],
+        make_link: Callable[[ReplicaAddress], _Link],
         on_links: Callable[[list[_Link]], None],
         on_removed: Callable[[_Link], None],
     ) -> None:
@@ -53,8 +52,8 @@ class Roster(Generic[_Link]):
         self._members: dict[str, _Member[_Link]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def update(self, endpoints: Sequence[Endpoint]) -> None:
-        """Start links to new endpoints, retire those of vanished ones, and remove retired ones that are of no use."""
+    def update(self, endpoints: Sequence[ReplicaAddress]) -> None:
+        """Start links to new endpoints, retire those of vanished ones, and remove idle retired ones."""
         wanted = {endpoint.address: endpoint for endpoint in endpoints}
         started = [
             (endpoint, self._make_link(endpoint))
@@ -68,7 +67,7 @@ class Roster(Generic[_Link]):
             member.link.set_retired(endpoint is None and member.is_missed())
             if member.link.is_retired and not member.link.is_up and not member.link.sessions:
                 removed.append(self._members.pop(address))
-        # The links are known before the first of them runs.
+        # The owner must know the links before the first one runs.
         self._on_links([*(member.link for member in self._members.values()), *(link for _, link in started)])
         for endpoint, link in started:
             task = asyncio.create_task(link.run(), name=f"link {link.address}")
@@ -82,7 +81,7 @@ class Roster(Generic[_Link]):
             closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """End all links; replicas that listen get what is queued for them, and see the streams end."""
+        """End all links; replicas that read get their queued entries, and see the streams end."""
         members, self._members = list(self._members.values()), {}
         for member in members:
             member.link.end()

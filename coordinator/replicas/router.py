@@ -1,4 +1,4 @@
-"""Which replica a request goes to: the one with the longest part of its prompt, else the least loaded."""
+"""Choose a replica for a request: the one that caches most of its prompt, otherwise the least loaded."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from hashlib import blake2b
 from specdec.coordinator.replicas.prefix_map import SharedPrefixes
 
 _BLOCK_TOKENS = 32
-"""A prefix is known to so many tokens; twice the length of a replica's block, for half the digests."""
+"""Tokens per hashed block: twice the length of a replica's block, for half the digests."""
 _DIGEST_BYTES = 16
-"""No two prompts ever share a digest by chance."""
+"""Bytes of a digest: chance collisions are negligible."""
 
 
 class PrefixRouter:
-    """Remembers which prefixes were sent where, by a chain of block hashes.
+    """Remembers which replica caches which prefix, by a chain of block hashes.
 
-    Affinity counts only while the replica that has the prefix runs at most `max_imbalance` sessions more than the least
-    loaded one. Costs one short hash per block of the prompt: 5 ms for 100,000 tokens.
+    Affinity counts only while the replica with the prefix runs at most `max_imbalance` sessions more than the least
+    loaded one. Cost: one short hash per block of the prompt, 5 ms for 100,000 tokens.
 
-    Replicas are named as the caller likes; a replica that has lost its cache needs another name, or `forget`.
+    The caller names the replicas; a replica that has lost its cache needs a new name, or `forget`.
     """
 
     def __init__(self, max_blocks: int = 65_536, max_imbalance: int = 8, shared: SharedPrefixes | None = None) -> None:
-        """Remember at most so many blocks, and exchange what is known with other coordinators if there is `shared`."""
+        """Remember at most `max_blocks` blocks; `shared` exchanges them with other coordinators."""
         self._max_blocks = max_blocks
         self._max_imbalance = max_imbalance
         self._shared = shared
         self._replicas_by_block: OrderedDict[bytes, set[str]] = OrderedDict()
 
     async def ask_others(self, digests: Sequence[bytes], replicas: Sequence[str]) -> Mapping[str, int]:
-        """Return what other coordinators know of a prompt: blocks cached, by replica.
+        """Blocks of a prompt that each replica caches, as other coordinators know.
 
-        They are asked, which takes a round trip to the store, only if there is a choice between replicas that none of
-        them decides by having all of the prompt.
+        The store is asked, which costs a round trip, only if there are several replicas and none is known here to have
+        the whole prompt.
         """
         if self._shared is None or len(replicas) < 2 or not digests:
             return {}
@@ -54,7 +54,7 @@ class PrefixRouter:
 
         Args:
             digests: the prompt's blocks, by `block_digests`.
-            num_sessions: the candidates, each with its load; not empty.
+            num_sessions: load of each candidate, in sessions; not empty.
             known_to_others: from `ask_others`.
         """
         least = min(num_sessions.values())
@@ -73,8 +73,8 @@ class PrefixRouter:
         return best
 
     def remember(self, digests: Sequence[bytes], replica: str) -> None:
-        """A replica holds these blocks now, for example those of a session that ended there."""
-        for digest in reversed(digests):  # the last block, of no use without the others, is the first to be forgotten
+        """A replica caches these blocks now, for example after a session's end."""
+        for digest in reversed(digests):  # the last block, useless without the others, is forgotten first
             self._replicas_by_block.setdefault(digest, set()).add(replica)
             self._replicas_by_block.move_to_end(digest)
         while len(self._replicas_by_block) > self._max_blocks:
@@ -101,7 +101,7 @@ class PrefixRouter:
 
 
 def block_digests(token_ids: Sequence[int], salt: bytes) -> list[bytes]:
-    """Return a digest per full block of a prompt, each of all tokens up to its end.
+    """One digest per full block of a prompt, over all tokens up to the block's end.
 
     Args:
         token_ids: the prompt.

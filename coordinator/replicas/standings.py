@@ -1,4 +1,4 @@
-"""Which replicas of a role get sessions: those that fail too often do not, for a while."""
+"""Standings of a role's replicas: those that fail too often get no sessions for a while."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _log = structlog.get_logger(__name__)
 
 
 class Standings:
-    """Ejects the links of failing replicas, and lets them back on probation when the time is up."""
+    """Ejects the links of failing replicas, and puts them on probation afterwards."""
 
     def __init__(self, role: str, settings: EjectionSettings, links: Callable[[], Sequence[ReplicaLink]]) -> None:
-        """`links` are all of the role that are known now."""
+        """`links` returns the role's known links."""
         self._role = role
         self._detector = OutlierDetector(settings)
         self._links = links
 
     def failed(self, address: str, *, is_proven: bool = False) -> bool:
-        """A replica failed. One that fails too often gets no sessions for a while; the last usable one always does.
+        """A replica failed; returns whether it is ejected. The last usable replica never is.
 
-        `is_proven`: this once is often enough. Returns whether it is ejected for it.
+        `is_proven`: this failure alone ejects it.
         """
         num_others = sum(other.address != address and other.is_ready for other in self._links())
         if not self._detector.failed(address, num_others, is_proven=is_proven):
@@ -45,12 +45,12 @@ class Standings:
         return True
 
     def succeeded(self, link: ReplicaLink) -> None:
-        """A replica did what was asked of it."""
+        """A replica succeeded."""
         if self._detector.succeeded(link.address):
             self._update(link)
 
     def forget(self, address: str) -> None:
-        """A replica is gone for good."""
+        """A replica was removed."""
         self._detector.forget(address)
 
     def _update(self, link: ReplicaLink) -> None:
@@ -58,5 +58,5 @@ class Standings:
             return
         standing = self._detector.standing(link.address)
         link.set_standing(_STATES[standing])
-        if standing is Standing.EJECTED:  # ejected anew meanwhile, or the timer came a little early
+        if standing is Standing.EJECTED:  # ejected again meanwhile, or the timer fired early
             asyncio.get_running_loop().call_later(self._detector.remaining_s(link.address), self._update, link)

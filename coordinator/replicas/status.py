@@ -1,4 +1,4 @@
-"""All replicas and coordinators that are known, as clients see them; as many as a message has room for."""
+"""Status of all known replicas and coordinators for clients, as many as fit into a message."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.message_sizes import ENTRY_OVERHEAD_BYTES
 
 _MOST_REPLICA_BYTES = 2 * 2**20
-"""Some 5000 replicas; half of what clients take unless they say otherwise."""
+"""Bytes of replicas listed, some 5000; half of gRPC's default message limit."""
 _MOST_COORDINATOR_BYTES = 2**20
+"""Bytes of coordinators listed."""
 
 
 def describe_replicas(fleet: Fleet, registry: RegistryView | None) -> api.GetStatusResponse:
-    """Those that are connected to, those that are registered and still load, and all coordinators."""
+    """Connected replicas, registered ones that still load, and all coordinators."""
     linked = [
         api.ReplicaStatus(
             role=link.role,
@@ -52,7 +53,7 @@ def _registered(registry: RegistryView | None, role: str) -> list[api.ReplicaSta
 
 
 def _shown(identity: pb.ModelIdentity | None) -> pb.ModelIdentity | None:
-    """What a replica says it serves, unless that cannot be: then it may have any size."""
+    """A replica's identity, unless it is unsound: then it may have any size."""
     return None if identity is None or unsound(identity) is not None else identity
 
 

@@ -1,1 +1,1 @@
-"""One choice while it decodes, the request it belongs to, its client's stream, its statistics and its trace."""
+"""A session (one choice while it decodes), its request, client stream, statistics and trace."""

@@ -13,22 +13,24 @@ from specdec.wire.errors import SpecdecError
 from specdec.wire.message_sizes import cut, text_pieces
 
 _MOST_MERGED_TOKENS = 64
-"""A chunk stays small: a write is charged and credited as a whole, and a client sees it as a whole."""
+"""Tokens above which no delta is merged into a chunk: a write is charged and credited as a whole."""
 _MOST_MERGED_STEPS = 16
-"""Each takes 1.2 KB with a tree of 64 nodes."""
+"""Steps above which no delta is merged into a chunk: a step with a tree of 64 nodes has 1.2 KB."""
 _MOST_STEP_TOKENS = 65
-"""What a step decides at most: 64 nodes, and one token more."""
+"""Tokens that one step commits, at most: 64 nodes and the target's own."""
 _MOST_TEXT_BYTES = 32 * 1024
+"""Bytes of text in a chunk, at most."""
 _MOST_PROMPT_BYTES = 256 * 1024
-"""Clients take 4 MiB unless they say otherwise; what comes behind a chunk should not wait for so much."""
+"""Bytes of prompt log-probabilities in a chunk, far below gRPC's limit of 4 MiB: later chunks must not wait long."""
 _TOKEN_ID_BYTES = 5
+"""Bytes of an encoded token id."""
 
 
 class ClientStream:
-    """A queue with one reader. It is bounded by credit: targets run only so far ahead of what was taken and written.
+    """A queue of chunks with one reader. Credit bounds it: targets run at most one window ahead of written chunks.
 
-    Deltas of one choice that wait behind a slow write are merged, so that a client that fell behind catches up in
-    fewer chunks. No chunk is large: one of output has up to twice 64 tokens, and text to go with them.
+    Deltas of one choice that wait behind a slow write are merged, so that a slow client catches up in fewer chunks. An
+    output chunk has at most twice 64 tokens, and their text.
     """
 
     def __init__(self) -> None:
@@ -59,13 +61,20 @@ class ClientStream:
         step: api.DecodingStep | None = None,
         drafters: Sequence[str] = (),
     ) -> None:
-        """Queue output of a choice: some text, and tokens with their origins and, where wanted, log-probabilities and
-        the step that they are of.
+        """Queue output of a choice: text, and tokens with their origins, log-probabilities and step if wanted.
 
-        `drafters`: who proposed each token, "" where no draft did; empty: not known.
+        Args:
+            index: the choice.
+            text: text that is ready.
+            detokenizers: gives each token's own text.
+            token_ids: new tokens.
+            origins: one per token.
+            logprobs: one per token, or empty.
+            step: the step that committed the tokens, if the client wants steps.
+            drafters: name of each token's drafter, "" for other origins; empty: unknown.
 
-        Of what is too much for one chunk no text comes before the tokens that it is of: a client that is cut off
-        between two chunks can resume.
+        In output too large for one chunk, text never precedes its tokens: a client that is cut off between two chunks
+        can resume.
         """
         is_small = len(token_ids) <= _MOST_STEP_TOKENS and len(text) <= _MOST_TEXT_BYTES // 4
         if is_small:
@@ -88,17 +97,17 @@ class ClientStream:
             self._delta(index).steps.append(step)
 
     def close(self, error: SpecdecError | None = None) -> None:
-        """End the stream after what is queued; with an error, what is queued still goes out before it."""
+        """End the stream after the queued chunks, with `error` if any."""
         if not self._is_closed:
             self._is_closed = True
             self._error = error
             self._notify()
 
     async def wait_for_more(self) -> None:
-        """Wait until a second chunk is there, or the end is.
+        """Wait for a second chunk or the end.
 
         Raises:
-            SpecdecError: the request failed before.
+            SpecdecError: the request failed before a second chunk.
         """
         while len(self._chunks) < 2 and not self._is_closed:
             self._wake = asyncio.get_running_loop().create_future()
@@ -122,9 +131,9 @@ class ClientStream:
         return self._chunks.popleft()
 
     def _delta(self, index: int) -> api.ChoiceDelta:
-        """What output of a choice is to be added to, at once: the last chunk, if it can take it, or a new one.
+        """The delta to which a choice's output is added: the last chunk's if it has room, otherwise a new one.
 
-        Built in place, for protobuf copies a message that becomes a part of another.
+        It is changed in place, because protobuf copies a message that becomes part of another.
         """
         if self._chunks and not self._is_closed:
             last = self._chunks[-1]
@@ -152,7 +161,7 @@ class ClientStream:
 def prompt_chunks(
     token_ids: Sequence[int], start: int, positions: Sequence[pb.PositionLogprobs], *, is_joined: bool = False
 ) -> Iterator[api.GenerateResponse]:
-    """Log-probabilities of a prompt's tokens from `start` on, as clients see them; token 0 goes with the first ones."""
+    """Chunks with a prompt's log-probabilities from position `start` on; token 0 goes with the first."""
     if is_joined:
         pieces: Iterable[slice] = [slice(0, len(positions))]
     else:
@@ -168,7 +177,7 @@ def prompt_chunks(
 
 
 def prompt_end(chunk: api.PromptLogprobs) -> int:
-    """Position below which a client holds a prompt's log-probabilities with a chunk and those before it."""
+    """Position below which a client has a prompt's log-probabilities after this chunk."""
     return chunk.start_position + len(chunk.token_ids)
 
 

@@ -1,7 +1,4 @@
-"""The drafts of a session: none, one, or two for a bounded time (`recovery.hedging`), and how each keeps up.
-
-Without one it goes on, more slowly.
-"""
+"""The drafts of a session: none, one, or two for a bounded time (`recovery.hedging`), and how each keeps up."""
 
 from __future__ import annotations
 
@@ -13,27 +10,28 @@ from typing import Any
 from specdec.coordinator.sessions.hosts import DraftHost
 
 _SLOW_STEPS = 16
-"""A draft is slow when it has been late for so many steps, each step in time making up for two of them: one that is
-late for two thirds of the steps or less never gets there."""
+"""Late steps, each timely one counting -2, after which a draft is slow. A draft that is late for two thirds of the
+steps or fewer never becomes slow."""
 _CATCH_UP_STEPS = 2
+"""Late steps that one timely step cancels."""
 _MOST_DOUBLINGS = 6
 _ANSWER_WEIGHT = 0.125
-"""Of the last answer in the mean: it follows about the last eight."""
+"""Weight of the last answer in the mean: about eight answers count."""
 _START_TAG = 1 << 3
-"""Of `Proposal.start_position`: field 1, a varint."""
+"""Tag byte of `Proposal.start_position`: field 1, a varint."""
 _MOST_VARINT_BYTES = 5
-"""Of 32 bits."""
+"""Bytes of a varint of 32 bits."""
 
 
 class DraftFault(Enum):
-    """What a draft does wrong without a word."""
+    """A fault of a draft that it does not report."""
 
     STALL = auto()
-    """It proposes nothing."""
+    """The draft proposes nothing."""
     SLOW = auto()
-    """It proposes, but for most steps too late."""
+    """The draft's proposals are too late for most steps."""
     FLOOD = auto()
-    """It proposes far too much."""
+    """The draft proposes far too much."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,37 +41,37 @@ class DraftSide:
     host: DraftHost[Any]
     epoch: int
     told: int = 0
-    """The position up to which it knows the session's tokens."""
+    """Position up to which it knows the session's tokens."""
     is_suspended: bool = False
-    """It was told that nobody wants its proposals; of tokens it hears again when somebody does."""
+    """It was told to stop drafting; it gets the tokens when it is to resume."""
     is_open: bool = False
-    """The host has said so."""
+    """The host has confirmed the opening."""
     unanswered_s: float | None = None
-    """When it was told of the first commit that no proposal has covered yet, on the monotonic clock."""
+    """Monotonic time of the first commit that no proposal has covered yet; None: all are covered."""
     unanswered_position: int = 0
-    """Where that commit ended."""
+    """End position of that commit."""
     has_proposed: bool = False
-    """Since it is measured: the first proposal waits for the prompt, or for what was before, and measures nothing."""
+    """A proposal came since measuring began: the first one waits for the prompt and is not measured."""
     num_answers: int = 0
     """Commits that a later proposal covered."""
     answer_s: float = 0.0
-    """The time from a commit to the proposal that covers it: a mean of these answers, the last ones above all."""
+    """Mean time from a commit to the proposal that covers it, weighted to the last answers."""
     num_late: int = 0
-    """Steps for which it was late, less those for which it was not."""
+    """Steps for which it was late, less twice the timely ones; never below 0."""
     num_barren: int = 0
-    """Steps in a row that verified a proposal of the host and accepted nothing."""
+    """Steps in a row that verified its proposal and accepted no token."""
     has_accepted: bool = False
-    """Something of what the host proposed was accepted."""
+    """One of its tokens was accepted."""
     num_proposals: int = 0
-    """Since the last commit."""
+    """Proposals since the last commit."""
     num_proposed_bytes: int = 0
-    """In these."""
+    """Bytes of these proposals."""
 
     def committed(self, position: int, now_s: float, *, is_plain: bool) -> float | None:
-        """It is told of a commit that ends at a position: proposals are due.
+        """A commit that ends at `position` is sent: a proposal is due.
 
-        `is_plain`: the step had nothing to verify. If it had, a draft that is still to answer the commit before was
-        far enough ahead. Returns for how long that one has waited, None if it was answered.
+        `is_plain`: the step verified nothing. If it verified something, a draft that has not answered the commit
+        before was far enough ahead. Returns the seconds that commit has waited, None if it was answered.
         """
         self.num_proposals = self.num_proposed_bytes = 0
         if self.unanswered_s is None:
@@ -86,7 +84,7 @@ class DraftSide:
         return now_s - self.unanswered_s
 
     def proposed(self, proposal: bytes, now_s: float) -> float | None:
-        """It proposes; returns how long a commit has waited for that, None if none has."""
+        """A proposal came; returns the seconds that a commit waited for it, None if none did."""
         had_proposed, self.has_proposed = self.has_proposed, True
         if self.unanswered_s is None:
             return None
@@ -100,45 +98,45 @@ class DraftSide:
         return took_s
 
     def suspended(self) -> None:
-        """It is told that nobody wants its proposals, so that none is due, nor is what follows measured."""
+        """The draft is told to stop: no proposal is due, and measuring begins anew."""
         self.is_suspended, self.unanswered_s = True, None
         self.measure_anew()
 
     def pace_s(self, now_s: float) -> float:
-        """What it takes to answer a commit, or the time for which one has been waiting, if that is longer."""
+        """Seconds to answer a commit: the mean, or the present wait if that is longer."""
         waits_s = 0.0 if self.unanswered_s is None else now_s - self.unanswered_s
         return max(self.answer_s, waits_s)
 
     def measure_anew(self) -> None:
-        """What it took before counts no more, nor does what is under way."""
+        """Discard the measured answers and the one under way."""
         self.has_proposed, self.num_answers, self.answer_s = False, 0, 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Drafting:
-    """A session's drafts. Epochs count openings at any draft, and only grow: what comes from an earlier one is dropped.
+    """A session's drafts. Epochs count openings at any draft; results of earlier ones are dropped.
 
-    Invariant: a draft's link has the session exactly while one of the sides is there.
+    Invariant: a draft's link has the session exactly while `sides` has one for it.
     """
 
     sides: list[DraftSide] = field(default_factory=list)
     """Of two, the second is the hedge."""
     num_openings: int = 0
     num_failures: int = 0
-    """Since a draft last came up."""
+    """Failures since a draft last came up."""
     num_stalls: int = 0
-    """Moves since a proposal came, because none did."""
+    """Moves because of stalls since the last proposal."""
     num_deaths: int = 0
-    """Drafts that died while they worked for it, with nothing of what they proposed accepted between."""
+    """Drafts that died in a step of this session, without an accepted token between."""
     num_changes: int = 0
-    """Hedges and moves because a draft was slow. Each doubles the patience: whatever is gained, not much is lost."""
+    """Hedges and moves because a draft was slow. Each doubles the late steps needed for the next."""
     retry: asyncio.TimerHandle | None = None
     is_coming: bool = False
-    """One was chosen, and is opened as soon as the target is."""
+    """A draft is chosen, and is opened right after the target."""
 
     @property
     def has_draft(self) -> bool:
-        """Whether it has one, or is about to."""
+        """Whether it has a draft, or is about to get one."""
         return self.is_coming or bool(self.sides)
 
     def at(self, host: DraftHost[Any]) -> DraftSide | None:
@@ -149,12 +147,12 @@ class Drafting:
         return None
 
     def epoch_at(self, host: DraftHost[Any]) -> int:
-        """Of the opening at a draft; 0 where it is not open."""
+        """Epoch of the opening at a draft; 0 if it is not open there."""
         side = self.at(host)
         return 0 if side is None else side.epoch
 
     def opened(self, host: DraftHost[Any]) -> DraftSide:
-        """A new opening begins at a draft, in place of the one there, if any."""
+        """Begin a new opening at a draft, which replaces an earlier one there."""
         self.num_openings += 1
         self.is_coming = False
         side, former = DraftSide(host, self.num_openings), self.at(host)
@@ -165,34 +163,34 @@ class Drafting:
         return side
 
     def closed(self, host: DraftHost[Any]) -> None:
-        """It is open at a draft no more; the other one, if there are two, goes on alone."""
+        """The session is closed at a draft."""
         self.sides = [side for side in self.sides if side.host is not host]
 
     def died(self, side: DraftSide) -> None:
-        """A draft ended by itself while it worked for the session."""
+        """A draft crashed in a step of the session."""
         self.num_deaths = 1 if side.has_accepted else self.num_deaths + 1
 
     def is_slow(self, side: DraftSide) -> bool:
-        """Whether a draft has been late for long."""
+        """Whether a draft has been late for too many steps."""
         return side.num_late >= _SLOW_STEPS * 2 ** min(self.num_changes, _MOST_DOUBLINGS)
 
     def pardon(self, for_s: float, now_s: float) -> None:
-        """For so long nobody here listened: that is no time in which anybody proposed nothing."""
+        """Do not count `for_s` seconds in which this process stood still."""
         for side in self.sides:
             if side.unanswered_s is not None:
                 side.unanswered_s = min(now_s, side.unanswered_s + for_s)
 
     def cancel_retry(self) -> None:
-        """Do not open the session again by itself."""
+        """Cancel the planned opening at a draft."""
         if self.retry is not None:
             self.retry.cancel()
             self.retry = None
 
 
 def start_position(proposal: bytes) -> int | None:
-    """Where an encoded Proposal starts, of which no more is read; None if that does not come first.
+    """Start position of an encoded Proposal; None if it is not the first field. Nothing else is parsed.
 
-    A draft's proposals start where the commits end that it knows of.
+    It equals the end of the last commit that the draft knows.
     """
     if not proposal or proposal[0] != _START_TAG:
         return None

@@ -1,4 +1,4 @@
-"""Replicas that hold sessions, as sessions see them; the links are such hosts."""
+"""Protocols of replicas that hold sessions; the links implement them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from specdec.v1 import common_pb2 as pb
 SessionT_contra = TypeVar("SessionT_contra", contravariant=True)
 
 
-class SessionHost(Protocol[SessionT_contra]):
-    """A replica that holds a session, as the session sees it. No call here waits."""
+class SessionReplica(Protocol[SessionT_contra]):
+    """A replica that holds a session. No method waits."""
 
     @property
     def role(self) -> str:
@@ -23,15 +23,15 @@ class SessionHost(Protocol[SessionT_contra]):
 
     @property
     def identity(self) -> pb.ModelIdentity | None:
-        """What it serves, as it said last."""
+        """Its last reported model."""
 
     @property
     def is_up(self) -> bool:
-        """What is sent now reaches it."""
+        """Its stream is up."""
 
     @property
     def is_ready(self) -> bool:
-        """New sessions may be opened without a second thought."""
+        """New sessions may be opened without restriction."""
 
     def open(self, session: SessionT_contra) -> None:
         """Open a session, or open it again, under a new epoch and with all its tokens."""
@@ -40,35 +40,33 @@ class SessionHost(Protocol[SessionT_contra]):
         """End a session."""
 
 
-class TargetHost(SessionHost[SessionT_contra], Protocol[SessionT_contra]):
+class TargetHost(SessionReplica[SessionT_contra], Protocol[SessionT_contra]):
     """The target that holds a session."""
 
     @property
     def tells_progress(self) -> bool:
-        """It tells what sessions without a verdict are doing; older targets do not."""
+        """It reports progress of sessions without a verdict; older targets do not."""
 
     steps_apart: bool
-    """It steps sessions alone that are opened so; older targets do not."""
+    """It can step a session alone; older targets cannot."""
 
     def relay(self, session: SessionT_contra, proposal: bytes) -> None:
         """Pass on an encoded Proposal."""
 
     def give_credit(self, session: SessionT_contra) -> None:
-        """Tell how far the target may run, and what has arrived."""
+        """Send the position up to which the target may run, and acknowledge the arrived tokens."""
 
     def release(self, session: SessionT_contra) -> None:
-        """Give a session up to another target; what this one still holds of it is freed."""
+        """Give a session up to another target; this one frees it."""
 
     def hold(self, session: SessionT_contra) -> None:
-        """Take a session that is to be opened here later."""
+        """Assign a session that is to be opened here later."""
 
 
-class DraftHost(SessionHost[SessionT_contra], Protocol[SessionT_contra]):
+class DraftHost(SessionReplica[SessionT_contra], Protocol[SessionT_contra]):
     """The draft that holds a session."""
 
     def commit(
         self, session: SessionT_contra, epoch: int, start_position: int, token_ids: Sequence[int], *, suspend: bool
     ) -> None:
-        """Tell which tokens are final, in the opening that has this epoch; `suspend`: and that no more are to be
-        drafted.
-        """
+        """Send tokens that are final, to the opening with this epoch; `suspend`: stop drafting."""

@@ -1,4 +1,4 @@
-"""How far the log-probabilities of a prompt have come, from the target that computes them to the client."""
+"""Progress of a prompt's log-probabilities from the target to the client."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import position_bytes
 
 _WINDOW_BYTES = 512 * 1024
-"""What a target may send ahead of what the client took, some 2000 positions of 20 alternatives: so much waits for a
-client that does not read, and so much is computed between two words of credit."""
+"""Bytes that a target may send ahead of the client, some 2000 positions with 20 alternatives. It bounds both the memory
+for a slow client and the work between two credits."""
 MOST_JOINED_BYTES = 3584 * 1024
-"""In one chunk, for clients that know no other way. They take 4 MiB unless they say otherwise."""
+"""Bytes in one chunk for clients that accept only one; gRPC's default limit is 4 MiB."""
 _CREDIT_STEPS = 4
-"""As for tokens: a target hears of credit each time a quarter of its window was taken."""
+"""Credit messages per window."""
 
 
 @dataclass(slots=True, eq=False)
 class PromptProgress:
-    """Of one choice. Positions are those of the tokens that the log-probabilities are about."""
+    """Progress of one choice. A position is that of the token whose log-probability is meant."""
 
     num_top: int
     """Alternatives per position."""
     end: int
     """Number of the prompt's tokens."""
     arrived: int = 1
-    """Below it all have arrived; the prompt's first token has none."""
+    """Position below which all have arrived; the prompt's first token has none."""
     is_joined: bool = False
-    """The client gets them all at once."""
+    """The client gets all in one chunk."""
     written: int = field(init=False)
-    """Below it the client has taken them."""
+    """Position below which the client has them."""
     credit: int = field(init=False)
-    """Below it the target may compute them."""
+    """Position below which the target may compute them."""
     _joined: list[pb.PositionLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -51,11 +51,11 @@ class PromptProgress:
 
     @property
     def is_starved(self) -> bool:
-        """The target waits for credit, hence for the client."""
+        """The target waits for credit, and so for the client."""
         return not self.is_complete and self.arrived >= self.credit
 
     def ask(self, body: pb.OpenSession) -> None:
-        """Ask for what has not arrived."""
+        """Ask the target for those that have not arrived."""
         if not self.is_complete:
             body.num_prompt_logprobs = self.num_top
             body.prompt_logprobs_start = self.arrived
@@ -70,7 +70,7 @@ class PromptProgress:
         return None
 
     def take(self, start: int, positions: Sequence[pb.PositionLogprobs]) -> Sequence[pb.PositionLogprobs]:
-        """What of a part without fault, and of parts before it, is to go to the client now; it ends at `arrived`."""
+        """Take a faultless part; returns the positions to send to the client now, which end at `arrived`."""
         new = positions[self.arrived - start :]
         self.arrived += len(new)
         if not self.is_joined:
@@ -82,7 +82,7 @@ class PromptProgress:
         return joined
 
     def wrote(self, position: int) -> bool:
-        """The client has taken them below a position; whether the target should hear of more credit."""
+        """The client has those below a position; returns whether to send new credit."""
         self.written = max(self.written, position)
         credit = self.written + self._window
         if self.is_complete or credit - self.credit < max(1, self._window // _CREDIT_STEPS):

@@ -1,7 +1,7 @@
 """A request's trace: its own span, one for each phase before it runs, and one for each opening of a session.
 
-Attributes follow OpenTelemetry's conventions for generative AI and RPC; what these have no name for is `specdec.*`.
-No text of a prompt or an output is in a trace unless `trace_content` is set.
+Attributes follow OpenTelemetry's conventions for generative AI and RPC; others are named `specdec.*`. No text of a
+prompt or an output is in a trace unless `trace_content` is set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import SpecdecError
 
 _SPAN_NAMES = {"target": "verify session", "draft": "draft session"}
-# For a server only these are errors of its own (OpenTelemetry's conventions for gRPC).
+# The server's own errors by OpenTelemetry's conventions for gRPC.
 _SERVER_ERRORS = frozenset(
     {
         grpc.StatusCode.UNKNOWN,
@@ -36,21 +36,21 @@ _SERVER_ERRORS = frozenset(
     }
 )
 _MAX_INT64 = 2**63 - 1
-"""The largest whole number that an attribute can be; seeds go up to 2**64 - 1."""
+"""The largest integer of an attribute; seeds go up to 2**64 - 1."""
 _TENANT_DIGITS = 16
-"""64 bits of the hash: tenants are told apart, and a line stays readable."""
+"""Hexadecimal digits of a tenant's hash: 64 bits distinguish tenants."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """What came of a request that had its place."""
+    """Result of a request that was admitted."""
 
     num_prompt_tokens: int
     num_output_tokens: int
-    """Of all choices."""
+    """Output tokens of all choices."""
     num_cached_tokens: int
     finish_reasons: Sequence[pb.FinishReason.ValueType]
-    """One per choice."""
+    """One reason per choice."""
     seed: int
     verify_mode: pb.VerifyMode.ValueType
     speculate: bool
@@ -65,7 +65,7 @@ class RequestTracer:
         self._with_content = with_content
 
     def begin(self, body: api.GenerateRequest, tenant: str, headers: Mapping[str, str]) -> RequestTrace:
-        """The trace of a request that arrived now, as part of the trace that W3C `headers` name, if any."""
+        """Begin the trace of a request, as part of the trace in W3C `headers`, if any."""
         if not self._tracing.is_on:
             return RequestTrace()
         operation = _operation(body)
@@ -77,7 +77,7 @@ class RequestTracer:
             "rpc.method": "Generate",
         }
         if tenant:
-            # Tenants may be names or addresses of people; whoever knows one finds its traces all the same.
+            # Tenants may be people's names; an operator can hash a name to find its traces.
             attributes["specdec.tenant_hash"] = hashlib.sha256(tenant.encode()).hexdigest()[:_TENANT_DIGITS]
         if body.model:
             attributes["gen_ai.request.model"] = body.model
@@ -93,7 +93,7 @@ class RequestTrace:
     def __init__(
         self, tracer: Tracer | None = None, span: Span = INVALID_SPAN, content: api.GenerateRequest | None = None
     ) -> None:
-        """`content` is the request if its text is to be recorded."""
+        """`content`: the request, if its text is recorded."""
         self._tracer = tracer or NoOpTracer()
         self._span = span
         self._context = context_of(span)
@@ -101,15 +101,15 @@ class RequestTrace:
         self._content = content
         self._texts: dict[int, list[str]] = {}
         self._open: dict[tuple[str, int, str], Span] = {}
-        """By role, choice and address: a choice may be open at two drafts."""
+        """Spans by role, choice and address: a choice may be open at two drafts."""
         self._counts = {"num_draft_fallbacks": 0, "num_target_reopens": 0, "num_draft_reopens": 0}
         self.is_recording = span.is_recording()
         self.log_fields = log_fields(span)
-        """What log lines about the request carry."""
+        """Fields of each log event about the request."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the work on the request, as a span of its own."""
+        """A phase of the request, as a span of its own."""
         if not self.is_recording:
             yield
             return
@@ -123,7 +123,7 @@ class RequestTrace:
             span.end()
 
     def event(self, name: str, **attributes: AttributeValue) -> None:
-        """Something happened to the request; both names go out as specdec.<name>."""
+        """Record an event; its name and attributes get the prefix `specdec.`."""
         if self.is_recording:
             self._span.add_event(f"specdec.{name}", {f"specdec.{key}": value for key, value in attributes.items()})
 
@@ -138,7 +138,7 @@ class RequestTrace:
         max_tokens: int,
         stop: Sequence[str],
     ) -> None:
-        """The request was found to be in order: what it asks for, with its defaults filled in."""
+        """Record the parameters of a checked request, with defaults filled in."""
         if not self.is_recording:
             return
         self._span.update_name(f"{_operation(body)} {model}")
@@ -172,19 +172,19 @@ class RequestTrace:
             self._texts.setdefault(chunk.delta.index, []).append(chunk.delta.text)
 
     def first_token(self) -> None:
-        """Output begins."""
+        """The first output token came."""
         if self.is_recording:
             self._span.set_attribute("gen_ai.response.time_to_first_chunk", time.monotonic() - self._began_s)
 
     def draft_fallback(self, choice: int, cause: str) -> None:
-        """A session goes on without its draft, for a while or for good."""
+        """A session goes on without its draft."""
         self._counts["num_draft_fallbacks"] += 1
         self.event("draft_fallback", choice=choice, cause=cause)
 
     def session_opened(
         self, role: str, choice: int, *, session_id: str, address: str, epoch: int, position: int
     ) -> str:
-        """A session opens at a replica; returns the traceparent for it, empty when the request is not recorded."""
+        """A session opens at a replica; returns the traceparent for it, empty if the request is not recorded."""
         if not self.is_recording:
             return ""
         self._end_session(role, choice, address, "reopened")
@@ -221,8 +221,8 @@ class RequestTrace:
 
         Args:
             code: the status.
-            reason: the error's, empty without one.
-            result: what came of the request; None if it never had its place.
+            reason: the error's; empty without an error.
+            result: the request's result; None if it was not admitted.
         """
         if not self.is_recording:
             return

@@ -1,7 +1,7 @@
-"""The state of one choice while it decodes, and of the request it belongs to.
+"""The state of one choice while it decodes, and of its request.
 
-What it has at its target (`target_side.py`) and at its drafts (`drafting.py`) are its sides; who holds it there is seen
-through `hosts.py`.
+Its state at the target is in `target_side.py`, that at its drafts in `drafting.py`; `hosts.py` has the replicas'
+protocols.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 
 _MOST_DEADLINE_MS = 2**32 - 1
-"""49.7 days: what the field holds. A request that far from its deadline never gets there."""
+"""Milliseconds, 49.7 days: the largest value of the field on the wire."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,36 +38,36 @@ class Request:
     uid: str
     stream: ClientStream
     arrived_s: float
-    """On the monotonic clock."""
+    """Monotonic time."""
     model: pb.ModelIdentity
-    """What decides its tokens, as planned: see `compatibility.may_serve`."""
+    """The planned model, which decides its tokens: see `compatibility.may_serve`."""
     num_losses: int = 0
-    """Targets that were lost while it was open there, for reasons that hardly lie with it."""
+    """Its targets that were lost from outside."""
     num_deaths: int = 0
-    """Replicas that died, or failed it, since it was last seen to get on."""
+    """Replicas that died in its steps, or failed it, since it was last cleared."""
     last_death_s: float = 0.0
-    """When a replica died under it last, on the monotonic clock."""
+    """Monotonic time of the last of these deaths."""
     num_context_tokens: int = 0
-    """The longest that prompt and output of a choice can become, in tokens: what a target must have room for."""
+    """Tokens of prompt and longest output of a choice: the context that a target must have."""
     num_open_bytes: int = 0
-    """The largest that an entry which opens a choice can become: what a target must take in a message."""
+    """Bytes of the largest entry that opens a choice: the message limit that a target must have."""
     num_prompt_logprobs_bytes: int = 0
-    """The largest that the log-probabilities of the prompt can be, where the client wants them."""
+    """Bytes, at most, of the prompt's log-probabilities; 0 if the client wants none."""
     with_steps: bool = False
-    """The client is told of each step."""
+    """The client gets each step's record."""
     is_constrained: bool = False
-    """Its output has to be something; only targets that know constraints, all in the same way, can see to that."""
+    """Its output is constrained; only targets with the same constraint engine may serve it."""
     priority: int = 0
-    """Orders its tenant's requests in the queue. Engines are not told: there it would stop what runs of others."""
+    """Orders its tenant's requests in the queue. Engines ignore it: there it would preempt other tenants."""
     cache_salt: bytes = b""
     is_salted: bool = False
-    """The client has chosen a part of it."""
+    """The client has chosen a part of the salt."""
     deadline_s: float | None = None
-    """On the monotonic clock."""
+    """Monotonic time."""
     trace: RequestTrace = field(default_factory=RequestTrace)
 
     sessions: Sequence[Session] = ()
-    """One per choice, from when it has its place; see `start`."""
+    """One per choice, after admission; see `start`."""
     num_unfinished: int = 0
     num_cached_tokens: int = 0
     has_output: bool = False
@@ -76,23 +76,23 @@ class Request:
     is_aborted: bool = False
 
     def start(self, sessions: Sequence[Session]) -> None:
-        """It has its place: these are its choices."""
+        """The request is admitted, with these choices."""
         self.sessions = sessions
         self.num_unfinished = len(sessions)
 
     def end_wait(self) -> None:
-        """It has been ended (aborted, taken over, drained): nobody need wait for a place or a target any more."""
+        """The request has ended: cancel its wait for a place or a target."""
         if self.waiting is not None:
             self.waiting.cancel()
 
     def deadline_ms(self) -> int | None:
-        """What is left of the deadline, or as much of it as the wire can tell; None: there is none."""
+        """Milliseconds to the deadline, at most what the field holds; None without a deadline."""
         if self.deadline_s is None:
             return None
         return min(_MOST_DEADLINE_MS, max(1, round((self.deadline_s - time.monotonic()) * 1000)))
 
     def result(self) -> RequestResult | None:
-        """What has come of it so far, for its trace; None before it started."""
+        """The result so far, for its trace; None before it started."""
         if not self.sessions:
             return None
         first = self.sessions[0]
@@ -126,46 +126,46 @@ class Session:
     max_draft_tokens: int | None = None
     rejection_method: pb.RejectionSampleMethod.ValueType = pb.REJECTION_SAMPLE_METHOD_UNSPECIFIED
     time_per_token_us: int = 0
-    """Wanted; 0: not told."""
+    """Wanted time; 0 if the client names none."""
     drafters: tuple[str, ...] = ()
-    """Those alone may propose; none: all."""
+    """Sources that may propose; empty: all."""
     prediction: Sequence[int] = ()
-    """What its output is expected to be."""
+    """Token ids that the client expects as output."""
     may_have_draft: bool = True
     """Whether a draft may be opened for it, if it speculates."""
     fork_from: str = ""
-    """Used at the first opening only: later ones find the prompt in the prefix cache."""
+    """Id of the session whose prompt it shares; used at the first opening only, later ones use the prefix cache."""
     num_written: int = 0
-    """Position up to which the client has taken tokens."""
+    """Position up to which the client has read tokens."""
     tally: SpeculationTally = field(default_factory=SpeculationTally)
     finish: Finish | None = None
     numerics_ids: list[str] = field(default_factory=list)
-    """Of the targets that computed its output, in the order of their first use."""
+    """Numerics ids of the targets that computed its output, in the order of first use."""
     target: TargetSide = field(default_factory=TargetSide)
     drafting: Drafting = field(default_factory=Drafting)
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """What log lines about it carry."""
+        """Fields of each log event about the session."""
         return {"request_id": self.request.key.request_id, "session": self.session_id, **self.request.trace.log_fields}
 
     @property
     def position(self) -> int:
-        """Where the next token goes."""
+        """Position of the next token."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Committed so far."""
+        """Output tokens committed so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def finish_reason(self) -> pb.FinishReason.ValueType:
-        """Why it ended; one that nobody ended counts as aborted."""
+        """Why it ended; an unfinished session counts as aborted."""
         return pb.FINISH_REASON_ABORT if self.finish is None else self.finish.reason
 
     def close(self, reason: str) -> None:
-        """End it at all replicas that have it, and open it nowhere again."""
+        """Close it at all its replicas, and cancel planned openings."""
         self.drafting.cancel_retry()
         self.target.cancel_retry()
         for side in self.drafting.sides[:]:
@@ -174,7 +174,7 @@ class Session:
             self.target.host.close(self, reason)
 
     def computed_with(self, numerics_id: str) -> None:
-        """From here on its output is computed with these numerics."""
+        """Its next output is computed with these numerics."""
         if self.position == self.num_prompt_tokens:
             self.numerics_ids = [numerics_id]
             return
@@ -183,7 +183,7 @@ class Session:
             self.numerics_ids.append(numerics_id)
 
     def open_body(self, traceparent: str, *, for_target: bool = False) -> pb.OpenSession:
-        """The OpenSession of either side, with all committed tokens."""
+        """The OpenSession for a draft or target, with all committed tokens."""
         body = pb.OpenSession(
             token_ids=self.token_ids,
             num_prompt_tokens=self.num_prompt_tokens,
@@ -206,6 +206,6 @@ class Session:
         return body
 
 
-SessionHost: TypeAlias = hosts.SessionHost[Session]
+SessionHost: TypeAlias = hosts.SessionReplica[Session]
 TargetHost: TypeAlias = hosts.TargetHost[Session]
 DraftHost: TypeAlias = hosts.DraftHost[Session]

@@ -1,4 +1,4 @@
-"""What clients are told of a step, if they ask for it, and whether what the target says of it can be so."""
+"""The record of a step for clients that want it, and the check of a target's proposal tree."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_NODES = 64
+"""Nodes of a tree, at most."""
 _MOST_NAME_CHARS = 64
+"""Characters of a drafter's name, at most."""
 
 
 def step_told(session: Session, verdict: pb.Verdict, num_kept: int, now_s: float) -> api.DecodingStep | None:
-    """A step, with the last of its tokens, which the session has already; None: the client does not want to know.
+    """The record of a step whose tokens the session has already; None if the client wants none.
 
     Args:
-        session: whose step it was.
-        verdict: the step's last one.
-        num_kept: how many of that verdict's tokens are new to the client.
-        now_s: when it arrived, on the monotonic clock.
+            session: the step's session.
+            verdict: the step's last verdict.
+            num_kept: tokens of that verdict that are new to the client.
+            now_s: monotonic time of the verdict's arrival.
     """
     request = session.request
     if not request.with_steps:
@@ -36,33 +38,33 @@ def step_told(session: Session, verdict: pb.Verdict, num_kept: int, now_s: float
 
 
 def tree_fault(tree: pb.StepTree, vocab_size: int) -> str | None:
-    """Why a tree is none that a working target tells of; None if it is one. Cost: linear in its nodes."""
+    """Why a tree is malformed, or None. Cost: linear in its nodes."""
     num = len(tree.token_ids)
     if num > _MOST_NODES:
-        return f"verdict tells of a tree of {num} nodes"
+        return f"verdict has a tree of {num} nodes"
     if len(tree.parents) != num or len(tree.scores) != num:
-        return "verdict tells of a tree without a parent and a score for each node"
+        return "verdict has a tree without a parent and a score for each node"
     if num and max(tree.token_ids) >= vocab_size:
-        return f"verdict tells of token {max(tree.token_ids)}, outside the vocabulary of {vocab_size}"
+        return f"verdict has a tree with token {max(tree.token_ids)}, outside the vocabulary of {vocab_size}"
     if not all(-1 <= parent < index for index, parent in enumerate(tree.parents)):
-        return "verdict tells of a tree with a node before its parent"
+        return "verdict has a tree with a node before its parent"
     if not _names_fit(tree):
-        return "verdict tells of a tree without a drafter for each node"
+        return "verdict has a tree without a drafter for each node"
     verified = set(tree.verified)
     if len(verified) != len(tree.verified) or len(tree.logprobs) != len(verified):
-        return "verdict tells of verified nodes without a log-probability each"
+        return "verdict has verified nodes without a log-probability each"
     if any(node >= num for node in verified):
-        return "verdict tells of a verified node that its tree does not have"
+        return "verdict has a verified node outside its tree"
     above = -1
     for node in tree.accepted:
         if node not in verified or tree.parents[node] != above:
-            return "verdict tells of accepted nodes that are no path of verified ones"
+            return "verdict has accepted nodes that are no path of verified ones"
         above = node
     return None
 
 
 def _names_fit(tree: pb.StepTree) -> bool:
-    """Whether each node has a drafter's name, or none has; targets of the last release do not tell."""
+    """Whether each node has a drafter's name, or none has, as from targets of the last release."""
     names, places = tree.drafters, tree.proposed_by
     if not names and not places:
         return True

@@ -1,4 +1,4 @@
-"""Which requests and sessions are alive."""
+"""Tables of open requests and sessions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdec.store.interface import RequestKey
 
 
 class SessionTable:
-    """All live sessions, and all live requests by tenant and id."""
+    """All open sessions, and all open requests by tenant and id."""
 
     def __init__(self) -> None:
         self._requests: dict[RequestKey, Request] = {}
@@ -26,15 +26,15 @@ class SessionTable:
 
     @property
     def requests(self) -> list[Request]:
-        """All live requests, the waiting ones included."""
+        """All open requests, including waiting ones."""
         return list(self._requests.values())
 
     def find_request(self, key: RequestKey) -> Request | None:
-        """The live request with this id."""
+        """The open request with this key, or None."""
         return self._requests.get(key)
 
     def add_request(self, request: Request) -> None:
-        """Register a request; replaces one that it takes over."""
+        """Register a request; it replaces the request that it takes over."""
         self._requests[request.key] = request
 
     def remove_request(self, request: Request) -> None:
@@ -44,7 +44,7 @@ class SessionTable:
             self._ended.set()
 
     async def wait_ended(self, timeout_s: float) -> None:
-        """Wait until some request ends, at most this long."""
+        """Wait until any request ends, at most `timeout_s`."""
         self._ended.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -10,13 +10,14 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_DRAFTERS = 64
+"""Drafters counted per choice."""
 _MOST_COUNT = 2**32 - 1
-"""What the fields of counts hold. Targets say what is summed up here, and may say anything."""
+"""Largest value of the count fields; the sums are bounded because targets may report anything."""
 
 
 @dataclass(slots=True)
 class DrafterTally:
-    """Of one of the target's own drafters."""
+    """Counts of one of the target's own drafters."""
 
     num_proposed: int = 0
     num_verified: int = 0
@@ -55,23 +56,23 @@ class SpeculationTally:
     first_verdict_s: float | None = None
     last_verdict_s: float = 0.0
     drafters: dict[str, DrafterTally] = field(default_factory=dict)
-    """By name, those of the target's own that were asked."""
+    """Counts by name of the target's own drafters."""
     num_partial_tokens: int = 0
-    """Of a step whose last verdict is still to come."""
+    """Tokens of a step whose last verdict is still to come."""
 
     @property
     def previous_verdict_s(self) -> float | None:
-        """When the last verdict arrived; None: there was none."""
+        """Monotonic time of the last verdict; None if there was none."""
         return None if self.first_verdict_s is None else self.last_verdict_s
 
     def add(self, verdict: pb.Verdict, num_kept: int, is_first: bool, now_s: float) -> None:
-        """Count a step, when its last verdict has come.
+        """Count a step at its last verdict.
 
         Args:
-            verdict: as it came from the target.
-            num_kept: how many of the step's tokens survived the stop check.
-            is_first: the first of the choice; its step is the prefill's last, counted under prefill.
-            now_s: when it arrived, on a monotonic clock.
+            verdict: the step's last verdict.
+            num_kept: tokens of the step that survived the stop check.
+            is_first: first verdict of the choice; its step ends the prefill and is counted there.
+            now_s: monotonic time of its arrival.
         """
         gap_us = (now_s - self.last_verdict_s) * 1e6
         self.last_verdict_s = now_s
@@ -115,13 +116,13 @@ class SpeculationTally:
         _count_up_to(self.accepted_by_depth, num_accepted)
 
     def to_proto(self) -> api.SpeculationStats:
-        """As the clients see it."""
+        """The statistics for clients."""
         wall_us = 0.0 if self.first_verdict_s is None else (self.last_verdict_s - self.first_verdict_s) * 1e6
         return _stats(self, max(0.0, wall_us - self.step_us - self.hold_off_us))
 
 
 def total(tallies: Iterable[SpeculationTally]) -> api.SpeculationStats:
-    """Over the choices of a request: counts and times are sums, rates are of the sums."""
+    """Statistics over a request's choices: sums of counts and times, and rates of these sums."""
     sum_ = SpeculationTally()
     outside_us = 0.0
     for tally in tallies:
@@ -137,7 +138,7 @@ def total(tallies: Iterable[SpeculationTally]) -> api.SpeculationStats:
 
 
 def prediction_counts(stats: api.SpeculationStats) -> tuple[int, int]:
-    """Tokens of a prediction that were accepted, and that were verified; a target may say anything of them."""
+    """Accepted and verified tokens of a prediction."""
     for record in stats.drafters:
         if record.name == "prediction":
             return min(record.num_accepted, record.num_verified), record.num_verified

@@ -1,4 +1,4 @@
-"""A session at its target: which one holds it, under which epoch, and how that goes."""
+"""A session at its target: the replica, the epoch, and the progress."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from specdec.coordinator.sessions.prompt_logprobs import PromptProgress
 from specdec.v1 import common_pb2 as pb
 
 _MOST_DOWNS = 3
-"""One that breaks once or twice while a long prompt is computed has not been tried enough."""
+"""Ends of a session's streams without progress before it fails: fewer may be chance during a long prompt."""
 
 
 @dataclass(slots=True, eq=False)
 class TargetSide:
     """A session at its target.
 
-    Epochs count openings and only grow: what comes from an earlier opening is dropped.
+    Epochs count openings; results of earlier openings are dropped.
     """
 
     host: TargetHost[Any] | None = None
     epoch: int = 0
     told_epoch: int = 0
-    """The last one that a host was told of: what it still holds of the session is under this one."""
+    """The last epoch sent to a host, under which it may still hold the session."""
     credit_position: int = 0
-    """The credit last given to it."""
+    """The last position sent as credit."""
     was_relayed: bool = False
     """A proposal was relayed since the session was opened here."""
     is_held: bool = False
-    """It waits for its turn at the host, which does not hold it yet."""
+    """It waits to be opened at the host."""
     cleared_at: int | None = None
-    """The position from which on it is no suspect any more, and up to which its host steps it alone; None: it is none.
-    See `recovery.quarantine`."""
+    """Position at which a suspect is cleared and up to which its host steps it alone; None: no suspect. See
+    `recovery.quarantine`."""
     is_doubtful: bool = False
-    """A host stood still with it, and it has not been cleared since."""
+    """A host stalled with it, and it has not been cleared since."""
     faulted_by: TargetHost[Any] | None = None
-    """Who ended it for a fault of its own last, which may be the replica's."""
+    """The last host that could not handle it, by its own or the session's fault."""
     failing_s: float | None = None
-    """Since when, on the monotonic clock, it has been refusing the session; None: it does not."""
+    """Monotonic time since which hosts have refused it; None: they have not."""
     num_failures: int = 0
-    """In a row."""
+    """Refusals in a row."""
     heard_s: float = 0.0
-    """When it last got on, or could not for want of credit; on the monotonic clock."""
+    """Monotonic time of its last progress, or of its last wait for credit."""
     queued_s: float | None = None
-    """Since when the host has told that it waits there."""
+    """Monotonic time since which the host has reported it as queued; None: it is not."""
     num_stalls: int = 0
-    """Moves since it last got on, because it did not."""
+    """Moves because of stalls since its last progress."""
     down_s: float | None = None
-    """When a host's stream ended first since it last got on, on the monotonic clock."""
+    """Monotonic time of the first end of a host's stream since its last progress."""
     num_downs: int = 0
-    """How many did since then."""
+    """Ends of hosts' streams since its last progress."""
     progress: tuple[int, int] | None = None
-    """What the host told last: state, and tokens computed."""
+    """The host's last report: state, and tokens computed."""
     prompt: PromptProgress | None = None
-    """Of the prompt's log-probabilities, where the client wants them of this choice."""
+    """Progress of the prompt's log-probabilities, if the client wants them of this choice."""
     retry: asyncio.TimerHandle | None = None
 
     def opened(self, host: TargetHost[Any]) -> None:
-        """A new opening begins at a host."""
+        """Begin a new opening at a host."""
         self.host = host
         self.epoch += not self.is_held
         self.told_epoch = self.epoch
@@ -70,7 +70,7 @@ class TargetSide:
         self.queued_s = self.progress = None
 
     def told(self, progress: pb.SessionProgress, now_s: float) -> None:
-        """The host tells what it does for the session. Waiting in its queue is no standstill."""
+        """The host reported progress. Waiting in its queue is no stall."""
         is_queued = progress.state == pb.SessionProgress.STATE_QUEUED
         seen = (int(progress.state), progress.num_computed_tokens)
         if is_queued or seen != self.progress:
@@ -79,7 +79,7 @@ class TargetSide:
         self.queued_s = (self.queued_s or now_s) if is_queued else None
 
     def held(self, host: TargetHost[Any]) -> None:
-        """It is to be opened at a host later, in an epoch of its own; nothing of earlier openings counts any more."""
+        """Plan an opening at a host for later, with a new epoch; results of earlier openings are dropped."""
         self.host = host
         self.epoch += not self.is_held
         self.is_held = True
@@ -87,21 +87,21 @@ class TargetSide:
 
     @property
     def waits_for_prompt_credit(self) -> bool:
-        """It computes no more log-probabilities of the prompt before the client has taken some."""
+        """The target waits for the client to read log-probabilities of the prompt."""
         return self.prompt is not None and self.prompt.is_starved
 
     @property
     def is_open(self) -> bool:
-        """Its host has been asked to open it, and has not refused."""
+        """Its host was asked to open it, and has not refused."""
         return self.host is not None and not self.is_held and self.retry is None
 
     def supersede(self) -> None:
-        """Drop whatever still comes from the current opening; the session stays, to be opened again."""
+        """Drop later results of the current opening; the session is to be opened again."""
         self.epoch += 1
         self.is_held = False
 
     def recovered(self, now_s: float) -> None:
-        """It decided something: what went wrong before is past."""
+        """The session made progress: forget earlier failures."""
         self.failing_s = self.queued_s = self.down_s = None
         self.num_failures = self.num_stalls = self.num_downs = 0
         self.heard_s = now_s
@@ -112,17 +112,17 @@ class TargetSide:
         self.num_downs += 1
 
     def has_gone_down_for(self, for_s: float, now_s: float) -> bool:
-        """Whether streams have been ending under it for so long, again and again, and it got on under none."""
+        """Whether its hosts' streams have kept ending for `for_s` seconds, without progress."""
         return self.num_downs >= _MOST_DOWNS and self.down_s is not None and now_s - self.down_s >= for_s
 
     def pardon(self, for_s: float, now_s: float) -> None:
-        """For so long nobody here listened: that is no time in which it did not get on."""
+        """Do not count `for_s` seconds in which this process stood still."""
         self.heard_s = min(now_s, self.heard_s + for_s)
         if self.queued_s is not None:
             self.queued_s = min(now_s, self.queued_s + for_s)
 
     def cancel_retry(self) -> None:
-        """Do not open the session again by itself."""
+        """Cancel the planned opening."""
         if self.retry is not None:
             self.retry.cancel()
             self.retry = None

@@ -1,1 +1,1 @@
-"""Who calls, and what they are allowed: API keys, quotas, and quotas shared among coordinators."""
+"""Tenants: API keys, quotas, and quotas shared among coordinators."""

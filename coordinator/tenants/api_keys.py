@@ -1,8 +1,8 @@
-"""Who calls: API keys from a file, hashed, exchanged without a restart.
+"""Authenticate callers by API keys from a file of hashes, which may change without a restart.
 
-The file holds the SHA-256 of each key and no key. A fast hash is enough: keys are random, of 256 bits, so guessing
-one is as hopeless with a fast hash as with a slow one. Slow hashes protect passwords that people choose, and here
-would cost every call tens of milliseconds, which a caller without a key could spend as well.
+The file holds the SHA-256 of each key, and no key. A fast hash is enough: keys are random, with 256 bits, and cannot
+be guessed. A slow hash, as for passwords, would cost every call tens of milliseconds, and attackers could make us
+spend them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from specdec.coordinator.tenants.quotas import Allowance, QuotaRate
 from specdec.wire.errors import NotReady, PermissionDenied, Unauthenticated
 
 AUTHORIZATION_KEY = "authorization"
-"""Request metadata: `Bearer KEY`."""
+"""Metadata key whose value is `Bearer KEY`."""
 _CHECK_INTERVAL_S = 1.0
-"""A key that was withdrawn is good for so long; a look at the file costs some microseconds."""
+"""Seconds between two looks at the file, during which a withdrawn key still works."""
 _log = structlog.get_logger(__name__)
 
 _Signature = tuple[int, int, int, int]
@@ -35,15 +35,15 @@ _Positive = Annotated[int, Field(ge=1)]
 
 
 class ApiKey(BaseModel):
-    """An entry of the file. What is left out is as the deployment's settings say."""
+    """An entry of the file. The deployment's settings apply to missing limits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-    """For people; may be logged."""
+    """Name of the key for people; it may be logged."""
     tenant: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._@:/-]{1,128}$")]
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")] = Field(repr=False)
-    """Of the key's UTF-8, hexadecimal."""
+    """SHA-256 of the key's UTF-8, in hexadecimal."""
     expires_at: AwareDatetime | None = None
     max_prompt_tokens: _Positive | None = None
     max_tokens: _Positive | None = None
@@ -59,7 +59,7 @@ class ApiKey(BaseModel):
         return self
 
     def allowance(self, default: Allowance) -> Allowance:
-        """What its holder may use."""
+        """Limits of the key's holder."""
 
         def own_or(own: int | None, other: int | None) -> int | None:
             return other if own is None else own
@@ -98,14 +98,14 @@ class _KeyFile(BaseModel):
 
 
 class KeyFileInvalid(Exception):
-    """The file of API keys cannot be used; the message says where and why, and quotes nothing of the file."""
+    """The file of API keys is invalid; the message says where and why, and quotes nothing of the file."""
 
 
 def read_key_file(path: Path) -> list[ApiKey]:
-    """Read a file of keys: JSON when its name ends so, else YAML.
+    """Read a file of keys: JSON if its name ends in .json, otherwise YAML.
 
     Raises:
-        KeyFileInvalid: it cannot be read or used.
+        KeyFileInvalid: it cannot be read or is invalid.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -124,7 +124,7 @@ def read_key_file(path: Path) -> list[ApiKey]:
 
 
 def _describe(location: Iterable[int | str], message: str) -> str:
-    # Names that are no fields are left out: someone may have put a key where a name belongs.
+    # Unknown names are left out: someone may have put a key in their place.
     known = {"keys", *ApiKey.model_fields}
     path = ".".join(str(part) if isinstance(part, int) or part in known else "(unknown name)" for part in location)
     message = message.removeprefix("Value error, ")
@@ -134,9 +134,9 @@ def _describe(location: Iterable[int | str], message: str) -> str:
 class ApiKeys:
     """The keys of a file that may change at any time.
 
-    Before a key is looked up, at most once per second, the file is looked at and read again if it is another one or
-    was written to; symbolic links are followed, as Kubernetes swaps them when a secret changes. Of a file that
-    cannot be used the log tells, and the keys stay as they were.
+    The file is checked at most once per second, before a key is looked up, and read again if it was replaced or
+    written; symbolic links are followed, as Kubernetes swaps them when a secret changes. An invalid file is logged,
+    and the former keys stay.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ApiKeys:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """Nothing is read before `load`. `clock` gives seconds, `now` the time that expiry is held against."""
+        """Read nothing before `load`. `clock`: monotonic seconds; `now`: the time to check expiry."""
         self._path = path
         self._clock = clock
         self._now = now
@@ -158,7 +158,7 @@ class ApiKeys:
         """Read the file for the first time.
 
         Raises:
-            KeyFileInvalid: it cannot be read or used.
+            KeyFileInvalid: it cannot be read or is invalid.
         """
         self._checked_s, self._signature = self._clock(), self._look()
         self._take(read_key_file(self._path))
@@ -175,11 +175,11 @@ class ApiKeys:
             raise NotReady("the API keys are not loaded yet")
         digest = hashlib.sha256(key.encode()).digest()
         found: ApiKey | None = None
-        for stored, entry in self._keys:  # all of them, so that the time tells nothing about which one it is
+        for stored, entry in self._keys:  # compare all, so that the time does not depend on the key
             if hmac.compare_digest(stored, digest):
                 found = entry
         if found is None:
-            raise Unauthenticated("the API key is not known", reason="INVALID_API_KEY")
+            raise Unauthenticated("the API key is unknown", reason="INVALID_API_KEY")
         if found.expires_at is not None and found.expires_at <= self._now():
             raise Unauthenticated("the API key has expired", reason="API_KEY_EXPIRED")
         return found
@@ -211,10 +211,10 @@ class ApiKeys:
 
 
 class Authenticator:
-    """From a call's metadata to its tenant and what it may use."""
+    """Finds the tenant and the allowance of a call by its metadata."""
 
     def __init__(self, keys: ApiKeys | None, default: Allowance) -> None:
-        """Without keys callers are who they say, and all have the default allowance."""
+        """Without `keys` callers name their own tenant, and all have the default allowance."""
         self._keys = keys
         self._default = default
 
@@ -222,19 +222,19 @@ class Authenticator:
         """Tenant and allowance of a caller.
 
         Args:
-            authorization: all values of that name in the call's metadata.
+            authorization: all `authorization` values in the call's metadata.
             claimed_tenant: the tenant named in the metadata, if any.
 
         Raises:
-            Unauthenticated: no key (NO_API_KEY), an unknown or an expired one.
-            PermissionDenied: the tenant named is not the key's (WRONG_TENANT).
+            Unauthenticated: the key is missing (NO_API_KEY), unknown or expired.
+            PermissionDenied: the named tenant is not the key's (WRONG_TENANT).
         """
         if self._keys is None:
             return claimed_tenant or "", self._default
         scheme, _, key = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
         if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthenticated("the metadata `authorization: Bearer KEY` is required, once", reason="NO_API_KEY")
+            raise Unauthenticated("send the metadata `authorization: Bearer KEY` once", reason="NO_API_KEY")
         entry = self._keys.authenticate(key.strip())
         if claimed_tenant is not None and claimed_tenant != entry.tenant:
-            raise PermissionDenied("the API key is not of the tenant named in specdec-tenant", reason="WRONG_TENANT")
+            raise PermissionDenied("specdec-tenant names another tenant than the API key's", reason="WRONG_TENANT")
         return entry.tenant, entry.allowance(self._default)

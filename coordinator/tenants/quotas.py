@@ -1,6 +1,6 @@
-"""What one tenant may use: requests at once, and tokens per second.
+"""Limits of one tenant: concurrent requests, and tokens per second.
 
-Counts and buckets are of this process. Those that coordinators share are in `shared_quotas.py` and in the journal.
+Counts and buckets belong to this process. `shared_quotas.py` and the journal have those shared by all coordinators.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Protocol
 from specdec.wire.errors import Overloaded, RequestExists
 
 CONCURRENCY_RETRY_S = 1.0
-"""When one of a tenant's requests ends is not known; a second is cheap to wait and cheap to be asked for again."""
+"""Seconds before a refused client's retry: the end of the tenant's requests is unknown, and a retry is cheap."""
 _BURST_S = 10.0
-"""A tenant that was idle may use so many seconds' worth at once, unless its burst is set."""
+"""Seconds of its rate that an idle tenant saves up, unless its burst is set."""
 _LEAST_SWEEP_BUCKETS = 1024
-"""Fewer take some hundred KiB; looking through them for those to forget would cost more than it gains."""
+"""Buckets below which full ones are not removed: they take some hundred KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class QuotaRate:
 
     @classmethod
     def of(cls, tokens_per_s: float | None, burst_tokens: float | None) -> QuotaRate | None:
-        """The rate of two settings; None without a rate. No burst means ten seconds' worth."""
+        """The rate of two settings; None without a rate. Default burst: ten seconds of the rate."""
         if tokens_per_s is None:
             return None
         return cls(tokens_per_s, max(1.0, tokens_per_s * _BURST_S) if burst_tokens is None else burst_tokens)
@@ -39,7 +39,7 @@ class QuotaRate:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What a caller may use; None: no limit but those of the model and the deployment."""
+    """Limits of a caller; None: only the limits of the model and the deployment."""
 
     max_prompt_tokens: int | None = None
     max_tokens: int | None = None
@@ -64,27 +64,27 @@ class Quotas(Protocol):
     """Token buckets of tenants."""
 
     async def admit(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
-        """Take a prompt's tokens if the level is positive, even more than are there. Raises Overloaded."""
+        """Take a prompt's tokens if the level is positive, into debt if need be. Raises Overloaded."""
 
     def charge(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
         """Take tokens, into debt if need be; a negative number gives tokens back. Never waits."""
 
 
 class TokenQuotas:
-    """A token bucket per tenant, in memory. Full buckets are forgotten, for a new one is the same."""
+    """A token bucket per tenant, in memory. Full buckets are removed, as new ones are full."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds and never goes back."""
+        """`clock`: monotonic seconds."""
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}
         self._sweep_at = _LEAST_SWEEP_BUCKETS
 
     async def admit(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
-        """Take a prompt's tokens if the level is positive, even more than are there.
+        """Take a prompt's tokens if the level is positive, into debt if need be.
 
         Raises:
-            Overloaded: the level is not positive (QUOTA_EXCEEDED). Its delay is enough, unless requests that still
-                stream take more meanwhile.
+            Overloaded: the level is not positive (QUOTA_EXCEEDED). A retry after its delay succeeds, unless running
+                requests use more tokens meanwhile.
         """
         bucket = self._refilled(tenant, rate)
         if bucket.level <= 0:
@@ -106,7 +106,7 @@ class TokenQuotas:
         return bucket
 
     def _sweep(self, now_s: float) -> None:
-        # Without API keys clients name their tenants themselves, so there may be any number of them.
+        # Without API keys clients name their tenants, so their number is unbounded.
         if len(self._buckets) < self._sweep_at:
             return
         for bucket in self._buckets.values():
@@ -116,10 +116,10 @@ class TokenQuotas:
 
 
 def quota_exceeded(rate: QuotaRate, wait_s: float) -> Overloaded:
-    """The refusal of a request whose tenant has no token left; there is a whole one in `wait_s`."""
+    """The refusal of a request whose tenant has no token left, and will have one in `wait_s` seconds."""
     return Overloaded(
         f"the tenant's quota of {rate.tokens_per_s:g} tokens per second is used up",
-        # In whole milliseconds, as RetryInfo has them: never a moment too early.
+        # RetryInfo has whole milliseconds: rounded up, so that no retry is too early.
         retry_after_s=math.ceil(wait_s * 1000) / 1000,
         reason="QUOTA_EXCEEDED",
     )
@@ -151,39 +151,39 @@ class TenantLease:
             self.num_prompt_tokens = num_tokens
 
     def begin(self) -> None:
-        """The request has its place and starts to compute: the prompt's tokens are spent."""
+        """The request was admitted and computes: the prompt's tokens are spent."""
         self._has_begun = True
 
     def charge(self, num_tokens: int) -> None:
-        """Output tokens went out."""
+        """Charge streamed output tokens."""
         if self.rate is not None:
             self._quotas.charge(self.tenant, self.rate, num_tokens)
 
     def close(self) -> None:
-        """Give back what a request that never began was charged."""
+        """Give back the prompt's tokens of a request that never began."""
         if self.rate is not None and not self._has_begun:
             self._quotas.charge(self.tenant, self.rate, -self.num_prompt_tokens)
 
 
 class TenantLimits:
-    """Requests at once and token quotas of all tenants."""
+    """Concurrency limits and token quotas of all tenants."""
 
     def __init__(self, quotas: Quotas, on_refused: Callable[[str], None] = lambda cause: None) -> None:
-        """`on_refused` is told `concurrency` or `quota` for each request that is refused."""
+        """`on_refused` is called with `concurrency` or `quota` for each refused request."""
         self._quotas = quotas
         self._on_refused = on_refused
         self._running: dict[str, dict[str, int]] = {}
-        """Each tenant's requests by id, from their arrival on, with how many streams each has."""
+        """Number of streams of each request, by tenant and request id."""
 
     @contextmanager
     def lease(
         self, tenant: str, request_id: str, allowance: Allowance, *, is_resume: bool = False
     ) -> Iterator[TenantLease]:
-        """Hold one of the tenant's places. A request that takes over a running one shares its place.
+        """Hold one of the tenant's places for concurrent requests. A resume shares the place of the running request.
 
         Raises:
-            RequestExists: the id is another request's, and this is no resume.
-            Overloaded: TOO_MANY_REQUESTS_OF_TENANT; nothing is held.
+            RequestExists: a request with this id is running, and this is no resume.
+            Overloaded: the tenant has no place left (TOO_MANY_REQUESTS_OF_TENANT).
         """
         running = self._running.setdefault(tenant, {})
         most = allowance.max_concurrent_requests
@@ -204,10 +204,10 @@ class TenantLimits:
                 del self._running[tenant]
 
     def refusal(self, num_running: int, most: int | None) -> Overloaded:
-        """Count and return the refusal of a request whose tenant has as many as it may, here or at all coordinators."""
+        """Count and return the refusal of a request above its tenant's concurrency limit."""
         self._on_refused("concurrency")
         return Overloaded(
-            f"{num_running} requests of the tenant run or wait, {most} may",
+            f"{num_running} requests of the tenant run or wait; its max_concurrent_requests is {most}",
             retry_after_s=CONCURRENCY_RETRY_S,
             reason="TOO_MANY_REQUESTS_OF_TENANT",
         )

@@ -8,19 +8,19 @@ import structlog
 
 from specdec.coordinator.tasks import end_tasks
 from specdec.coordinator.tenants.quotas import QuotaRate, TokenQuotas, quota_exceeded
-from specdec.store.errors import StoreError, StoreUnavailable
 from specdec.store.guarded import GuardedStore
+from specdec.store.interface import StoreError, StoreUnavailable
 
 _INTERVAL_S = 0.05
-"""How much later the others know what was used; each tenant that uses tokens costs one operation of the store."""
+"""Seconds between reports of used tokens; a report is one store operation per active tenant."""
 _log = structlog.get_logger(__name__)
 
 
 class SharedQuotas:
-    """Quotas over all coordinators of a Redis; while it is away, over this one.
+    """Quotas over all coordinators of one Redis; over this coordinator alone while Redis is away.
 
-    What is used is counted here too, so that a tenant does not find a full bucket when Redis goes away. What is used
-    while it is away is not made up for afterwards: the shared buckets fill meanwhile, as if nothing had been used.
+    Used tokens are counted here too, so that a tenant does not find a full bucket when Redis goes away. Tokens used
+    while it is away are not reported afterwards: the shared buckets fill meanwhile.
     """
 
     def __init__(self, store: GuardedStore) -> None:
@@ -32,25 +32,25 @@ class SharedQuotas:
         self._asking: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begin to tell the store what is used."""
+        """Start to report used tokens."""
         self._tasks = [asyncio.create_task(self._run(), name="shared-quotas")]
 
     async def close(self) -> None:
-        """Stop, after the store was told the last."""
+        """Stop, after a last report."""
         await end_tasks(self._tasks)
         if self._asking:
             await asyncio.wait(self._asking)
         await self._tell()
 
     async def admit(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
-        """Take a prompt's tokens if there is one at least, even more than are there. Cost: two round trips.
+        """Take a prompt's tokens if the bucket has one at least, into debt if need be. Cost: two round trips.
 
-        Whoever cancels this has taken nothing in the end.
+        If the caller is cancelled, the tokens are given back.
 
         Raises:
             Overloaded: the bucket is empty (QUOTA_EXCEEDED).
         """
-        # Not cancelled under way: nobody would know what the store has taken by then.
+        # Shielded: after a cancellation under way nobody would know whether the store took the tokens.
         asked = asyncio.create_task(self._admit(tenant, rate, num_tokens), name="quota")
         self._asking.add(asked)
         asked.add_done_callback(self._asking.discard)
@@ -93,18 +93,18 @@ class SharedQuotas:
 
     async def _tell(self) -> None:
         self._has_used.clear()
-        # Each tenant once: one that uses tokens all the while must not keep the others waiting. And one by one: what is
-        # not told when this is cancelled, `close` tells.
+        # Each tenant once: one that uses tokens all the while must not delay the others. One by one: `close` reports
+        # the rest when this is cancelled.
         for tenant in list(self._used):
             rate, num_tokens = self._used.pop(tenant)
             await self._take(tenant, rate, num_tokens)
 
     async def _take(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
-        # Not tried again when it fails: it may have taken effect.
+        # No retry: a failed call may have taken effect.
         if num_tokens and self._store.is_up:
             try:
                 await self._store.take_tokens(tenant, num_tokens, rate.tokens_per_s, rate.burst_tokens, force=True)
             except StoreUnavailable:
                 pass
-            except StoreError as error:  # of this tenant's rate; the others' tokens are still to be told
+            except StoreError as error:  # a fault of this tenant's rate; the others are still to be reported
                 _log.error("quota_not_counted", tenant=tenant, reason=str(error))

@@ -1,7 +1,7 @@
-"""How a chat template takes calls of tools, their results and what was thought before them: found by rendering.
+"""How a chat template takes tool calls, their results and the reasoning before them, found by rendering.
 
-Templates of models disagree on the content of a message that is a call (null, empty or absent), on its arguments (an
-object, or the text of one) and on the names of reasoning. Each form is tried; the one that shows most is given.
+Models' templates disagree on the content of a message with calls (null, empty or absent), on its arguments (an object
+or its JSON text) and on the names of reasoning. Each form is tried; the one that renders most is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specdec.coordinator.text.json_values import JsonValues
 
 Message = dict[str, Any]
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which callers tell what the model thought; each template reads one of them, if any."""
+"""Fields in which callers send the model's reasoning; each template reads one of them, if any."""
 _NAME, _KEY, _VALUE, _RESULT, _THOUGHT = "probe_call", "probe_key", "probe value", "probe result", "probe thought"
 _ID = "call00000"
 _USER = {"role": "user", "content": "Hello."}
@@ -33,11 +33,11 @@ _TOOLS = [
     }
 ]
 _REASONING_NAMES = (REASONING_FIELDS, ("reasoning_content", "reasoning"), ("reasoning_content",), ("thinking",), ())
-"""Sets of names to tell reasoning under, best first."""
+"""Sets of fields for reasoning, best first."""
 
 
-class Probe(Protocol):
-    """Renders messages; None where the template refuses them."""
+class TemplateProbe(Protocol):
+    """Renders messages; None if the template refuses them."""
 
     def __call__(self, messages: list[Message], tools: list[Any] | None = None) -> str | None: ...
 
@@ -52,13 +52,13 @@ class CallContent(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a message tells a call."""
+    """The form of a call in a message."""
 
     content: CallContent = CallContent.EMPTY
     has_text_arguments: bool = False
 
     def content_of(self, message: Message, fit: Callable[[Message], Message]) -> Message:
-        """The message with its content in this form."""
+        """The message with its content in this form; `fit` fits text content."""
         match self.content:
             case CallContent.NULL:
                 return {**message, "content": None}
@@ -72,21 +72,20 @@ _FORMS = tuple(CallForm(content, is_text) for content in CallContent for is_text
 
 
 class CallFormats:
-    """The forms of one template. Each is looked for when the first message needs it."""
+    """The forms of one template. Each is found when the first message needs it."""
 
-    def __init__(self, probe: Probe, fit_content: Callable[[Message], Message]) -> None:
-        """Know nothing yet. `fit_content` gives messages their content as the template takes texts."""
+    def __init__(self, probe: TemplateProbe, fit_content: Callable[[Message], Message]) -> None:
+        """`fit_content` converts a message's content to the template's format."""
         self._probe = probe
         self._fit_content = fit_content
         self._reasoning: dict[tuple[bool, bool], tuple[str, ...]] = {}
 
     def fit(self, index: int, message: Message, values: JsonValues) -> Message:
-        """A message with its calls and reasoning as the template takes them; `index` is its place.
+        """A message with calls and reasoning in the template's form; `index` is its place, for errors.
 
-        What the caller gave is kept where the template takes it as well as any other form.
-
+        The caller's form is kept if the template renders it as well as any other.
         Raises:
-            InvalidRequest: arguments have more values than a conversation may have, or are too deep.
+            InvalidRequest: arguments have too many values, or are nested too deeply.
         """
         calls = message.get("tool_calls")
         if calls and isinstance(calls, list):
@@ -99,12 +98,12 @@ class CallFormats:
         return {**other, **dict.fromkeys(names, next(iter(given.values()))), **_only(given, names)}
 
     def called(self) -> Message:
-        """A message with a call, in a form that the template takes."""
+        """A message with a call, in the template's best form."""
         return self._call(self._forms[0])
 
     @cached_property
     def results_need_names(self) -> bool:
-        """Whether a result is shown only if it has the name of what was called."""
+        """Whether a result is rendered only if it has the function's name."""
         result = self._fit_content(_result())
         without, named = (
             self._render([self.called(), {**result, **more}]) for more in ({}, {"name": _NAME})
@@ -113,7 +112,7 @@ class CallFormats:
 
     @cached_property
     def _forms(self) -> Sequence[CallForm]:
-        """Those that show most, best first."""
+        """The forms that render most, best first."""
         result = self._fit_content({**_result(), "name": _NAME})
         ends: tuple[list[Message], ...] = ([], [result], [result, self._fit_content(_ANSWER), self._fit_content(_USER)])
         shown = {form: [self._render([self._call(form), *end]) for end in ends] for form in _FORMS}
@@ -122,7 +121,7 @@ class CallFormats:
 
         def fits(form: CallForm) -> bool:
             as_object = CallForm(form.content)
-            # A text is as good as an object only where it is shown as the object is.
+            # A text is as good as an object only if both render alike.
             is_other = form.has_text_arguments and scores[as_object] == best and shown[form] != shown[as_object]
             return scores[form] == best and not is_other
 
@@ -130,7 +129,7 @@ class CallFormats:
 
     @staticmethod
     def _without_nulls(shown: Mapping[CallForm, Sequence[str | None]], form: CallForm) -> list[int]:
-        """How often a null is shown where the content is none, for each of the conversations."""
+        """Nulls rendered in each conversation without any null content."""
         plain = [
             shown[CallForm(content, form.has_text_arguments)] for content in (CallContent.EMPTY, CallContent.ABSENT)
         ]
@@ -178,7 +177,7 @@ class CallFormats:
 
 
 def with_names(messages: list[Message]) -> list[Message]:
-    """Messages whose results of tools have the names of what was called, where they tell its id only."""
+    """Messages whose tool results have the called function's name, found by the call's id."""
     names: dict[Any, Any] = {}
     named = []
     for message in messages:
@@ -198,7 +197,7 @@ def _result() -> Message:
 
 
 def _score(texts: Sequence[str | None], num_nulls: Sequence[int]) -> tuple[int, int, int, int]:
-    """How well conversations with a call came out: shown at all, its parts, no null in it, arguments as JSON."""
+    """Score of conversations with a call: rendered at all, parts shown, no null, arguments as JSON."""
     whole = [(text, num) for text, num in zip(texts, num_nulls, strict=True) if text is not None]
     parts = sum(part in text for text, _ in whole for part in (_NAME, _VALUE, _RESULT))
     is_plain = sum(_num_nulls(text) <= num for text, num in whole)
@@ -216,7 +215,7 @@ def _arguments(call: Any) -> Any:
 
 
 def _fit_call(field: str, call: Any, as_text: bool, values: JsonValues) -> Any:
-    """A call with its arguments as a text or as an object; as it is where they are neither."""
+    """A call with its arguments as a text or an object; unchanged if they are neither."""
     arguments = _arguments(call)
     if isinstance(arguments, dict) and as_text:
         arguments = json.dumps(arguments, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Conversations to text, by the chat templates of a tokenizer, as transformers' `apply_chat_template` renders them."""
+"""Render conversations by a tokenizer's chat templates, as transformers' `apply_chat_template` does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specdec.wire.errors import InvalidRequest, SpecdecError
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST_RENDER_S = 10.0
-"""Templates that look at all messages for each take long for many: looked at whenever one gives a piece of text."""
+"""Seconds to render a conversation, checked at each piece of text: some templates take quadratic time."""
 _RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 _OF_JINJA = ("self", "loop", "caller", "varargs", "kwargs", "super", "true", "false", "none")
 _CONTINUE = "messages.continue_final_message"
@@ -29,7 +29,7 @@ _CONTINUE = "messages.continue_final_message"
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a template renders: plain data, checked."""
+    """A template's input: plain data, checked."""
 
     messages: list[dict[str, Any]]
     """Oldest first; each has a role."""
@@ -37,24 +37,24 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     documents: list[Any] | None = None
-    """What the answer may draw on, objects; a variable of the same name is not there besides."""
+    """Objects that the answer may use; then `variables` has no "documents"."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template; none of the template's `reserved_variables`."""
     values: JsonValues = field(default_factory=JsonValues)
-    """Reads arguments of calls that are texts, in the bounds of all its JSON."""
+    """Parses call arguments that are texts, within the conversation's bounds."""
 
 
 class ChatTemplate:
     """The compiled templates of one tokenizer: the default one, and the one for conversations with tools, if any."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Compile. `sources` maps names to texts and has a default. Raises jinja2.TemplateError."""
+        """Compile. `sources` maps names to sources, and has "default". Raises jinja2.TemplateError."""
         self.source = sources["default"]
-        """In Jinja, of the default template."""
+        """Jinja source of the default template."""
         self.reserved_variables = frozenset(
             {*_RENDERED, *_OF_JINJA, *SPECIAL_TOKEN_NAMES, *special_tokens, *_environment().globals}
         )
-        """Names that mean something to templates, and are not a caller's to give."""
+        """Names of a template's own variables, which callers may not set."""
         self._special_tokens = dict(special_tokens)
         self._default = _Compiled(self.source, special_tokens)
         self._for_tools = _Compiled(sources["tool_use"], special_tokens) if "tool_use" in sources else self._default
@@ -65,8 +65,8 @@ class ChatTemplate:
         It ends where the assistant's turn starts, or with the last message's content if that is continued.
 
         Args:
-            conversation: has a message at least.
-            most_bytes: of the text in UTF-8; rendering stops at more.
+            conversation: has at least one message.
+            most_bytes: limit of the text in UTF-8; rendering stops there.
 
         Raises:
             InvalidRequest: the template refuses the conversation or takes too long, or the text is too long.
@@ -76,7 +76,7 @@ class ChatTemplate:
         messages = [fit_content(i, m, compiled.formats.of_role(m["role"])) for i, m in enumerate(messages)]
         tag = content = ""
         if conversation.continue_final_message:
-            # Of no text that a client could know: it marks where the content ends, and whether spaces are kept there.
+            # Random, so that no client can send it: it marks the content's end, and shows whether spaces are kept.
             tag = f"CONTINUED-{secrets.token_hex(16)} "
             messages[-1], content = _tagged(messages[-1], tag)
         messages = [compiled.calls.fit(index, message, conversation.values) for index, message in enumerate(messages)]
@@ -138,14 +138,14 @@ class _Compiled:
         try:
             pieces = self._pieces({**variables, "tools": tools, "messages": messages}, most_bytes, self._probe_left_s)
             return "".join(pieces)
-        except Exception:  # as above; a probe that is refused tells nothing
+        except Exception:  # templates raise any exception
             return None
         finally:
             self._probe_left_s -= time.monotonic() - started_s
 
 
 def template_sources(config: Mapping[str, Any]) -> dict[str, str] | None:
-    """The templates in a tokenizer's configuration by name; None where there is no default one."""
+    """The templates in a tokenizer's configuration by name; None without a default one."""
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}
@@ -186,7 +186,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without fields that are null, but for the content of one with calls, which may mean something."""
+    """A message without null fields, except the content of one with calls, which may be meant."""
     keeps_content = bool(message.get("tool_calls"))
     return {
         name: value for name, value in message.items() if value is not None or (name == "content" and keeps_content)
@@ -204,7 +204,7 @@ def _tagged(message: dict[str, Any], tag: str) -> tuple[dict[str, Any], str]:
             if isinstance(part, dict) and isinstance(text := part.get("text"), str):
                 parts = [*content[:index], {**part, "text": text + tag}, *content[index + 1 :]]
                 return {**message, "content": parts}, text
-    raise InvalidRequest(_CONTINUE, "the last message has no text to go on from")
+    raise InvalidRequest(_CONTINUE, "the last message has no text to continue")
 
 
 def _cut(text: str, tag: str, content: str) -> str:
@@ -220,4 +220,4 @@ def _cut(text: str, tag: str, content: str) -> str:
 
 
 def _too_long(most_bytes: int) -> InvalidRequest:
-    return InvalidRequest("messages", f"rendered, they are more than the limit of {most_bytes} bytes")
+    return InvalidRequest("messages", f"the rendered conversation exceeds the limit of {most_bytes} bytes")

@@ -1,4 +1,4 @@
-"""One choice's output: which tokens survive, and the text they make. Pure: no clock, no network."""
+"""One choice's output: the tokens it keeps, and their text. Pure: no clock, no network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.v1 import common_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a choice ended, and what matched."""
+    """Why a choice ended, and the matched stop string or token."""
 
     reason: pb.FinishReason.ValueType
     stop_string: str | None = None
@@ -21,7 +21,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class OutputStep:
-    """What became of some tokens."""
+    """Result of some tokens: how many are kept, their text, and the end if any."""
 
     num_kept: int
     text: str
@@ -30,10 +30,10 @@ class OutputStep:
 
 @dataclass(frozen=True, slots=True)
 class EndRules:
-    """When a choice ends by its tokens alone, as the target decides it; used to replay without one."""
+    """The target's rules for the end of a choice, for replays without a target."""
 
     stop_token_ids: frozenset[int]
-    """End-of-sequence tokens included, unless they are ignored."""
+    """Stop tokens, with end-of-sequence tokens unless these are ignored."""
     min_tokens: int
     max_tokens: int
 
@@ -45,10 +45,10 @@ class EndRules:
 
 
 class ChoiceOutput:
-    """Detokenises a choice's tokens and ends it at a stop string.
+    """Detokenizes a choice's tokens and ends it at a stop string.
 
     Stop strings count only from the `min_tokens`-th token on. The text of a stop token is left out unless stop strings
-    are kept. Tokens past a stop string are not kept: they exist nowhere.
+    are kept. Tokens past a stop string are dropped.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ChoiceOutput:
         self.num_tokens = 0
 
     def take(self, token_ids: Sequence[int], finish: Finish | None = None) -> OutputStep:
-        """Add the next tokens; `finish` is why they are the last, as far as the target knows."""
+        """Add the next tokens; `finish`: the target's reason if they are the last."""
         num_spoken = len(token_ids)
         if finish is not None and finish.stop_token_id is not None and not self._keep_stop:
             num_spoken -= 1
@@ -83,7 +83,7 @@ class ChoiceOutput:
         return OutputStep(len(token_ids), text, None) if finish is None else self._end(len(token_ids), text, finish)
 
     def replay(self, token_ids: Sequence[int], rules: EndRules) -> OutputStep:
-        """Add tokens that were committed earlier; they may end the choice, and nothing follows the end."""
+        """Add tokens that were committed earlier, up to the choice's end if they contain it."""
         texts: list[str] = []
         for index, token_id in enumerate(token_ids):
             step = self.take([token_id], rules.finish_after(token_id, self.num_tokens + 1))

@@ -1,4 +1,4 @@
-"""Whether a chat template takes a message's content as a text, as a list of parts, or as both: found by rendering."""
+"""Whether a chat template takes a message's content as text, as a list of parts, or both, found by rendering."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _ASKED = {"role": _USER, "content": "Hello."}
 
 @dataclass(frozen=True, slots=True)
 class ContentFormat:
-    """What a template takes as the content of a role's messages."""
+    """Content forms that a template takes from a role."""
 
     takes_text: bool = True
     takes_parts: bool = False
 
 
 class ContentFormats:
-    """The formats of one template, by role. A role is looked at when its first message comes."""
+    """The formats of one template, by role. A role's format is found at its first message."""
 
     def __init__(
         self, probe: Callable[[list[dict[str, Any]]], str | None], called: Callable[[], dict[str, Any]]
     ) -> None:
-        """Know nothing yet.
+        """Find no format yet.
 
         Args:
-            probe: renders messages; None where the template refuses them.
-            called: gives a message with a call that the template takes.
+            probe: renders messages; None if the template refuses them.
+            called: returns a message with a call in the template's form.
         """
         self._probe = probe
         self._called = called
         self._known: dict[str, ContentFormat] = {}
 
     def of_role(self, role: str) -> ContentFormat:
-        """What the template takes of a role; what it takes of users where it refuses the role."""
+        """A role's format; the users' format if the template refuses the role."""
         if role not in ("system", "assistant", "tool"):
             role = _USER
         known = self._known.get(role)
@@ -52,13 +52,13 @@ class ContentFormats:
         as_parts = self._render(role, [{"type": "text", "text": _PROBE}])
         if as_text is not None and _PROBE in as_text:
             return ContentFormat(takes_parts=as_parts == as_text)
-        # A list that is written down as such has the names of its fields around the text.
+        # A list that is only printed shows its field names around the text.
         if as_parts is not None and _PROBE in as_parts and "'type'" not in as_parts and '"type"' not in as_parts:
             return ContentFormat(takes_text=False, takes_parts=True)
         return None
 
     def _render(self, role: str, content: Any) -> str | None:
-        """The message, among those that templates want to see before and after one of its role."""
+        """Render the message between the messages that templates require around its role."""
         message = {"role": role, "content": content}
         if role == _USER:
             return self._probe([message])
@@ -70,10 +70,10 @@ class ContentFormats:
 
 
 def fit_content(index: int, message: dict[str, Any], known: ContentFormat) -> dict[str, Any]:
-    """A message with its content as the template takes it: a list of parts becomes lines of text, or a text a list.
+    """A message with its content in the template's form: parts become lines of text, or a text becomes a part.
 
     Raises:
-        InvalidRequest: a part that is no text, where the template takes only that.
+        InvalidRequest: a part is no text, and the template takes only text.
     """
     content = message.get("content")
     if isinstance(content, str) and not known.takes_text:
@@ -87,5 +87,5 @@ def _text_of(index: int, number: int, part: Any) -> str:
     text = part.get("text") if isinstance(part, dict) else part
     if not isinstance(text, str):
         field = f"messages.messages[{index}].content[{number}]"
-        raise InvalidRequest(field, "has no text, and the model's chat template takes nothing else")
+        raise InvalidRequest(field, "has no text, and the model's chat template takes only text")
     return text

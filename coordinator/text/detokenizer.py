@@ -1,8 +1,8 @@
-"""Incremental detokenisation: text deltas of a growing token sequence, never half a character.
+"""Incremental detokenization: text deltas of a growing token sequence, never half a character.
 
-`tokenizers.decoders.DecodeStream` is not used: it withholds everything after bytes that are not UTF-8, and what it gave
-then differs from decoding all ids at once. Where a decoder's bytes per token are known, a delta costs one table look-up
-and one step of an incremental UTF-8 decoder, whatever the length of the sequence.
+`tokenizers.decoders.DecodeStream` is not used: it withholds all text after bytes that are not UTF-8, and its deltas
+then differ from decoding all ids at once. If a decoder's bytes per token are known, a delta costs one table look-up
+and one step of an incremental UTF-8 decoder, for any length of the sequence.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from tokenizers import Tokenizer
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _WINDOW_TOKENS = 6
-"""Decoders join a token with its neighbours, or strip what comes first; none looks further back."""
+"""Tokens that a decoder looks back, at most, to join neighbours or strip the start."""
 _LONGEST_CHARACTER_BYTES = 4
-"""In UTF-8."""
+"""Bytes of the longest character in UTF-8."""
 
 
 class Detokenizer(Protocol):
     """Turns the tokens of one choice into text, token by token."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; what may be half a character is held back."""
+        """The text that this token completes; bytes that may be half a character are held back."""
 
     def finish(self) -> str:
-        """What was held back; half a character becomes U+FFFD, as it does in `Tokenizer.decode`."""
+        """The rest of the text; half a character becomes U+FFFD, as in `Tokenizer.decode`."""
 
 
 class DetokenizerFactory:
-    """Makes detokenizers for one tokenizer, and tells the text of single tokens.
+    """Makes detokenizers for one tokenizer, and gives the text of single tokens.
 
-    Guarantee: the concatenation of all deltas is `tokenizer.decode(ids)`. For decoders with byte fallback it holds for
-    sequences whose byte tokens are well-formed UTF-8; otherwise each stray byte gives one U+FFFD, while
-    `Tokenizer.decode` also spoils the well-formed characters beside it (which may have been streamed already).
+    Guarantee: the concatenation of all deltas is `tokenizer.decode(ids)`. For decoders with byte fallback it holds if
+    the byte tokens are well-formed UTF-8; otherwise each stray byte gives one U+FFFD, while `Tokenizer.decode` also
+    replaces the well-formed characters beside it, which may have been streamed already.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -75,7 +75,7 @@ class DetokenizerFactory:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, special tokens included. Empty for unknown ids."""
+        """A token's bytes, special tokens included. Empty for unknown ids."""
         if self._make == self._make_byte_level:
             return self._bytes(token_id)
         if self._make == self._make_byte_fallback and isinstance(piece := self._piece(token_id), int):
@@ -175,9 +175,9 @@ class ByteFallbackDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: decodes a short window twice and takes the difference.
+    """For any other decoder: decodes a short window twice and returns the difference.
 
-    The window starts some tokens back, so that decoders that look at neighbours see them.
+    The window starts some tokens back, for decoders that join neighbours.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -220,7 +220,7 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def _is_plain(steps: list[dict[str, Any]]) -> bool:
-    """Only string replacements, and white space stripped from the left end only."""
+    """Whether the steps only replace strings and strip spaces at the left end."""
     replaces = [s for s in steps if s["type"] == "Replace"]
     strips = [s for s in steps if s["type"] == "Strip"]
     kinds = [s["type"] for s in steps]
@@ -233,7 +233,7 @@ def _is_plain(steps: list[dict[str, Any]]) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's printable stand-ins for bytes (GPT-2's table)."""
+    """Byte-level BPE's printable characters for bytes (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,4 +1,4 @@
-"""JSON texts of a conversation, read within one bound for all of them."""
+"""Parse a conversation's JSON texts within one common bound."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from specdec.wire.errors import InvalidRequest
 from specdec.wire.message_sizes import MOST_CONVERSATION_VALUES as _MOST_VALUES
 
 _MOST_DEPTH = 64
-"""Of lists and objects in each other; templates walk them recursively."""
+"""Depth of nested lists and objects, at most: templates walk them recursively."""
 
 
 class JsonValues:
-    """Reads JSON texts that have a bound together."""
+    """Parses JSON texts whose values are bounded together."""
 
     def __init__(self) -> None:
         self._num_left = _MOST_VALUES
 
     def read(self, field: str, text: str, kind: type[list] | type[dict]) -> Any:
-        """The value of a text, a list or an object as `kind` says. Raises InvalidRequest."""
+        """The list or object (`kind`) in a text. Raises InvalidRequest."""
         try:
             value = _load(text)
         except RecursionError as error:
-            raise InvalidRequest(field, f"is deeper than {_MOST_DEPTH}") from error
+            raise InvalidRequest(field, f"is nested deeper than {_MOST_DEPTH}") from error
         except ValueError as error:
             raise InvalidRequest(field, f"is not JSON: {error}") from error
         if not isinstance(value, kind):
@@ -33,7 +33,7 @@ class JsonValues:
         return value
 
     def read_object(self, field: str, text: str) -> dict[str, Any] | None:
-        """The object that a text is; None where it is none. Raises InvalidRequest for one beyond the bounds."""
+        """The object in a text, or None if it is no object. Raises InvalidRequest beyond the bounds."""
         try:
             value = _load(text)
         except (ValueError, RecursionError):
@@ -53,7 +53,7 @@ class JsonValues:
             level = [item for items in inner for item in items if isinstance(item, (dict, list))]
             if not level:
                 return
-        raise InvalidRequest(field, f"is deeper than {_MOST_DEPTH}")
+        raise InvalidRequest(field, f"is nested deeper than {_MOST_DEPTH}")
 
 
 def _load(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Chat templates that requests bring, compiled; the latest are kept."""
+"""Chat templates in requests, compiled; the latest are kept."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from specdec.wire.errors import InvalidRequest
 
 FIELD = "messages.chat_template"
 MOST_TEMPLATE_BYTES = 64 * 1024
-"""The longest in use have a third of it."""
+"""Bytes of a template, at most; the longest in use have a third of it."""
 _MOST_KEPT = 16
+"""Compiled templates kept."""
 _MOST_MESSAGE_CHARS = 300
 
 
 class RequestTemplates:
-    """Templates by their text, in the sandbox and with the bounds of the model's own. For any thread."""
+    """Compiled templates by source, sandboxed and bounded like the model's own. Thread-safe."""
 
     def __init__(self, special_tokens: Mapping[str, str]) -> None:
-        """Keep none yet. `special_tokens` are those of the model, by the names that templates use."""
+        """`special_tokens`: the model's, by their names in templates."""
         self._special_tokens = special_tokens
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, ChatTemplate] = OrderedDict()
 
     def compiled(self, source: str) -> ChatTemplate:
-        """The template of this text. Compiling takes up to a second: for a thread.
+        """Compile a template, or return the kept one. Takes up to a second: call it in a thread.
 
         Raises:
-            InvalidRequest: it is no template.
+            InvalidRequest: the source does not compile.
         """
         with self._lock:
             if (kept := self._kept.get(source)) is not None:
@@ -37,7 +38,7 @@ class RequestTemplates:
                 return kept
         try:
             template = ChatTemplate({"default": source}, self._special_tokens)
-        except Exception as error:  # beside jinja's own, what Python's compiler makes of what is nested too deeply
+        except Exception as error:  # Python's compiler may raise, too, on deep nesting
             message = f"{str(error) or type(error).__name__}"[:_MOST_MESSAGE_CHARS]
             raise InvalidRequest(FIELD, f"is not a chat template: {message}") from error
         with self._lock:
@@ -48,9 +49,9 @@ class RequestTemplates:
 
 
 def check_request_template(source: str, is_trusted: bool) -> None:
-    """Whether a template that a request brings may be compiled. Raises InvalidRequest."""
+    """Raise InvalidRequest if a request's template is not allowed or too long."""
     if not is_trusted:
-        message = "templates of requests are not trusted here (the coordinator's setting trust_request_chat_template)"
+        message = "this coordinator does not accept templates: leave it out, or set trust_request_chat_template"
         raise InvalidRequest(FIELD, message)
     if (num_bytes := len(source.encode())) > MOST_TEMPLATE_BYTES:
-        raise InvalidRequest(FIELD, f"{num_bytes} bytes are more than the limit of {MOST_TEMPLATE_BYTES}")
+        raise InvalidRequest(FIELD, f"{num_bytes} bytes exceed the limit of {MOST_TEMPLATE_BYTES}")

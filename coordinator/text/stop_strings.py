@@ -1,4 +1,4 @@
-"""Stop strings across chunk borders: text that may be the start of one is held back."""
+"""Find stop strings across chunks: text that may begin one is held back."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """What ended the text."""
+    """The stop string that ended the text."""
 
     stop_string: str
     text: str
-    """The text to emit: up to the match, or to its end when the stop string is kept."""
+    """The text to emit: up to the match, or to its end if the stop string is kept."""
 
 
 class StopStringScanner:
     """Watches one choice's text for stop strings.
 
-    The match that is completed first wins; among those completed by the same character, the longest. Text is emitted as
-    soon as it can be no part of a match, so at most the longest stop string less one character is held back. Cost per
-    push: O(text held back and pushed, times the number of stop strings).
+    The match that is completed first wins; of those completed by one character, the longest. Text is emitted as soon
+    as it cannot be part of a match, so at most the longest stop string less one character is held back. Cost per push:
+    O(held and pushed text, times the number of stop strings).
     """
 
     def __init__(self, stop_strings: Sequence[str], keep_match: bool = False) -> None:
@@ -29,7 +29,7 @@ class StopStringScanner:
         self._held = ""
 
     def push(self, text: str) -> str | StopMatch:
-        """Add text; returns what may be emitted now, or the match that ends the choice."""
+        """Add text; returns the text to emit now, or the match that ends the choice."""
         if not self._stops:
             return text
         text = self._held + text
@@ -43,7 +43,7 @@ class StopStringScanner:
         return text[: len(text) - num_held]
 
     def finish(self) -> str:
-        """What was held back: the choice ended without a match."""
+        """The held text of a choice that ended without a match."""
         text, self._held = self._held, ""
         return text
 
@@ -56,7 +56,7 @@ class StopStringScanner:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that is a start of the stop string."""
+    """Length of the longest suffix of the text that is a prefix of the stop string."""
     first = stop[0]
     position = text.find(first, max(0, len(text) - len(stop) + 1))
     while position >= 0:

@@ -26,7 +26,7 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.longest_token_bytes = max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
-        """At least as many bytes of text as any token stands for."""
+        """Upper bound of the bytes of text in a token."""
         self.detokenizers = DetokenizerFactory(self._tokenizer)
         self._special_tokens = _special_tokens(config)
         sources = template_sources(config)
@@ -35,7 +35,7 @@ class TextTokenizer:
 
     @classmethod
     def from_path(cls, path: Path) -> TextTokenizer:
-        """From a folder with tokenizer.json (tokenizer_config.json, chat_template.jinja), or that file."""
+        """Load a folder with tokenizer.json (tokenizer_config.json, chat_template.jinja), or that file."""
         folder = path if path.is_dir() else path.parent
         file = path / "tokenizer.json" if path.is_dir() else path
         config_file = folder / "tokenizer_config.json"
@@ -48,7 +48,7 @@ class TextTokenizer:
         return self._template is not None
 
     def token_id(self, text: str) -> int | None:
-        """The id of a token by its text, as the tokenizer writes it; None: it has none."""
+        """The id of a token by its text in the vocabulary; None if there is none."""
         return self._tokenizer.token_to_id(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -56,9 +56,9 @@ class TextTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_aside(self, text: str, add_special_tokens: bool, most: int) -> tuple[int, list[int]]:
-        """For a long text in a thread: other threads go on meanwhile, which `encode` does not let them.
+        """Encode a long text in a thread; unlike `encode` it lets other threads run.
 
-        Returns how many tokens it has, and the last `most` of them: a list of all may take more than the text.
+        Returns the number of tokens, and the last `most` of them: a list of all may need more memory than the text.
         """
         encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         num_tokens = len(encoding)
@@ -72,10 +72,10 @@ class TextTokenizer:
         return "".join([*map(detokenizer.push, token_ids), detokenizer.finish()])
 
     def chat_template(self, of_request: str = "") -> ChatTemplate:
-        """What renders a conversation: the model's own template, or the one that a request brings, which is checked.
+        """The model's own template, or the compiled template `of_request`, which must be checked.
 
         Raises:
-            InvalidRequest: the tokenizer has no chat template, or the request's is none.
+            InvalidRequest: the tokenizer has no chat template, or the request's does not compile.
         """
         if of_request:
             return self._request_templates.compiled(of_request)
@@ -84,7 +84,7 @@ class TextTokenizer:
         return self._template
 
     def describe(self) -> api.TokenizerInfo:
-        """What clients may want to know of it."""
+        """The tokenizer's description for clients."""
         shown = ("bos_token", "eos_token", "unk_token", "pad_token")
         return api.TokenizerInfo(
             chat_template=None if self._template is None else self._template.source,
@@ -94,11 +94,11 @@ class TextTokenizer:
 
 
 def read_tokenizer(tokenizer_json: bytes, config: str) -> TextTokenizer:
-    """The tokenizer that a target sent. Raises IncompatibleReplica, which says what is wrong, when it is none."""
+    """Read the tokenizer that a target sent. Raises IncompatibleReplica with the cause if it is invalid."""
     try:
         return TextTokenizer(tokenizer_json, json.loads(config or "{}"))
     except BaseException as error:
-        # Libraries raise what they like; what panics in Rust is no Exception, and would end the link for good.
+        # A panic in Rust is no Exception, and would end the link for good.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise IncompatibleReplica(f"its tokenizer cannot be read: {type(error).__name__}: {error}") from error

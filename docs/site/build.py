@@ -1,7 +1,7 @@
 """Builds the site from the pages of this repository: `python docs/site/build.py [FOLDER]` (default: site).
 
-Pages keep their paths, so links that work in a checkout work on the site; what they link to beside pages (plots,
-protos) is taken along. A link that leads nowhere, or a page that the menu lacks, ends the build with exit code 1.
+Pages keep their paths, so links that work in a checkout work on the site; linked files that are no pages (plots,
+protos) are copied too. A link that leads nowhere, or a page that the menu lacks, ends the build with exit code 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pages() -> list[Path]:
 
 
 def linked_files(page: Path) -> Iterator[Path]:
-    """What a page links to that is no page, by its path in the repository."""
+    """Paths in the repository of linked files that are no pages."""
     text = _CODE_BLOCK.sub("", (ROOT / page).read_text(encoding="utf-8"))
     for link in _LINK.findall(text):
         path = (ROOT / page.parent / link).resolve()
@@ -58,7 +58,7 @@ def configuration() -> str:
 
 
 def stage(folder: Path) -> None:
-    """Lay out in a folder what mkdocs reads."""
+    """Write mkdocs' configuration and pages into a folder."""
     (folder / "mkdocs.yml").write_text(configuration(), encoding="utf-8")
     files = {Path("docs/site/extra.css")} | {file for page in pages() for file in (page, *linked_files(page))}
     for file in files:
@@ -68,7 +68,7 @@ def stage(folder: Path) -> None:
 
 
 def render(folder: Path, site: Path) -> int:
-    """Build what is laid out in a folder into another, which is emptied first; return mkdocs' exit code."""
+    """Build a staged folder into `site`, which is emptied first; return mkdocs' exit code."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site.resolve())]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, cwd=folder, env=environment, check=False).returncode

@@ -12,6 +12,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.config.retired import REPLACED
 from specdec.gateway.settings import GatewaySettings
 
 ROLES: dict[str, type[BaseModel]] = {
@@ -27,6 +28,7 @@ _HEAD = """# Settings
 Every setting of `specdec serve target`, `draft`, `coordinator` and `gateway`. A setting is a flag (`--max-sessions`),
 an environment variable and a key of the file that `--config` names (`max_sessions`). The flag wins over the variable,
 the variable over the file ([more](running.md#settings)). A section's title names the commands that take its settings.
+[Former names](upgrades.md#settings-of-former-releases) are not here.
 """
 _TYPES: dict[object, str] = {
     bool: "boolean", int: "integer", float: "number", str: "text", Path: "path", SecretStr: "secret",
@@ -34,7 +36,7 @@ _TYPES: dict[object, str] = {
 
 
 def type_name(annotation: Any) -> str:
-    """What a reader writes as the value: `integer`, `path`, `auto, on, off`, `list`, `JSON`."""
+    """Type of a value in a reader's words: `integer`, `path`, `auto, on, off`, `list`, `JSON`."""
     if annotation in _TYPES:
         return _TYPES[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -51,7 +53,7 @@ def type_name(annotation: Any) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """The default as one writes it."""
+    """The default, as written in a file of settings."""
     if field.is_required():
         return "required"
     value = field.default
@@ -75,6 +77,8 @@ def render() -> str:
     same: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
     for role, settings in ROLES.items():
         for name, field in settings.model_fields.items():
+            if name in REPLACED:
+                continue
             same[name, type_name(field.annotation), default_of(field), field.description or ""].append(role)
     tables: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for (name, *_), roles in same.items():

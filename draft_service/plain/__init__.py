@@ -1,1 +1,1 @@
-"""A draft without a model: drafters that look things up, or ask an endpoint. It needs neither torch nor llguidance."""
+"""A draft without a model: n-gram and other look-up drafters, or an endpoint. Needs neither torch nor llguidance."""

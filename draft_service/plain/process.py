@@ -1,4 +1,4 @@
-"""The engine process of a draft without a model: asks the target what it must know, then proposes."""
+"""The engine process of a draft without a model: asks the target for its tokenizer and limits, then proposes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specdec.wire.tls_files import TlsFilesBroken
 
 
 def run_plain(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
-    """Propose until the servicer goes or says stop."""
+    """Propose until the servicer ends or says stop."""
     try:
         facts = ask_target(settings)
         drafters = [_make(options, facts) for options in settings.drafters]
@@ -51,7 +51,7 @@ def _make(options: object, facts: TargetFacts) -> Drafter:
 
 
 def _identity(settings: DraftSettings, target: pb.ModelIdentity) -> pb.ModelIdentity:
-    """Of the drafters: the target's tokenizer, ids and context are theirs, and there are no weights."""
+    """The drafters' identity: the target's tokenizer, ids and context; no weights."""
     return pb.ModelIdentity(
         name=settings.served_name,
         architecture="drafters",

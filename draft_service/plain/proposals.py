@@ -1,4 +1,4 @@
-"""What drafters offer as one proposal."""
+"""Joins the drafters' offers in one proposal."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from specdec.v1 import common_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """An offer, and who made it."""
+    """An offer with the names of its drafters."""
 
     offer: Offer
     drafters: Sequence[str]
-    """Of each node."""
+    """[N] The drafter that offered each node."""
 
 
 def named(offer: Offer, drafter: str) -> Named:
@@ -24,7 +24,10 @@ def named(offer: Offer, drafter: str) -> Named:
 
 
 def merged(offers: Sequence[Named], room: Room) -> Named | None:
-    """One tree of all offers, those of the first first: equal children of one parent are one node, of the first."""
+    """All offers as one tree. Equal tokens below one parent become one node, which keeps the earlier offer's name.
+
+    Returns None if no offer has a node.
+    """
     growing = GrowingOffer(room)
     drafters: list[str] = []
     for each in offers:
@@ -53,9 +56,9 @@ def main_chain(offer: Offer) -> Offer:
 
 
 def make_proposal(num_committed: int, found: Named | None, *, is_chain: bool, is_complete: bool) -> pb.Proposal:
-    """A tree below the last committed token, or a chain of point masses. No offer: a proposal without nodes.
+    """A tree below the last committed token or, with `is_chain`, a chain of point masses.
 
-    `is_complete`: nothing more will come before a commit, so that nobody need wait for it.
+    Without an offer the proposal has no nodes. `is_complete`: no better proposal will come before the next commit.
     """
     if found is None:
         return pb.Proposal(start_position=num_committed, draws_afresh=is_chain, is_complete=is_complete)
@@ -70,7 +73,7 @@ def make_proposal(num_committed: int, found: Named | None, *, is_chain: bool, is
     )
     if is_chain:
         proposal.distributions.extend(pb.SparseDistribution(token_ids=[t], probs=[1.0]) for t in offer.token_ids)
-        proposal.draws_afresh = True  # nothing is drawn at all
+        proposal.draws_afresh = True  # point masses need no noise
     else:
         proposal.parents.extend(offer.parents)
         proposal.scores = bytes(round(255 * min(1.0, max(0.0, score))) for score in offer.scores)

@@ -1,4 +1,4 @@
-"""What a draft without a model exports."""
+"""Metrics of a draft without a model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _DIGEST_DIGITS = 12
 
 
 class PlainRecorder:
-    """Updates a draft's metrics; those of steps, caches and grammars stay as they are."""
+    """Updates a draft's metrics, except those of steps, caches and grammars."""
 
     def __init__(self, metrics: DraftMetrics) -> None:
         self._metrics = metrics
         self._spent = (0, 0, 0.0)
 
     def serves(self, identity: pb.ModelIdentity) -> None:
-        """The target has answered."""
+        """Export the model's info, once the target has answered."""
         self._metrics.info.labels(
             model=identity.name,
             numerics_id="",
@@ -35,7 +35,7 @@ class PlainRecorder:
         self._metrics.requests.labels("closed").inc()
 
     def load(self, num_sessions: int, ledger: Ledger | None) -> None:
-        """Gauges, a few times a second, and what the endpoint was asked."""
+        """Export the number of sessions and what the endpoint has spent since the last call."""
         metrics = self._metrics
         metrics.sessions.set(num_sessions)
         if ledger is None:
@@ -55,15 +55,15 @@ class PlainRecorder:
         self._metrics.drafter_offered.labels(drafter).inc(num_nodes)
 
     def dropped(self, drafter: str) -> None:
-        """A drafter failed, and is not asked any more."""
+        """A drafter failed and was dropped."""
         self._metrics.drafters_dropped.labels(drafter).inc()
 
     def api_fault(self, kind: str) -> None:
-        """A call of an endpoint was of no use. From any thread."""
+        """A call of an endpoint failed. Thread-safe."""
         self._metrics.api_faults.labels(kind).inc()
 
     def proposal(self, num_nodes: int, waited_s: float | None) -> None:
-        """A proposal left; `waited_s` after the commit that it is the first answer to."""
+        """A proposal was sent. `waited_s`: seconds since the commit, if this is the first answer to it."""
         self._metrics.proposals.inc()
         self._metrics.proposal_tokens.observe(num_nodes)
         if waited_s is not None:

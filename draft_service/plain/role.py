@@ -1,7 +1,7 @@
-"""A draft's role without an engine: after each commit its drafters are asked, and what they offer is sent as one tree.
+"""A draft's role without a model: after each commit it asks its drafters and sends their offers as one tree.
 
-Nothing is computed ahead of commits but what an endpoint streams. Nothing that drafters do can change a coupled
-session's output; in rejection mode their tokens are point masses, which are functions of the past (docs/rejection.md).
+Only endpoints stream ahead of commits. Drafters cannot change a coupled session's output. In rejection mode their
+tokens are point masses that depend on the past only (docs/rejection.md).
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import structlog
-from google.rpc import code_pb2
 
 from specdec.config import DraftSettings
-from specdec.draft_service.plain.opening import new_session
 from specdec.draft_service.plain.proposals import Named, main_chain, make_proposal, merged, named
 from specdec.draft_service.plain.recorder import PlainRecorder
-from specdec.draft_service.plain.session import Part, PlainSession
-from specdec.drafting.endpoints.drafter import ApiSession, OpenAiApi
+from specdec.draft_service.plain.session import Part, PlainSession, new_session
+from specdec.drafting.endpoints.drafter import EndpointSession, OpenAiApi
 from specdec.drafting.interface import Drafter, Room
-from specdec.replica.worker.errors import SessionFailure, invalid
+from specdec.drafting.role.commits import CommitConflict, check_no_commit_is_lost, num_known
 from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.opening import check_room
 from specdec.replica.worker.sessions import Owner
@@ -28,7 +26,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.wire.sampling_params import VerifyMode
 
 _POLL_S = 0.004
-"""How often it is looked whether an endpoint has said something."""
+"""Seconds between two looks at the endpoints' streams."""
 _log = structlog.get_logger("specdec.draft")
 
 
@@ -55,7 +53,7 @@ class PlainDrafting:
         recorder.serves(identity)
 
     def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> PlainSession:
-        """Check and admit a session."""
+        """Check and admit a session. Raises SessionFailure, which names the field."""
         check_room(len(self._host.sessions), self._settings.max_sessions)
         session = new_session(owner, session_id, epoch, body, self._identity, self._settings)
         for drafter in list(self._drafters):
@@ -74,7 +72,7 @@ class PlainDrafting:
         return session.num_committed
 
     def entry(self, session: PlainSession, kind: str, body: Any) -> None:
-        """A commit."""
+        """Take a commit. Raises SessionFailure if it leaves a gap or contradicts an earlier one."""
         if kind != "commit":
             return
         session.is_suspended = body.suspend
@@ -83,7 +81,7 @@ class PlainDrafting:
             self._quieten(session)
 
     def owner_message(self, owner: Owner, message: Any) -> None:
-        """How far to draft does not depend on load: an offer costs next to nothing."""
+        """Ignored: an offer costs almost nothing, so depth does not depend on load."""
 
     def close(self, session: PlainSession) -> None:
         """End the drafters' parts."""
@@ -96,35 +94,32 @@ class PlainDrafting:
         self._recorder.closed()
 
     def update_pause(self, session: PlainSession) -> None:
-        """Nobody hears proposals of a session whose owner cannot be told."""
+        """Stop endpoint calls while the session's owner cannot be reached; propose again afterwards."""
         if session.may_step:
             session.is_due = True
         else:
             self._quieten(session)
 
     def resend(self, session: PlainSession, seen: pb.AttachedSession) -> None:
-        """Propose again: whether the last proposal arrived is not known."""
-        if seen.committed_length != session.num_committed:
-            message = f"commits up to {seen.committed_length} were lost"
-            code, position = code_pb2.OUT_OF_RANGE, session.num_committed
-            raise SessionFailure(code, "COMMIT_GAP", message, expected_position=position)
+        """Propose again: the last proposal may be lost. Raises SessionFailure if commits were lost."""
+        check_no_commit_is_lost(session.num_committed, seen)
         session.told, session.is_due = (0, 0, False), True
 
     def absorb_proposals(self, now_s: float) -> None:
-        """See whom an endpoint has told something."""
+        """Mark sessions for which an endpoint has sent text."""
         for session in self._host.sessions:
             if not session.is_due and any(api.has_news for api in _apis(session)):
                 session.is_due = True
 
     def wait_s(self, now_s: float) -> float | None:
-        """0 while somebody is due; a few milliseconds while an endpoint may speak."""
+        """Seconds until the next step: 0 while a session is due, `_POLL_S` while an endpoint streams, else None."""
         able = [session for session in self._host.sessions if _may_propose(session)]
         if any(session.is_due for session in able):
             return 0
         return _POLL_S if any(api.is_waiting for session in able for api in _apis(session)) else None
 
     def step(self) -> None:
-        """Ask the drafters of all sessions that are due, and send what they offer."""
+        """Ask the drafters of all due sessions and send their offers."""
         for session in list(self._host.sessions):
             if session.is_due and _may_propose(session):
                 session.is_due = False
@@ -132,7 +127,7 @@ class PlainDrafting:
                 self._propose(session)
 
     def load(self) -> pb.LoadReport:
-        """How many sessions there are; exports the gauges too."""
+        """The number of sessions. Also exports the gauges."""
         num_sessions = len(self._host.sessions)
         self._recorder.load(num_sessions, self._ledger)
         return pb.LoadReport(
@@ -143,17 +138,11 @@ class PlainDrafting:
         )
 
     def _commit(self, session: PlainSession, start: int, token_ids: list[int]) -> None:
-        committed = session.num_committed
-        if any(token >= self._identity.vocab_size for token in token_ids):
-            raise invalid("commit.token_ids", "a token id is outside the vocabulary", expected_position=committed)
-        overlap = min(committed - start, len(token_ids))
-        if start > committed or session.token_ids[start : start + overlap] != token_ids[:overlap]:
+        try:
+            overlap = num_known(session.token_ids, session.num_committed, start, token_ids, self._identity.vocab_size)
+        except CommitConflict:
             self._recorder.mismatch()
-            is_gap = start > committed
-            code = code_pb2.OUT_OF_RANGE if is_gap else code_pb2.FAILED_PRECONDITION
-            reason = "COMMIT_GAP" if is_gap else "COMMIT_MISMATCH"
-            message = f"commit: {start} does not continue {committed} committed tokens"
-            raise SessionFailure(code, reason, message, field="commit", expected_position=committed)
+            raise
         session.token_ids.extend(token_ids[overlap:])
         session.committed_at_s = time.monotonic()
         session.is_due = True
@@ -187,12 +176,12 @@ class PlainDrafting:
         self._host.emit(session, proposal=proposal.SerializeToString())
 
     def _quieten(self, session: PlainSession) -> None:
-        """What costs money is asked nothing while nobody listens."""
+        """Close paid streams that cannot be used now."""
         for api in _apis(session):
             api.close(session.context)
 
     def _drop(self, name: str, error: Exception) -> None:
-        """A drafter that failed is not asked any more, for nobody, until the service is started again."""
+        """Drop a failed drafter from all sessions until the service restarts."""
         self._host.faults.note(error)
         _log.error("drafter_dropped", drafter=name, error=type(error).__name__)
         self._recorder.dropped(name)
@@ -205,5 +194,5 @@ def _may_propose(session: PlainSession) -> bool:
     return session.may_step and not session.is_suspended and session.max_depth > 0
 
 
-def _apis(session: PlainSession) -> list[ApiSession]:
-    return [part.drafter for part in session.parts if isinstance(part.drafter, ApiSession)]
+def _apis(session: PlainSession) -> list[EndpointSession]:
+    return [part.drafter for part in session.parts if isinstance(part.drafter, EndpointSession)]

@@ -1,1 +1,1 @@
-"""What goes over HTTP: requests, with what is allowed in them, answers and errors."""
+"""The HTTP interface: requests with their allowed values, answers and errors."""

@@ -1,4 +1,5 @@
-"""Answers, as they are described to clients. They are built as dictionaries, which tests hold against these."""
+"""Models of the answers, for clients' documentation. Answers are built as dictionaries; tests check them against
+these."""
 
 from __future__ import annotations
 
@@ -10,22 +11,22 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class AnswerModel(BaseModel):
-    """A part of an answer, with no other fields than these."""
+    """A part of an answer, without further fields."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class PromptTokensDetails(AnswerModel):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
-    cached_tokens: int = Field(description="Found in a prefix cache.")
+    cached_tokens: int = Field(description="Prompt tokens found in a prefix cache.")
 
 
 class CompletionTokensDetails(AnswerModel):
-    """Of the output's tokens, where the request had a prediction."""
+    """Details of the output's tokens, if the request had a prediction."""
 
-    accepted_prediction_tokens: int = Field(description="Taken over from the prediction.")
-    rejected_prediction_tokens: int = Field(description="Of the prediction, tried and not taken.")
+    accepted_prediction_tokens: int = Field(description="Output tokens taken from the prediction.")
+    rejected_prediction_tokens: int = Field(description="Tokens of the prediction that were verified and rejected.")
 
 
 class UsageAnswer(AnswerModel):
@@ -39,61 +40,63 @@ class UsageAnswer(AnswerModel):
 
 
 class SpeculativeDecoding(AnswerModel):
-    """How speculation went, over all choices."""
+    """Speculation statistics over all choices."""
 
     num_spec_steps: int = Field(description="Steps that verified draft tokens.")
     num_draft_tokens: int = Field(description="Draft tokens that were verified.")
-    num_accepted_draft_tokens: int = Field(description="Those that were accepted.")
-    num_spec_tokens: int = Field(description="The most draft tokens on one path of a step.")
-    mean_acceptance_length: float | None = Field(description="Tokens per such step.")
-    draft_acceptance_rate: float | None = Field(description="Accepted of verified.")
+    num_accepted_draft_tokens: int = Field(description="Draft tokens that were accepted.")
+    num_spec_tokens: int = Field(description="Most draft tokens on one path of a step.")
+    mean_acceptance_length: float | None = Field(description="Tokens committed per verifying step.")
+    draft_acceptance_rate: float | None = Field(description="Accepted draft tokens per verified one.")
     acceptance_histogram: list[int] = Field(description="Steps that accepted 0, 1, 2, ... draft tokens.")
 
 
 class Metrics(AnswerModel):
-    """How the request was served."""
+    """Statistics of the request."""
 
     speculative_decoding: SpeculativeDecoding
 
 
 class TokenOrigin(AnswerModel):
-    """Where an output token came from."""
+    """The origin of an output token."""
 
     id: int
     text: str
     origin: Literal["prefill", "draft", "recovered", "bonus", "decode", "forced"]
-    round: int = Field(description="The step that committed it, from 0.")
-    depth: int | None = Field(description="Of a draft token: its distance from the last token committed before.")
-    drafter: str | None = Field(description="Of a draft token: who proposed it, where that is known.")
+    round: int = Field(description="Number of the step that committed it, from 0.")
+    depth: int | None = Field(description="Depth of a draft token below the last token committed before.")
+    drafter: str | None = Field(description="Drafter of a draft token, if known.")
 
 
 class StepNode(AnswerModel):
-    """A token that was proposed."""
+    """A proposed token."""
 
     id: int
     text: str
-    parent: int | None = Field(description="Its parent's place in the list; null: it follows the tokens before.")
-    score: float = Field(description="The drafter's estimate that it is accepted if its parent is.")
-    logprob: float | None = Field(description="Under the target's raw logits, of a verified one.")
+    parent: int | None = Field(description="Index of its parent in the list; null: it follows the committed tokens.")
+    score: float = Field(description="The drafter's estimate of the probability that it is accepted if its parent is.")
+    logprob: float | None = Field(description="Log-probability under the target's raw logits, if verified.")
     state: Literal["accepted", "rejected", "unverified"]
     drafter: str | None = Field(
         default=None,
-        description="Who proposed it first: draft_model, a drafter of the target's own, or forced, where a constraint "
-        "allowed nothing else; null: the target does not say.",
+        description="First drafter that proposed it: draft_model, a drafter of the target's own, or forced, if a "
+        "constraint allowed nothing else; null: the target does not report it.",
     )
 
 
 class DecodingStep(AnswerModel):
-    """A step of the target: what it had to choose from, and what it took."""
+    """A step of the target: the proposed tree, and the committed tokens."""
 
-    start: int = Field(description="Place of its first token in the output.")
-    num_tokens: int = Field(description="Tokens that it committed.")
-    nodes: list[StepNode] = Field(description="What was proposed; empty in a plain step.")
-    at_ms: float = Field(description="When it was decided, since the request came to the coordinator.")
-    step_ms: float = Field(description="The forward pass and the sampling.")
-    hold_off_ms: float = Field(description="How long it waited for a draft.")
-    draft_ms: float = Field(description="Drafting of what it used.")
-    suspended: bool = Field(description="Speculation rests after it, as plain decoding was measured to be faster.")
+    start: int = Field(description="Index of its first token in the output.")
+    num_tokens: int = Field(description="Number of committed tokens.")
+    nodes: list[StepNode] = Field(description="Proposed tokens; empty in a plain step.")
+    at_ms: float = Field(description="Milliseconds from the request's arrival at the coordinator to the step's end.")
+    step_ms: float = Field(description="Milliseconds of forward pass and sampling.")
+    hold_off_ms: float = Field(description="Milliseconds that it waited for a draft.")
+    draft_ms: float = Field(description="Milliseconds of drafting its tree.")
+    suspended: bool = Field(
+        description="Speculation is suspended after it, as plain decoding was measured to be faster."
+    )
 
 
 class TopLogprob(AnswerModel):
@@ -118,14 +121,14 @@ class ChatLogprobs(AnswerModel):
 
 
 class FunctionCall(AnswerModel):
-    """What is to be called."""
+    """A called function."""
 
     name: str | None = None
     arguments: str
 
 
 class ToolCall(AnswerModel):
-    """A call; in chunks a piece of it."""
+    """A call of a function; in chunks, a piece of one."""
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -134,7 +137,7 @@ class ToolCall(AnswerModel):
 
 
 class ChatMessage(AnswerModel):
-    """What the assistant says."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -144,7 +147,7 @@ class ChatMessage(AnswerModel):
 
 
 class ChatDelta(AnswerModel):
-    """What comes to a message."""
+    """The next piece of a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -153,7 +156,7 @@ class ChatDelta(AnswerModel):
 
 
 class ChoiceExtras(AnswerModel):
-    """What choices of all kinds have."""
+    """Fields of all choices."""
 
     index: int
     finish_reason: FinishReason | None
@@ -181,12 +184,12 @@ PromptLogprobs = list[dict[str, Any] | None]
 
 
 class Answer(AnswerModel):
-    """What all answers have."""
+    """Fields of all answers."""
 
     id: str
     created: int
     model: str
-    system_fingerprint: str = Field(description="The numerics id: with it and the seed the output is fixed.")
+    system_fingerprint: str = Field(description="The numerics id: it and the seed determine the output.")
 
 
 class ChatCompletion(Answer):
@@ -211,7 +214,7 @@ class ChatCompletionChunk(Answer):
 
 
 class CompletionLogprobs(AnswerModel):
-    """Four lists with an entry per token."""
+    """Four lists with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -238,7 +241,7 @@ class TextCompletion(Answer):
 
 
 class ModelCard(AnswerModel):
-    """A model that is served."""
+    """A served model."""
 
     id: str
     object: Literal["model"]
@@ -250,13 +253,13 @@ class ModelCard(AnswerModel):
 
 
 class ModelList(AnswerModel):
-    """All models that are served."""
+    """All served models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class VersionAnswer(AnswerModel):
-    """The software."""
+    """The software's version."""
 
     version: str

@@ -23,32 +23,32 @@ from specdec.gateway.api.fields import (
     SamplingFields,
 )
 
-_NO_MEANING = "Accepted, without meaning here."
+_NO_MEANING = "Accepted and ignored."
 
 
 class PredictionPart(RequestModel):
-    """A part of what is expected."""
+    """A part of a prediction."""
 
     type: Literal["text"]
     text: str
 
 
 class Prediction(RequestModel):
-    """Text that is expected in the output, such as a file that is to be changed in places."""
+    """Text expected in the output, such as a file to edit."""
 
     type: Literal["content"]
     content: str | Items[PredictionPart]
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
 
 
 class ChatRequest(SamplingFields):
-    """A conversation to go on with."""
+    """A conversation to continue."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_IN_ALL | {
         *("audio", "function_call", "functions", "media_io_kwargs", "modalities"),
@@ -61,19 +61,21 @@ class ChatRequest(SamplingFields):
         "a text or a list of parts of type text.",
     )
     max_completion_tokens: PositiveCount | None = Field(None, description=MOST_TOKENS)
-    max_tokens: PositiveCount | None = Field(None, description="The older name of max_completion_tokens, which wins.")
-    logprobs: bool | None = Field(None, description="Tell log-probabilities of the output.")
+    max_tokens: PositiveCount | None = Field(
+        None, description="Older name of max_completion_tokens, which takes precedence."
+    )
+    logprobs: bool | None = Field(None, description="Return log-probabilities of the output.")
     top_logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; needs logprobs.")
     tools: Items[dict[str, Any]] | None = Field(None, description="Functions that may be called.")
     tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required or a named function.")
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="A variable of the chat template, if that reads it.")
-    include_reasoning: bool | None = Field(None, description="Tell what a reasoning model thinks; default true.")
+    include_reasoning: bool | None = Field(None, description="Return a reasoning model's reasoning; default true.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: Literal[False] | None = None
-    prediction: Prediction | None = Field(None, description="What the output is expected to be, for the most part.")
-    echo: bool | None = Field(None, description="Begin with the last message, if it is the assistant's.")
+    prediction: Prediction | None = Field(None, description="Text that most of the output is expected to repeat.")
+    echo: bool | None = Field(None, description="Begin the answer with the last message, if it is the assistant's.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
     chat_template: ChatTemplateText | None = None
     documents: Documents | None = None
@@ -98,7 +100,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def most_tokens(self) -> Count | None:
-        """Most output tokens of a choice; None: what the context leaves."""
+        """Most output tokens of a choice; None: as many as fit the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

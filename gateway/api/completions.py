@@ -28,7 +28,7 @@ Prompts = (
 
 
 class CompletionRequest(SamplingFields):
-    """Texts, or token ids, to go on with."""
+    """Texts or token ids to continue."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_IN_ALL | {
         *("add_special_tokens", "length_penalty", "prompt_embeds", "suffix"),
@@ -39,11 +39,11 @@ class CompletionRequest(SamplingFields):
     prompt: Prompts = Field(description="A text, a list of texts, token ids, or a list of lists of token ids.")
     max_tokens: Count | None = Field(
         None,
-        description="Default 16; else as in chats. With 0 nothing is generated: for log-probabilities of the prompt.",
+        description="Default 16; otherwise as in chats. 0 generates nothing, for log-probabilities of the prompt.",
     )
     logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; absent: no log-probabilities.")
-    echo: bool | None = Field(None, description="Begin with the prompt, and with its log-probabilities.")
-    best_of: PositiveCount | None = Field(None, description="Only what n is.")
+    echo: bool | None = Field(None, description="Begin the answer with the prompt and its log-probabilities.")
+    best_of: PositiveCount | None = Field(None, description="Must equal n.")
 
     add_special_tokens: Literal[True] | None = None
     length_penalty: None = None
@@ -52,7 +52,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """All of them; a single one as a list of one."""
+        """All prompts; a single one as a list of one."""
         prompt = self.prompt
         if isinstance(prompt, str | PackedIds) or isinstance(prompt[0], int):
             return [prompt]

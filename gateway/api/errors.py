@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, from whatever went wrong."""
+"""Errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 _QUOTA_REASONS = ("QUOTA_EXCEEDED",)
 MOST_SHOWN_CHARS = 100
-"""Of what a client sent, where an error quotes it."""
+"""Characters of a client's value that an error quotes."""
 _MOST_MESSAGE_CHARS = 2000
-"""Of a message in all, whoever wrote it."""
+"""Characters of an error message, at most."""
 
 
 class ErrorBody(BaseModel):
-    """What went wrong."""
+    """An error."""
 
     message: str
     type: str = Field(description="invalid_request_error, requests, tokens, timeout or server_error.")
-    param: str | None = Field(description="The field at fault, if it is one.")
-    code: str | None = Field(description="A stable name of the cause.")
+    param: str | None = Field(description="The faulty field, if there is one.")
+    code: str | None = Field(description="Stable name of the cause.")
 
 
 class ErrorAnswer(BaseModel):
@@ -57,30 +57,30 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, object]:
-        """As `ErrorAnswer`."""
+        """The body, an `ErrorAnswer`."""
         told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": told}
 
     @property
     def headers(self) -> dict[str, str]:
-        """What goes along: when to try again, in whole seconds, at least one."""
+        """The retry-after header in whole seconds, at least 1; empty without one."""
         if self.retry_after_s is None:
             return {}
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
 
 
 def cut(text: str, most_chars: int = MOST_SHOWN_CHARS) -> str:
-    """The beginning of a text, marked where something is left out."""
+    """The first characters of a text, with "..." if it is cut."""
     return text if len(text) <= most_chars else f"{text[:most_chars]}..."
 
 
 def invalid(param: str | None, problem: str, code: str | None = None) -> ApiError:
-    """A request that cannot be served as it is, because of this field."""
+    """An error 400 that names the faulty field."""
     return ApiError(400, f"{param}: {problem}" if param else problem, param=param, code=code)
 
 
 def unsupported(param: str, what: str = "is not supported by this server") -> ApiError:
-    """A field with a value that this server cannot honour."""
+    """An error 400 for a value that this server does not support."""
     return invalid(param, what, "unsupported_parameter")
 
 
@@ -96,15 +96,15 @@ _STATUSES: Mapping[type[SpecdecError], tuple[int, str, str]] = {
     rpc.Unavailable: (503, SERVER_ERROR, "service_unavailable"),
     rpc.DeadlineExceeded: (504, "timeout", "deadline_exceeded"),
 }
-"""Status, type and code. What is missing is 500."""
+"""Status, type and code; other errors are 500."""
 
 
 def from_specdec(error: SpecdecError, names: Mapping[str, str]) -> ApiError:
-    """What a coordinator's error is over HTTP.
+    """A coordinator's error as an HTTP error.
 
     Args:
         error: from a call.
-        names: fields of the HTTP request by those of the gRPC request, where they differ.
+        names: HTTP field names by gRPC field names, where they differ.
     """
     if isinstance(error, rpc.InvalidRequest):
         param = param_of(error.field, names)
@@ -122,7 +122,7 @@ def from_specdec(error: SpecdecError, names: Mapping[str, str]) -> ApiError:
 
 
 def param_of(field: str, names: Mapping[str, str]) -> str:
-    """The path of a field of the HTTP request, from that of the gRPC request, such as sampling.stop[0]."""
+    """Path of a field in the HTTP request, from its gRPC path, such as sampling.stop[0]."""
     path = field.removeprefix("sampling.")
     if path.startswith("messages."):
         path = path.removeprefix("messages.")

@@ -1,4 +1,4 @@
-"""Fields that several requests have, with the values that each may have."""
+"""Fields shared by several requests, with their allowed values."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from specdec.wire.sampling_limits import (
 
 MAX_REQUEST_ID_CHARS = 128
 MOST_TOKENS = (
-    "Most output tokens of a choice. Default: what the context leaves, and no more than the deployment's limit, if it "
-    "has one. More than that is cut to it, or refused where the deployment is set so."
+    "Most output tokens of a choice. Default: as many as fit the context and the deployment's limit, if it has one. "
+    "A larger number is cut to these, or refused if the deployment is set so."
 )
 _MOST_COUNT = 2**32 - 1
 
@@ -43,7 +43,7 @@ def _within(range_: Range) -> Any:
 
 
 class PackedIds:
-    """Very many token ids as gRPC carries them: a list of Python's takes ten times their bytes."""
+    """Many token ids, encoded as for gRPC: a Python list takes ten times their bytes."""
 
     __slots__ = ("_num", "wire")
 
@@ -53,11 +53,11 @@ class PackedIds:
         """An encoded `api.TokenIds`."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of ids."""
         return self._num
 
     def add(self, ids: list[int]) -> None:
-        """Some thousands more. Raises ValueError or TypeError where one is none."""
+        """Append ids. Raises ValueError or TypeError if one is invalid."""
         self.wire += api.TokenIds(token_ids=ids).SerializeToString()
         self._num += len(ids)
 
@@ -67,7 +67,7 @@ def _packed(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 def _until_wrong(biases: Any) -> Any:
-    """Biases; of those that are not right the first alone, as each would be told."""
+    """The biases, or the first invalid one alone: pydantic would report each."""
     if not isinstance(biases, dict):
         return biases
     for token_id, bias in biases.items():
@@ -79,19 +79,21 @@ def _until_wrong(biases: Any) -> Any:
 
 _T = TypeVar("_T")
 Items = Annotated[list[_T], Field(fail_fast=True)]
-"""A list that is given up at its first wrong item: to tell of millions takes seconds, in which nobody is served."""
+"""A list checked up to its first wrong item: reporting millions would block the process for seconds."""
 Messages = Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=16 * 1024)]
-Documents = Annotated[Items[dict[str, Any]], Field(description="The template's variable documents, for what reads it.")]
+Documents = Annotated[
+    Items[dict[str, Any]], Field(description="Documents for templates that read the variable `documents`.")
+]
 ChatTemplateText = Annotated[
     str,
     Field(
         min_length=1,
-        description="In Jinja, in place of the model's, where the coordinator trusts templates of clients.",
+        description="Jinja source that replaces the model's template, if the coordinator trusts clients' templates.",
     ),
 ]
 TokenId = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
 TokenIds = Annotated[Items[TokenId], WrapValidator(_packed)]
-"""Of very many ids: `PackedIds`."""
+"""Token ids; long lists are `PackedIds`."""
 Count = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=_MOST_COUNT)]
 Temperature = Annotated[float, _within(RANGES["temperature"])]
@@ -105,26 +107,26 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 _TOKEN_ID_TEXT = re.compile(r"[0-9]{1,9}")
 TokenIdText = Annotated[str, Field(pattern=rf"^{_TOKEN_ID_TEXT.pattern}$")]
 Empty = Annotated[list[Any], Field(max_length=0)]
-"""A list that may only be empty: of what is not supported."""
+"""A list that must be empty, for an unsupported field."""
 EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
 
 
 class RequestModel(BaseModel):
-    """A request's body or a part of it. Types are taken as they are: no number is read from a text."""
+    """A request's body or a part of it. Types are strict: no number is read from a text."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
     unsupported: ClassVar[frozenset[str]] = frozenset()
-    """Fields that clients send and that have one value here: the one that asks for nothing."""
+    """Unsupported fields, accepted only with the value that asks for nothing."""
     token_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields that may have token ids by the million."""
+    """Fields that may have millions of token ids."""
     large_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields that may have other values by the hundred thousand."""
+    """Fields that may have hundreds of thousands of other values."""
 
     @model_validator(mode="before")
     @classmethod
     def _until_unknown(cls, value: Any) -> Any:
-        """The fields; of those that are not known the first alone, as each would be told."""
+        """The fields, with only the first unknown one: pydantic would report each."""
         if not isinstance(value, dict):
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -135,52 +137,53 @@ class RequestModel(BaseModel):
 
 
 class StreamOptions(RequestModel):
-    """What a stream tells beside the output."""
+    """Extras of a stream."""
 
-    include_usage: bool | None = Field(None, description="End with a chunk that has the usage, and no choices.")
+    include_usage: bool | None = Field(None, description="End with a chunk of usage without choices.")
     continuous_usage_stats: bool | None = Field(None, description="With include_usage: the usage so far in each chunk.")
     include_obfuscation: bool | None = Field(None, description="Accepted; nothing is padded.")
 
 
 class Speculation(RequestModel):
-    """What differs from the deployment's speculation settings. Coupled verification never changes the output."""
+    """Overrides of the deployment's speculation settings. Coupled verification never changes the output."""
 
     enabled: bool | None = Field(None, description="Speculate at all; default true.")
     verify_mode: Literal["coupled", "rejection"] | None = Field(None, description="Default: the deployment's.")
     rejection_sample_method: Literal["standard", "block"] | None = Field(
-        None, description="How rejection decides on a chain: token by token, or as a whole. Default: the deployment's."
+        None,
+        description="Test of rejection mode on chains: per token (standard) or per block. Default: the deployment's.",
     )
     max_draft_tokens: Count | None = Field(None, description="At most this many draft tokens per step.")
     time_per_token_ms: Annotated[float, Field(ge=0.001, le=60_000)] | None = Field(
-        None, description="Wanted mean time of an output token after the first."
+        None, description="Wanted mean time per output token after the first."
     )
     drafters: Annotated[Items[str], Field(max_length=64)] | None = Field(
-        None, description="Names of the drafters that may propose; draft_model is the draft. Default: all."
+        None, description="Drafters that may propose; draft_model is the draft service. Default: all."
     )
 
 
 class StructuredOutputs(RequestModel):
-    """What the output must be, by vLLM's names. Exactly one of the first six is set."""
+    """Constraint on the output, with vLLM's names. Exactly one of the first six is set."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset()
 
     json_schema: str | dict[str, Any] | bool | None = Field(None, alias="json", description="JSON of this JSON schema.")
-    regex: str | None = Field(None, description="A text that a regular expression matches as a whole.")
+    regex: str | None = Field(None, description="Regular expression that matches the whole output.")
     choice: Annotated[Items[str], Field(max_length=MAX_CHOICES)] | None = Field(None, description="One of these texts.")
-    grammar: str | None = Field(None, description="A text of a grammar, in the form of Lark that llguidance reads.")
+    grammar: str | None = Field(None, description="Grammar of the output, in llguidance's form of Lark.")
     json_object: bool | None = Field(None, description="Any JSON object.")
     structural_tag: str | dict[str, Any] | None = Field(
-        None, description="Parts that must be so between free text: a structural tag of xgrammar, as JSON or its text."
+        None, description="Constrained parts in free text: xgrammar's structural tag, as JSON or its text."
     )
 
-    disable_fallback: bool | None = Field(None, description="Accepted; there is none.")
+    disable_fallback: bool | None = Field(None, description="Accepted; there is no fallback.")
     disable_any_whitespace: Literal[False] | None = None
     disable_additional_properties: Literal[False] | None = None
     whitespace_pattern: None = None
 
 
 class TextFormat(RequestModel):
-    """Output as it comes."""
+    """Unconstrained output."""
 
     type: Literal["text"]
 
@@ -197,18 +200,18 @@ class JsonSchema(RequestModel):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema", description="Absent: any JSON object.")
-    strict: bool | None = Field(None, description="Accepted; schemas are always kept to.")
+    strict: bool | None = Field(None, description="Accepted; schemas are always enforced.")
 
 
 class JsonSchemaFormat(RequestModel):
-    """JSON that a schema allows."""
+    """JSON of a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
 class StructuralTagFormat(RequestModel):
-    """Parts that must be so between free text: a structural tag of xgrammar, by its format or in the older form."""
+    """Constrained parts in free text: xgrammar's structural tag, by its format or in the older form."""
 
     type: Literal["structural_tag"]
     format: dict[str, Any] | None = Field(None, description="A format with its type, such as triggered_tags.")
@@ -222,9 +225,9 @@ ResponseFormat = Annotated[
 
 
 class SamplingFields(RequestModel):
-    """How tokens are picked, when a choice ends, and what is told: alike for chats and completions."""
+    """Sampling, ends of choices, and extras of the answer, for chats and completions."""
 
-    model: str | None = Field(None, description="A name that /v1/models lists; default: the one that is served.")
+    model: str | None = Field(None, description="Name listed by /v1/models; default: the served model.")
     temperature: Temperature | None = Field(None, description="0 is greedy; default 1.")
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, le=_MOST_COUNT)] | None = Field(None, description="-1 and 0 keep all.")
@@ -233,16 +236,16 @@ class SamplingFields(RequestModel):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenIdText, Bias], BeforeValidator(_until_wrong)] | None = Field(
-        None, description="By token id."
+        None, description="Bias by token id."
     )
     allowed_token_ids: Annotated[Items[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = Field(
         None, description="Only these tokens are sampled."
     )
     bad_words: Annotated[Items[str], Field(max_length=MAX_BAD_WORDS)] | None = Field(
-        None, description="Texts whose tokens the output never has."
+        None, description="Texts whose token sequences the output never contains."
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
-        None, description="The same seed gives the same output while system_fingerprint is the same."
+        None, description="Equal seeds give equal output while system_fingerprint is equal."
     )
     n: PositiveCount | None = Field(None, description="Number of choices; default 1.")
     stop: str | Items[str] | None = Field(None, description="Strings that end a choice.")
@@ -255,15 +258,15 @@ class SamplingFields(RequestModel):
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; default true.")
     spaces_between_special_tokens: Literal[True] | None = None
     truncate_prompt_tokens: PositiveCount | None = Field(None, description="Keep only the prompt's last tokens.")
-    prompt_logprobs: NumLogprobs | None = Field(None, description="Of the prompt's tokens; not for streams.")
-    return_token_ids: bool | None = Field(None, description="Tell the ids of the prompt and of the output.")
-    return_tokens_as_token_ids: bool | None = Field(None, description="In log-probabilities, token_id:ID for texts.")
-    return_token_origins: bool | None = Field(None, description="Tell where each token came from.")
-    return_steps: bool | None = Field(None, description="Tell what each step had to choose from, and what it took.")
+    prompt_logprobs: NumLogprobs | None = Field(None, description="Alternatives per prompt token; not for streams.")
+    return_token_ids: bool | None = Field(None, description="Return the token ids of prompt and output.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Name tokens in log-probabilities token_id:ID.")
+    return_token_origins: bool | None = Field(None, description="Return the origin of each token.")
+    return_steps: bool | None = Field(None, description="Return each step's proposed tree and committed tokens.")
     response_format: ResponseFormat | None = Field(
         None, description="text, json_object, json_schema or structural_tag."
     )
-    structured_outputs: StructuredOutputs | None = Field(None, description="What the output must be.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Constraint on the output.")
     speculation: Speculation | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(None, description="Lower goes first.")
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[!-~]+$")] | None = None
@@ -271,9 +274,9 @@ class SamplingFields(RequestModel):
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt | None = Field(
         None,
-        description="Keeps its prefixes apart from those of requests with another salt, or none; 128 bytes.",
+        description="Separates its cached prefixes from requests with another salt or none; 128 bytes.",
     )
-    user: str | None = Field(None, description="Accepted, without meaning here.")
+    user: str | None = Field(None, description="Accepted and ignored.")
 
     logits_processors: Empty | None = None
     thinking_token_budget: None = None
@@ -302,7 +305,7 @@ class SamplingFields(RequestModel):
 
 
 CONVERSATION = frozenset({"messages", "tools", "documents", "chat_template_kwargs"})
-"""Fields whose values only the conversation's limit bounds."""
+"""Fields bounded only by the conversation's limit."""
 UNSUPPORTED_IN_ALL = frozenset(
     {
         *("logits_processors", "thinking_token_budget"),

@@ -1,4 +1,4 @@
-"""From what pydantic found to an error in OpenAI's form, which names the field as the client wrote it."""
+"""Turn pydantic's errors into OpenAI's form, which names the field as the client wrote it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = MOST_SHOWN_CHARS
 
 
 def validated(model: type[M], body: Any) -> M:
-    """The request that a JSON value is. Raises ApiError, of the first field at fault."""
+    """The request in a JSON value. Raises ApiError for the first faulty field."""
     if not isinstance(body, dict):
         raise invalid(None, "the body must be a JSON object", "invalid_type")
     try:
@@ -27,7 +27,7 @@ def validated(model: type[M], body: Any) -> M:
 
 
 def _first_error(model: type[RequestModel], body: dict[str, Any], problems: list[Any]) -> ApiError:
-    # A value of several types has a problem for each of them: those that came furthest say the most.
+    # A union gives a problem per type: the deepest path says most.
     problem = max(problems, key=lambda one: (one["loc"][0] == problems[0]["loc"][0], len(_path(body, one))))
     path = _path(body, problem)
     head, name = str(problem["loc"][0]), _written(path)
@@ -44,13 +44,13 @@ def _first_error(model: type[RequestModel], body: dict[str, Any], problems: list
 
 
 def invalid_argument(name: str) -> ApiError:
-    """A field that does not exist."""
+    """The error for an unknown field."""
     message = f"Unrecognized request argument supplied: {name}"
     return ApiError(400, message, param=name, code="unknown_parameter")
 
 
 def short(value: Any) -> str:
-    """A value for people, of which the beginning is enough; costs no more for one that is large."""
+    """The beginning of a value for people, at a bounded cost."""
     return cut(_SHOWN.repr(value))
 
 

@@ -1,4 +1,4 @@
-"""The request and the answer of /v1/responses: text in, text out, and nothing is kept."""
+"""The request and the answer of /v1/responses: text in, text out; responses are not stored."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from specdec.gateway.api.fields import (
     TopP,
 )
 
-_NO_MEANING = "Accepted, without meaning here."
+_NO_MEANING = "Accepted and ignored."
 
 
 class ResponseSchema(JsonSchema):
-    """JSON that a schema allows."""
+    """JSON of a schema."""
 
     type: Literal["json_schema"]
 
@@ -41,7 +41,7 @@ class ResponseText(RequestModel):
 
 
 class ResponseReasoning(RequestModel):
-    """How much to think."""
+    """Reasoning options."""
 
     effort: str | None = Field(None, description="A variable of the chat template, if that reads it.")
     summary: None = None
@@ -49,7 +49,7 @@ class ResponseReasoning(RequestModel):
 
 
 class ResponseStreamOptions(RequestModel):
-    """What a stream tells besides."""
+    """Extras of a stream."""
 
     include_obfuscation: bool | None = Field(None, description="Accepted; nothing is padded.")
 
@@ -65,7 +65,7 @@ class ResponsesRequest(RequestModel):
     )
     large_fields: ClassVar[frozenset[str]] = frozenset({"input", "chat_template_kwargs"})
 
-    model: str | None = Field(None, description="A name that /v1/models lists; default: the one that is served.")
+    model: str | None = Field(None, description="Name listed by /v1/models; default: the served model.")
     input: str | Messages = Field(
         description="A text, or messages with role and content, which is a text or a list of parts of text."
     )
@@ -73,7 +73,7 @@ class ResponsesRequest(RequestModel):
     max_output_tokens: PositiveCount | None = Field(None, description=MOST_TOKENS)
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_logprobs: NumLogprobs | None = Field(None, description="Log-probabilities with so many alternatives.")
+    top_logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; absent: no log-probabilities.")
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     reasoning: ResponseReasoning | None = None
@@ -86,8 +86,10 @@ class ResponsesRequest(RequestModel):
     speculation: Speculation | None = Field(None, description="As in chats.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="As in chats.")
     cache_salt: CacheSalt | None = Field(None, description="As in chats.")
-    return_token_origins: bool | None = Field(None, description="As in chats: token_origins of each delta, and of all.")
-    return_steps: bool | None = Field(None, description="As in chats: steps of each delta, and all.")
+    return_token_origins: bool | None = Field(
+        None, description="As in chats: token_origins of each delta, and of the answer."
+    )
+    return_steps: bool | None = Field(None, description="As in chats: steps of each delta, and of the answer.")
 
     metadata: dict[str, Any] | None = Field(None, description=_NO_MEANING)
     parallel_tool_calls: bool | None = Field(None, description=_NO_MEANING)
@@ -113,8 +115,8 @@ class ResponsesRequest(RequestModel):
 
 
 class ResponseAnswer(BaseModel):
-    """The answer of /v1/responses, as OpenAI has it, with `metrics` and `system_fingerprint` as in chats, and
-    `token_origins` and `steps` where they were asked for.
+    """The answer of /v1/responses as at OpenAI, with `metrics` and `system_fingerprint` as in chats, and
+    `token_origins` and `steps` if the client wants them.
     """
 
     model_config = ConfigDict(extra="allow")

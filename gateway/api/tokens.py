@@ -49,7 +49,7 @@ class TokenizeAnswer(BaseModel):
 
 
 class DetokenizeBody(RequestModel):
-    """Token ids to make text of."""
+    """Token ids to decode."""
 
     token_fields: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
@@ -64,7 +64,7 @@ class DetokenizeAnswer(BaseModel):
 
 
 class TokenizerInfoAnswer(BaseModel):
-    """What clients may want to know of the tokenizer."""
+    """The tokenizer's description."""
 
     tokenizer_class: str = Field(description="Always PreTrainedTokenizerFast.")
     bos_token: str | None = None

@@ -1,1 +1,1 @@
-"""Chats between OpenAI's form and the model's: messages to templates, output to content, reasoning and calls. Pure."""
+"""Translate chats: messages for templates, and output to content, reasoning and calls. Pure functions."""

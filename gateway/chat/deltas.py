@@ -1,7 +1,8 @@
-"""What a piece of output means to a chat client, and the form of the parsers that find it out."""
+"""Pieces of a chat message, the protocol of the parsers that produce them, and markers in text that comes in pieces."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,13 +12,13 @@ class ToolCallDelta:
     """The next piece of a call."""
 
     index: int
-    """Of the call in its message, from 0 on."""
+    """Number of the call in its message, from 0."""
     id: str = ""
-    """In the first delta of a call only; of no other call."""
+    """Unique id of the call, in its first delta only."""
     name: str = ""
-    """Of the function; in the first delta of a call only."""
+    """Name of the function, in the first delta of a call only."""
     arguments: str = ""
-    """A piece of JSON text. All pieces of a call that the model ended well are one JSON value."""
+    """A piece of JSON text. If the model ended the call well, all pieces form one JSON value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +31,20 @@ class MessageDelta:
 
 
 class StreamingParser(Protocol):
-    """Parses one message, in pieces as they come. However a text is cut, all deltas together are the same.
+    """Parses one message in pieces. All deltas together are equal, however the text is cut.
 
-    No text is an error: what is not well-formed is content, or a call that ends as the text does.
+    No text is an error: malformed text is content, or a call that ends with the text.
     """
 
     def push(self, text: str) -> list[MessageDelta]:
-        """What the next piece of text lets be told now; what may be the start of a marker is held back."""
+        """Deltas of the next piece of text; text that may begin a marker is held back."""
 
     def finish(self) -> list[MessageDelta]:
-        """What was held back, at the end of the text. Nothing is pushed after it."""
+        """Deltas of the held text, at the end. No push may follow."""
 
 
 class PlainParser:
-    """Takes everything for content."""
+    """Treats all text as content."""
 
     def push(self, text: str) -> list[MessageDelta]:
         """See `StreamingParser.push`."""
@@ -52,3 +53,31 @@ class PlainParser:
     def finish(self) -> list[MessageDelta]:
         """See `StreamingParser.finish`."""
         return []
+
+
+def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
+    """Split at the first of several markers.
+
+    Returns:
+        The text before the marker, the marker, and the text after it. Without a marker: the text that is part of none,
+        an empty string, and the end of the text that may begin one.
+    """
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if found:
+        at, marker = min(found)
+        return text[:at], marker, text[at + len(marker) :]
+    num_held = max((_num_held(text, marker) for marker in markers), default=0)
+    return text[: len(text) - num_held], "", text[len(text) - num_held :]
+
+
+def may_become(text: str, marker: str) -> bool:
+    """Whether a text is a proper prefix of a marker."""
+    return len(text) < len(marker) and marker.startswith(text)
+
+
+def _num_held(text: str, marker: str) -> int:
+    """Length of the longest suffix of the text that is a proper prefix of the marker."""
+    for num in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:num]):
+            return num
+    return 0

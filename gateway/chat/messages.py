@@ -1,4 +1,4 @@
-"""From the messages and tools of a chat request in OpenAI's form to what the coordinator renders."""
+"""Check the messages and tools of a chat request, and convert them for the coordinator."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from specdec.wire.message_sizes import MOST_CONVERSATION_VALUES
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of parts that are text, and where it stands in them."""
+"""Types of text parts, each with the field that holds the text."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _KEPT = ("name", "tool_call_id", *_REASONING)
-"""What templates may read of a message besides; all of it is text."""
+"""Further text fields of a message that templates may read."""
 _MOST_NAME_CHARS = 256
 _VALUES_PER_PART = 3
-"""Itself, its type and its text."""
+"""Values of a part: itself, its type and its text."""
 _VALUES_PER_TOOL = 4
-"""Itself, its type, its function and that one's name."""
+"""Values of a tool, at least: itself, its type, its function and the function's name."""
 
 ToolChoice = str | Mapping[str, Any] | None
 """none, auto, required or a named function, as in {"type": "function", "function": {"name": "f"}}."""
@@ -39,21 +39,21 @@ def to_chat_messages(
 ) -> api.ChatMessages:
     """Return the conversation of a chat request, checked.
 
-    Developers count as the system, as templates know no developer. Calls stay as they are told: the coordinator knows
-    what its template takes. With the tool choice none the template is shown no tools, with a named function that one.
+    The role developer becomes system, as templates know no developer. Calls keep their form: the coordinator knows what
+    its template takes. With the tool choice none the template gets no tools, with a named function only that one.
 
     Args:
         messages: dicts or pydantic models.
-        tools: the same.
-        tool_choice: which of them may be called; None: any, if there are any.
+        tools: dicts or pydantic models.
+        tool_choice: which tools may be called; None: any.
         add_generation_prompt: end where the assistant's turn starts; None: unless the last message is continued.
         continue_final_message: end within the last message.
         template_variables: further variables of the template (chat_template_kwargs).
-        documents: what templates may read as documents; objects.
-        chat_template: in place of the model's; None: that.
+        documents: objects for the template's variable `documents`.
+        chat_template: replaces the model's template; None: use the model's.
 
     Raises:
-        InvalidRequest: the field is the path of what is wrong in the request, as in messages[2].content[1].type.
+        InvalidRequest: names the path of the faulty field, such as messages[2].content[1].type.
     """
     if not _list("messages", messages):
         raise InvalidRequest("messages", "must not be empty")
@@ -80,7 +80,7 @@ def check_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
 
 
 def named_function(tool_choice: ToolChoice) -> str | None:
-    """The function that a tool choice names, if it does. Raises InvalidRequest where it is of no known form."""
+    """The function that a tool choice names, or None. Raises InvalidRequest for an unknown form."""
     if tool_choice is None or isinstance(tool_choice, str):
         if tool_choice not in (None, "none", "auto", "required"):
             raise InvalidRequest("tool_choice", "must be none, auto, required or a function")
@@ -96,9 +96,9 @@ def _shown(tools: list[dict[str, Any]], tool_choice: ToolChoice) -> list[dict[st
     if name is not None:
         tools = [tool for tool in tools if tool["function"]["name"] == name]
         if not tools:
-            raise InvalidRequest("tool_choice.function.name", f"no tool is called {name!r}")
+            raise InvalidRequest("tool_choice.function.name", f"no tool has the name {name!r}")
     elif tool_choice == "required" and not tools:
-        raise InvalidRequest("tool_choice", "there are no tools to call")
+        raise InvalidRequest("tool_choice", "required needs tools")
     return [] if tool_choice == "none" else tools
 
 
@@ -171,7 +171,7 @@ def _call(path: str, call: Any) -> dict[str, Any]:
 
 
 def _arguments(path: str, arguments: Any) -> Any:
-    """As they were told; none are an empty object."""
+    """The arguments unchanged; an empty object if there are none."""
     if isinstance(arguments, Mapping):
         return arguments
     return _text(f"{path}.function.arguments", "{}" if arguments is None or arguments == "" else arguments)
@@ -183,7 +183,7 @@ def _num_parts(message: Any) -> int:
 
 
 def _check_num_values(field: str, num_values: int) -> None:
-    """Before each takes several times its memory: what coordinators refuse."""
+    """Refuse early what coordinators would refuse, before each value takes several times its memory."""
     if num_values > MOST_CONVERSATION_VALUES:
         raise InvalidRequest(field, f"the conversation has more than {MOST_CONVERSATION_VALUES} values")
 
@@ -195,7 +195,7 @@ def _list(path: str, value: Any) -> Sequence[Any]:
 
 
 def _fields(path: str, value: Any) -> dict[str, Any]:
-    """What a dict or a pydantic model has that is not null."""
+    """The non-null fields of a dict or a pydantic model."""
     if not isinstance(value, Mapping) and callable(dump := getattr(value, "model_dump", None)):
         value = dump(mode="json", exclude_unset=True)
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The parser of an assistant's message: its reasoning first, and the calls in what is left."""
+"""Parse an assistant's message: first its reasoning, then the calls in the rest."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def make_message_parser(
     thinking: bool | None = None,
     schemas: Mapping[str, Any] | None = None,
 ) -> StreamingParser:
-    """A parser of one message of one choice.
+    """Make a parser of one choice's message.
 
-    That a call is made, or that its arguments fit a schema, is not guaranteed by parsing. Where the output was held to
-    calls (`forced`), it is a list of them and nothing else.
+    Parsing does not guarantee that a call is made, or that its arguments fit a schema. If the output was constrained
+    to calls (`forced`), it is a list of them and nothing else.
 
     Args:
         reasoning: name of a reasoning parser (`reasoning.REASONING_PARSERS`).
         tools: name of a tool parser (`tool_calls.TOOL_PARSERS`).
-        has_tools: the request has tools. Without them, or with the tool choice none, all is content.
+        has_tools: the request has tools; without them, or with the tool choice none, all text is content.
         tool_choice: the request's.
-        forced: the output is held to a list of calls as JSON, after the reasoning.
-        parallel_tool_calls: False: calls after the first are left out.
-        thinking: what the request told the template; see `make_reasoning_parser`.
+        forced: the output is constrained to a JSON list of calls after the reasoning.
+        parallel_tool_calls: False: drop calls after the first.
+        thinking: the request's template variable; see `make_reasoning_parser`.
         schemas: see `make_tool_parser`.
 
     Raises:
-        ValueError: a name is unknown, or only one of the two is harmony, where both are told apart by one parser.
+        ValueError: a name is unknown, or the two parsers do not go together.
     """
     check_names(reasoning, tools)
     tool_parser = make_tool_parser(tools, schemas)
@@ -53,15 +53,15 @@ def make_message_parser(
 
 
 def check_names(reasoning: str, tools: str) -> None:
-    """Raises ValueError where the two parsers do not go together."""
+    """Raise ValueError if the two parsers do not go together."""
     if tools == "harmony" and reasoning != "harmony":
-        raise ValueError("the tool parser harmony needs the reasoning parser harmony")
+        raise ValueError("tool_parser harmony needs reasoning_parser harmony")
     if reasoning == "harmony" and tools not in ("harmony", "none"):
-        raise ValueError(f"the reasoning parser harmony goes with the tool parser harmony or none, not {tools}")
+        raise ValueError(f"reasoning_parser harmony needs tool_parser harmony or none, not {tools}")
 
 
 class MessageParser:
-    """Gives the content that a reasoning parser finds to a tool parser."""
+    """Passes the content of a reasoning parser to a tool parser."""
 
     def __init__(self, reasoning: StreamingParser, tools: StreamingParser, parallel_tool_calls: bool) -> None:
         self._reasoning = reasoning

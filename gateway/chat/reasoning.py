@@ -1,4 +1,4 @@
-"""Think sections: what a model says to itself before it answers, told apart from the answer while it streams."""
+"""Separate a model's think section from its answer, while it streams."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
 
-from specdec.gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
-from specdec.gateway.chat.markers import may_become, split_at_marker
+from specdec.gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser, may_become, split_at_marker
 from specdec.gateway.chat.tool_calls.harmony import HarmonyParser
 
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """How a family of models marks its think sections."""
+    """Markers of a model family's think sections."""
 
     start: str
     end: str
     starts_in_prompt: bool
-    """The template's own end opens the section, so that the output has only its end."""
+    """The prompt ends with the start marker, so the output has only the end marker."""
 
 
 _THINK = ("<think>", "</think>")
@@ -36,16 +35,16 @@ _WITH_SPECIAL_TOKENS = ("mistral", "harmony")
 
 
 ReasoningParser: TypeAlias = StreamingParser
-"""Its deltas are content and reasoning."""
+"""A parser whose deltas are content and reasoning."""
 
 
 def make_reasoning_parser(name: str, *, thinking: bool | None = None) -> StreamingParser:
-    """A parser of one message.
+    """Make a parser of one message.
 
     Args:
-        name: one of `REASONING_PARSERS`. "none" takes everything for content.
-        thinking: what the request told the template (enable_thinking, thinking). False: no section is open at the start
-            of the output. None, and True for a family that writes the start itself: as the family does by default.
+        name: one of `REASONING_PARSERS`; "none" treats all text as content.
+        thinking: the request's template variable (enable_thinking, thinking). False: the output begins outside a
+            section. None, and True for a family that writes the start itself: the family's default.
 
     Raises:
         ValueError: the name is unknown.
@@ -62,23 +61,23 @@ def make_reasoning_parser(name: str, *, thinking: bool | None = None) -> Streami
 
 
 def marks_are_special_tokens(name: str) -> bool:
-    """Whether what marks reasoning may be special tokens, so that texts are made with them (skip_special_tokens)."""
+    """Whether markers of reasoning may be special tokens, so that the text must keep them (skip_special_tokens)."""
     return name in _WITH_SPECIAL_TOKENS
 
 
 def end_of_thinking(name: str, thinking: bool | None) -> str:
-    """The marker behind which the answer begins; empty where the output has no think section.
+    """The marker after which the answer begins; empty if the output has no think section.
 
     Args:
         name: as for `make_reasoning_parser`.
-        thinking: what the request told the template; None: nothing.
+        thinking: the request's template variable; None: not set.
     """
     style = _STYLES.get(name)
     return "" if style is None or thinking is False else style.end
 
 
 def _opens_when_asked(name: str, style: _Style) -> bool:
-    # DeepSeek V3.1 thinks when it is asked to, and then its template opens the section.
+    # DeepSeek V3.1 thinks on request, and then its template opens the section.
     return style.starts_in_prompt or name == "deepseek_v3"
 
 
@@ -91,13 +90,13 @@ class _At(Enum):
 
 
 class ThinkParser:
-    """Finds one think section, at the start of a message. White space at its borders is layout and is left out.
+    """Finds one think section at the start of a message. White space at its borders is layout and is dropped.
 
-    Without an end the rest is reasoning: so it is for a model that ran out of tokens.
+    Without an end marker the rest is reasoning, as when a model runs out of tokens.
     """
 
     def __init__(self, start: str, end: str, *, starts_open: bool) -> None:
-        """`starts_open`: the output begins within the section; a start marker there is taken, too."""
+        """`starts_open`: the output begins within the section; a start marker is dropped there, too."""
         self._start = start
         self._end = end
         self._starts_open = starts_open

@@ -1,1 +1,1 @@
-"""HTTP itself: connections, bodies, streams of events, and what every request goes through."""
+"""HTTP: connections, bodies, event streams, and the steps common to all requests."""

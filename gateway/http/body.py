@@ -1,4 +1,4 @@
-"""Reads a request's JSON within bounds: of size, of time and of what its parts cost."""
+"""Read a request's JSON within bounds of size, time and parsing cost."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from specdec.gateway.http.json_reader import parsed
 M = TypeVar("M", bound=RequestModel)
 T = TypeVar("T")
 _INLINE_BYTES = 16 * 1024
-"""More, of the costliest kind, would hold up the other streams of this event loop for more than some milliseconds."""
+"""Bytes of a body read in the event loop: more would hold up other streams for several milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """What a body may be."""
+    """Limits of a body."""
 
     max_bytes: int
     read_s: float
-    """From its headers to its last byte."""
+    """Seconds from its headers to its last byte."""
 
 
 class BodyReader:
@@ -36,18 +36,17 @@ class BodyReader:
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits
-        # One thread: the interpreter runs one at a time, and what waits has been read but takes no memory besides.
+        # One thread: the interpreter runs one at a time, and waiting bodies are not parsed yet.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     def close(self) -> None:
-        """End the thread; what it does is not waited for."""
+        """End the thread without waiting for its work."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, request: Request, model: type[M], translate: Callable[[M], T]) -> tuple[M, T]:
-        """The request's body, and what `translate` makes of it: in a thread where that may take long.
+        """The request's body, and the result of `translate`, in a thread if the body is long.
 
-        Raises what `translate` raises, ApiError for whatever is wrong with the body, and ClientDisconnect if it ends
-        too early.
+        Raises ApiError if the body is invalid, ClientDisconnect if it ends too early, and the errors of `translate`.
         """
         content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if content_type != "application/json" and not content_type.endswith("+json"):
@@ -56,7 +55,7 @@ class BodyReader:
             async with asyncio.timeout(self._limits.read_s):
                 data = await self._bytes(request)
         except TimeoutError:
-            message = f"the body was not sent within {self._limits.read_s:g} s"
+            message = f"the body was not complete within {self._limits.read_s:g} s"
             raise ApiError(408, message, code="request_timeout") from None
         held = [data]
         is_short = len(data) <= _INLINE_BYTES
@@ -84,7 +83,7 @@ class BodyReader:
 
 
 def _without_collections(work: Callable[[], T]) -> T:
-    """In the one thread of a reader. What is read has no cycles, and each walk over it would hold up the event loop."""
+    """Run without garbage collection: bodies have no cycles, and each collection would hold up the event loop."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What every request goes through: its id, its place, its figures, its span and its line in the log."""
+"""The outer layer of every request: id, concurrency limit, metrics, span and access log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Edge:
-    """An ASGI application around another."""
+    """An ASGI application that wraps another."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class Edge:
         """Answer nothing yet.
 
         Args:
-            app: what answers.
-            metrics: what is counted.
-            health: whether new requests are taken.
+            app: the wrapped application.
+            metrics: the gateway's metrics.
+            health: whether the gateway takes new requests.
             tracing: where spans go.
-            max_concurrent: most requests at once; those of operators are not counted.
+            max_concurrent: most requests at once, without those to operators' paths.
             logs_access: log each request that ended.
             answer: makes a response of an ApiError.
         """
@@ -67,15 +67,15 @@ class Edge:
 
     @property
     def num_running(self) -> int:
-        """Requests that run, those of operators left out."""
+        """Running requests, without those to operators' paths."""
         return len(self._running)
 
     async def wait_idle(self) -> None:
-        """Returns when none runs."""
+        """Wait until no request runs."""
         await self._idle.wait()
 
     def cut_off(self) -> None:
-        """Cancel all that run; streams end with an error first."""
+        """Cancel all running requests; streams end with an error event."""
         for task in self._running:
             task.cancel()
 
@@ -121,7 +121,7 @@ class Edge:
             message = "the gateway is shutting down"
             return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
         if len(self._running) >= self._max_concurrent:
-            message = f"{self._max_concurrent} requests are running"
+            message = f"{self._max_concurrent} requests are running (max_concurrent_requests)"
             return ApiError(429, message, type="requests", code="rate_limit_exceeded", retry_after_s=1.0)
         return None
 
@@ -141,7 +141,7 @@ class Edge:
         return self._tracing.tracer.start_as_current_span(name, parent, SpanKind.SERVER)
 
     def _metadata(self, headers: Headers, span: Span) -> Metadata:
-        """What goes along with calls: the client's key and tenant, and the trace that the request belongs to."""
+        """Metadata of the calls: the client's key and tenant, and the request's trace."""
         told = [(name, headers[name]) for name in _PASSED_ON if name in headers and _PRINTABLE.fullmatch(headers[name])]
         if own := traceparent_of(span):
             return (*told, ("traceparent", own))
@@ -169,7 +169,7 @@ class Edge:
 
 
 class _Sent:
-    """Sends, adds the request's id, and remembers the status."""
+    """Sends messages, adds the request's id, and keeps the status."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -178,7 +178,7 @@ class _Sent:
 
     @property
     def after_start(self) -> Send:
-        """What is to be sent behind the headers may go there directly: nothing on the way looks at it."""
+        """The plain send, for messages after the headers."""
         return self._send
 
     async def __call__(self, message: Message) -> None:

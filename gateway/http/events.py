@@ -1,12 +1,12 @@
-"""Streams of server-sent events, as OpenAI frames them."""
+"""Streams of server-sent events, as OpenAI frames them, and work that is cancelled when the client leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect
@@ -14,43 +14,66 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.gateway.api.errors import SERVER_ERROR, ApiError
-from specdec.gateway.http.connected import while_connected
 
+T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 _LAST_WORDS_S = 0.5
 Event = Mapping[str, Any]
 
 
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. It is cancelled, and awaited, when the client leaves or this is cancelled.
+
+    The request's body must have been read. Raises ClientDisconnect if the client leaves first.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def framed(event: Event) -> bytes:
-    """One event. JSON has no line breaks of its own."""
+    """One event as bytes. JSON has no line breaks."""
     return b"data: " + orjson.dumps(event) + b"\n\n"
 
 
 def framed_by_name(event: Event) -> bytes:
-    """One event that says its type twice, as /v1/responses has them."""
+    """One event that also has its type as its name, as in /v1/responses."""
     return b"event: " + str(event["type"]).encode() + b"\n" + framed(event)
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A stream's events, of which the first are there. Without a generator around them: each costs every token."""
+class BegunStream:
+    """A stream whose first events have come. No generator wraps the rest: each wrapper costs time per token."""
 
     first: Sequence[Event]
     rest: AsyncGenerator[Sequence[Event], None]
 
 
 class EventStream(Response):
-    """Sends what a generator yields, each list of events in one piece, as fast as the client reads.
+    """Sends a generator's events, each list in one piece, as fast as the client reads.
 
-    Nothing is taken from the generator while what it gave has not left. It is closed whatever ends the stream: its
-    own end, the client's, or the process's.
+    The generator is asked for the next list when the last one was sent. It is closed however the stream ends: by
+    itself, by its client, or by the process.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        batches: Begun,
+        batches: BegunStream,
         *,
         on_error: Callable[[BaseException], ApiError],
         frame: Callable[[Event], bytes] = framed,
@@ -60,11 +83,11 @@ class EventStream(Response):
         """Send nothing yet.
 
         Args:
-            batches: what to send.
-            on_error: what the client is told, as the last event, of what `batches` raised.
-            frame: makes bytes of an event.
-            frame_error: makes bytes of an error; None: those of an event with `error`.
-            last: what follows the last event.
+            batches: the events.
+            on_error: converts an exception of `batches` to the error in the last event.
+            frame: encodes an event.
+            frame_error: encodes an error; None: as an event with `error`.
+            last: bytes after the last event.
         """
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -75,7 +98,7 @@ class EventStream(Response):
         self._last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all; returns when the client has left, too."""
+        """Send all events; returns early when the client leaves."""
         try:
             await while_connected(receive, self._send_all(send, scope.get("state", {}).get("send", send)))
         except ClientDisconnect:
@@ -93,7 +116,7 @@ class EventStream(Response):
         except Exception as error:
             await self._send_last(send, self._frame_error(self._on_error(error)))
         except asyncio.CancelledError:
-            # The client is gone, and nothing is sent, or the process is about to end.
+            # The client is gone, and this sends nothing, or the process is about to end.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self._send_last(send, self._frame_error(self._on_error(_cut_off())))
@@ -113,13 +136,13 @@ def _cut_off() -> ApiError:
     return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
 
 
-async def begun(batches: AsyncGenerator[Sequence[Event], None]) -> Begun:
-    """The same batches, once the first is there: what goes wrong before it can still be an answer with a status.
+async def begun(batches: AsyncGenerator[Sequence[Event], None]) -> BegunStream:
+    """Wait for the first batch: an error before it can still be an answer with a status.
 
-    Raises what `batches` raises before its first, and closes it then.
+    Raises the error of `batches` before its first batch, after closing it.
     """
     try:
-        return Begun(await anext(batches), batches)
+        return BegunStream(await anext(batches), batches)
     except BaseException:
         await batches.aclose()
         raise

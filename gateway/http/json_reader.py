@@ -1,7 +1,7 @@
-"""Reads JSON at a bounded cost: what would be too deep, or too many values, is given up where it becomes so.
+"""Parse JSON at a bounded cost: parsing stops where the text becomes too deep or has too many values.
 
-Structure is read here, texts and numbers by orjson, in pieces: no call keeps the interpreter for long, so that a thread
-that reads does not hold up an event loop. Token ids, which alone come in millions, are packed as they are read.
+Structure is read here, texts and numbers by orjson in pieces: no call keeps the interpreter for long, so a reading
+thread does not hold up the event loop. Only token ids come in millions; they are packed as they are read.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from specdec.gateway.api.fields import PackedIds
 from specdec.gateway.api.problems import short
 
 MOST_DEPTH = 64
-"""Of objects and lists in each other: deep schemas of tools have twenty."""
+"""Depth of nested objects and lists, at most; deep tool schemas have twenty."""
 MOST_FIELDS = 16 * 1024
-"""Of one object."""
+"""Fields of one object, at most."""
 MOST_VALUES = 200_000
-"""Of a body, beside token ids. A conversation has 100,000 at most, and 16384 messages with three each besides; lists of
-sampling parameters have 20,000."""
+"""Values of a body besides token ids, at most: a conversation has up to 100,000, and 16384 messages three each besides;
+lists of sampling parameters have 20,000."""
 MOST_FIELD_VALUES = 32 * 1024
-"""Of a field that is no part of the conversation: a constraint's 64 KiB have as many, lists of token ids half of it."""
+"""Values of a field outside the conversation, at most: a constraint's 64 KiB have as many, lists of token ids half."""
 _PIECE_BYTES = 64 * 1024
-"""Read in one call: half a millisecond."""
+"""Bytes read in one call, which takes half a millisecond."""
 _FEW_IDS = 256
-"""No more stay a list, and count as values."""
+"""Token ids that stay a list and count as values."""
 _MOST_KEYS = 1024
-"""Kept, so that equal keys are one text."""
+"""Keys kept, so that equal keys share one string."""
 _MOST_NUMBER_CHARS = 512
 _SPACE = re.compile(rb"[ \t\n\r]*+")
 _TEXT = re.compile(rb'"(?:[^"\\\x00-\x1f]++|\\.)*+"')
@@ -38,9 +38,9 @@ _TEXT_PIECE = re.compile(
     rb'(?:[^"\\\x00-\x1f]++|\\(?:[^u]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     rb"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))*+"
 )
-"""No escape, and no pair of surrogates, is cut in two."""
+"""A piece of a text that cuts no escape and no surrogate pair in two."""
 _ESCAPED_CHARS = 12
-"""The longest that is not cut."""
+"""Characters of the longest escape, a surrogate pair."""
 _BARE = re.compile(rb"[-+0-9.eE]++|true|false|null")
 _IDS = re.compile(rb"[0-9, \t\n\r]*+")
 _QUOTE, _COMMA, _COLON, _LIST, _LIST_END, _OBJECT, _OBJECT_END = b'",:[]{}'
@@ -51,12 +51,12 @@ def parsed(data: bytes | bytearray, token_fields: Collection[str] = (), large_fi
 
     Args:
         data: UTF-8.
-        token_fields: fields of the outermost object whose lists, and lists in these, are `PackedIds` where they begin
-            with a token id and are long.
-        large_fields: others of these that may have more than `MOST_FIELD_VALUES`.
+        token_fields: fields of the outermost object whose long lists of token ids, and such lists in them, become
+            `PackedIds`.
+        large_fields: further fields of it that may have more than `MOST_FIELD_VALUES`.
 
     Raises:
-        ApiError: it is no JSON, too deep, or of too many values, or a list of token ids has something else in it.
+        ApiError: the text is no JSON, too deep, or has too many values, or a list of token ids has another value.
     """
     return _Reader(data, token_fields, {*token_fields, *large_fields}).whole()
 
@@ -70,7 +70,7 @@ class _Reader:
         self._num_left = self._most = MOST_VALUES
         self._keys: dict[bytes, str] = {}
         self._field: str | None = None
-        """Of the outermost object: the one that is read."""
+        """The field of the outermost object that is being read."""
 
     def whole(self) -> Any:
         try:
@@ -114,7 +114,7 @@ class _Reader:
                 return fields
 
     def _outermost(self, name: str) -> Any:
-        """The value of a field of the outermost object, which has fewer values than the body may have."""
+        """The value of a field of the outermost object, within the field's own limit of values."""
         self._field = name
         beyond = 0 if name in self._large_fields else max(0, self._num_left - MOST_FIELD_VALUES)
         self._num_left -= beyond
@@ -134,7 +134,7 @@ class _Reader:
                 return items
 
     def _token_ids(self, path: str, depth: int) -> Any:
-        """A list of token ids; one that begins with something else is read as any, and lists in it as lists of ids."""
+        """A list of token ids; another list is read as usual, with lists in it read as lists of ids."""
         if self._is_empty(depth, _LIST_END):
             return []
         ids = PackedIds()
@@ -192,7 +192,7 @@ class _Reader:
         return text
 
     def _long_text(self) -> str:
-        """In pieces, put together as UTF-8: one emoji makes a text of Python four times as large."""
+        """A long text, joined as UTF-8: one emoji makes a Python string four times as large."""
         told = bytearray()
         self._at += 1
         while self._data[self._at] != _QUOTE:
@@ -213,7 +213,7 @@ class _Reader:
             raise self._no_json("a text is not UTF-8") from None
 
     def _is_empty(self, depth: int, end: int) -> bool:
-        """Go into a list or object; whether it ends at once."""
+        """Enter a list or object; returns whether it is empty."""
         if depth > MOST_DEPTH:
             raise self._refused(f"the body is nested more than {MOST_DEPTH} deep")
         self._at += 1
@@ -224,7 +224,7 @@ class _Reader:
         return True
 
     def _ends(self, end: int) -> bool:
-        """Go past what follows a value; whether that is the end of what it is in."""
+        """Skip the comma or end after a value; returns whether it was the end."""
         self._skip_space()
         found = self._data[self._at]
         if found not in (_COMMA, end):

@@ -1,4 +1,4 @@
-"""uvicorn's protocol, for clients that send slowly or too much before their body."""
+"""uvicorn's protocol, with limits for clients that send headers slowly or too large."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MOST_HEADER_BYTES = 64 * 1024
 _BYTES_PER_HEADER = 128
-"""What one takes beside its own bytes."""
+"""Bytes that a header costs besides its text."""
 _FRAMING_PER_BYTE = 8
-"""Of a body in chunks of a byte each, with room to spare."""
+"""Bytes of framing per byte of body, at most: for chunks of one byte, with a margin."""
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _NOT_HTTP_BODY = (
     b'{"error":{"message":"this is not valid HTTP","type":"invalid_request_error","param":null,"code":"invalid_http"}}'
@@ -25,17 +25,17 @@ _NOT_HTTP = (
 
 
 class _TooManyHeaders(Exception):
-    """Ends the parsing of a request that has been refused."""
+    """Ends the parsing of a refused request."""
 
 
 def protocol_class(header_s: float) -> type[HttpToolsProtocol]:
-    """A protocol that closes connections whose request has not all its headers within `header_s`.
+    """A protocol that closes connections whose headers are not complete within `header_s`.
 
     The time runs from the connection's start, and from the first byte of each request after the first.
     """
 
     class BoundedProtocol(HttpToolsProtocol):
-        """Counts the time of headers, and the bytes of all but bodies: of headers, frames of chunks and trailers."""
+        """Bounds the time of headers, and the bytes of headers, chunk frames and trailers."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)

@@ -1,4 +1,4 @@
-"""The HTTP server of a process: uvicorn, on sockets and with TLS files of ours, without its signals."""
+"""The HTTP server: uvicorn with our sockets and TLS files, without its signal handlers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.wire.tls_files import TlsFiles
 
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 75
-"""Longer than the minute after which common proxies close idle connections, so that none is closed under a request."""
+"""Seconds before an idle connection is closed: longer than common proxies' minute, so that no request meets a close."""
 
 
 class _Server(uvicorn.Server):
@@ -25,7 +25,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signal."""
         yield
 
 
@@ -53,7 +53,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Answer at bound sockets, from now on."""
+        """Start to answer at bound sockets."""
         self._serving = asyncio.create_task(self._server.serve(list(sockets)), name="http")
         while not self._server.started:
             if self._serving.done():
@@ -61,7 +61,7 @@ class HttpServer:
             await asyncio.sleep(0)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more connections, and cut off those that are not at their end after so long."""
+        """Take no more connections, and close the others after `grace_s`."""
         if self._serving is None:
             return
         self._config.timeout_graceful_shutdown = max(1, round(grace_s))
@@ -70,11 +70,11 @@ class HttpServer:
 
 
 def _following(tls: TlsFiles) -> ssl.SSLContext:
-    """A context that hands each handshake to one with the files as they are then."""
+    """A context whose handshakes use the current files."""
     first = tls.current().ssl_context
 
     def exchange(connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
         connection.context = tls.current().ssl_context
 
-    first.sni_callback = exchange  # called for clients that name no host, too
+    first.sni_callback = exchange  # also called for clients that name no host
     return first

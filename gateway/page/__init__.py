@@ -1,1 +1,1 @@
-"""The page at `/`: one file, put together when a gateway starts, with the policy under which browsers run it."""
+"""The page at `/`: one file, assembled when a gateway starts, with its content security policy."""

@@ -1,1 +1,1 @@
-"""What is answered at which path: thin, between HTTP and translation."""
+"""Routes: a thin layer between HTTP and translation."""

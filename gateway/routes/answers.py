@@ -1,4 +1,4 @@
-"""Answers in JSON, and what every route says of itself in /openapi.json."""
+"""JSON answers, and the common parts of /openapi.json."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from specdec.gateway.api.errors import ApiError, ErrorAnswer
 
 
 class JsonResponse(Response):
-    """JSON by orjson."""
+    """An answer that orjson encodes."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The body."""
+        """Encode the body."""
         return orjson.dumps(content)
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JsonResponse:
-    """The answer that an error is."""
+    """The answer for an error."""
     return JsonResponse(error.body, status_code=error.status, headers={**(headers or {}), **error.headers})
 
 
 _CAUSES = {
-    400: "The request is not valid, or asks for what is not supported.",
-    401: "The API key is missing, or is not known.",
+    400: "The request is invalid or asks for an unsupported feature.",
+    401: "The API key is missing or unknown.",
     403: "The API key may not do this.",
     404: "The model is not served.",
-    408: "The body was not sent in time.",
+    408: "The body was not complete in time.",
     409: "A request with this id is running.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "Too many requests, or a quota is used up; retry-after says when to try again.",
-    500: "A fault of the service; its log has the cause under the id in the message.",
-    501: "A coordinator does not offer it.",
-    503: "Nothing can serve the request now; retry-after says when to try again.",
+    500: "A fault of the service; its log has the cause under the message's id.",
+    501: "The coordinator does not support it.",
+    503: "No coordinator or target can serve the request now; retry-after says when to try again.",
     504: "A deadline has passed.",
 }
 _WITH_BODY = (408, 413, 415)
@@ -54,13 +54,13 @@ def errors(*, has_body: bool) -> dict[int | str, dict[str, Any]]:
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """What /openapi.json says of a body, which the route reads itself."""
+    """The /openapi.json entry of a body that the route reads itself."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def streams(whole: type[BaseModel], event: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The answer 200 of a route that streams if asked to."""
+    """The answer 200 of a route that can stream."""
     data = {
         "type": "string",
         "anyOf": [

@@ -12,8 +12,7 @@ from starlette.responses import Response
 from specdec.gateway.api.answers import ChatCompletion, ChatCompletionChunk
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.chat.deltas import StreamingParser
-from specdec.gateway.http.connected import while_connected
-from specdec.gateway.http.events import Begun, EventStream, begun
+from specdec.gateway.http.events import BegunStream, EventStream, begun, while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.output import new_id, output, stream_error, whole_output
@@ -24,8 +23,8 @@ from specdec.gateway.translation.chat_request import (
     echoed,
     parsers,
 )
-from specdec.gateway.translation.head import Head
-from specdec.gateway.upstream.coordinators import Caller
+from specdec.gateway.translation.head import AnswerHead
+from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 
@@ -39,7 +38,7 @@ def chat_routes(parts: Parts) -> APIRouter:
         openapi_extra=body_of(ChatRequest),
     )
     async def create_chat_completion(request: Request) -> Response:
-        """Go on with a conversation."""
+        """Continue a conversation."""
         reasoning_parser, tool_parser = parts.settings.reasoning_parser, parts.settings.tool_parser
 
         def translated(asked: ChatRequest) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
@@ -49,7 +48,7 @@ def chat_routes(parts: Parts) -> APIRouter:
 
         asked, (make_parser, body) = await parts.reader.read(request, ChatRequest, translated)
         body.request_id = new_id(asked.request_id)
-        head = Head(f"chatcmpl-{body.request_id}", int(time.time()))
+        head = AnswerHead(f"chatcmpl-{body.request_id}", int(time.time()))
         caller = parts.caller(request)
         if asked.stream:
             events = ChatEvents(asked, head, make_parser, echoed(asked))
@@ -62,15 +61,15 @@ def chat_routes(parts: Parts) -> APIRouter:
 
 
 async def _begun(
-    parts: Parts, caller: Caller, asked: ChatRequest, body: api.GenerateRequest, events: ChatEvents
-) -> Begun:
+    parts: Parts, caller: CallerStub, asked: ChatRequest, body: api.GenerateRequest, events: ChatEvents
+) -> BegunStream:
     if asked.return_token_ids:
         events.tell_prompt(await _prompt_ids(caller, asked, body))
     return await begun(output(parts, caller, body, events.add))
 
 
 async def _answer(
-    parts: Parts, caller: Caller, asked: ChatRequest, body: api.GenerateRequest, head: Head, whole: ChatWhole
+    parts: Parts, caller: CallerStub, asked: ChatRequest, body: api.GenerateRequest, head: AnswerHead, whole: ChatWhole
 ) -> dict[str, object]:
     result = await whole_output(parts, caller, body)
     head.take(result.started)
@@ -80,6 +79,6 @@ async def _answer(
     return answer
 
 
-async def _prompt_ids(caller: Caller, asked: ChatRequest, body: api.GenerateRequest) -> list[int]:
+async def _prompt_ids(caller: CallerStub, asked: ChatRequest, body: api.GenerateRequest) -> list[int]:
     answer = await caller.call("Tokenize", api.TokenizeRequest(model=body.model, messages=body.messages))
     return list(answer.token_ids)[-(asked.truncate_prompt_tokens or 0) :]

@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from specdec.gateway.api.answers import TextCompletion
 from specdec.gateway.api.completions import CompletionRequest
-from specdec.gateway.http.connected import while_connected
-from specdec.gateway.http.events import Event, EventStream, begun
+from specdec.gateway.http.events import Event, EventStream, begun, while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.merging import all_of, merged
@@ -32,8 +31,8 @@ from specdec.gateway.translation.completion_request import (
     completion_to_generate,
 )
 from specdec.gateway.translation.constraint import constraint_names
-from specdec.gateway.translation.head import Head
-from specdec.gateway.upstream.coordinators import Caller
+from specdec.gateway.translation.head import AnswerHead
+from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 
@@ -47,7 +46,7 @@ def completion_routes(parts: Parts) -> APIRouter:
         openapi_extra=body_of(CompletionRequest),
     )
     async def create_completion(request: Request) -> Response:
-        """Go on with texts or token ids."""
+        """Continue texts or token ids."""
 
         def translated(asked: CompletionRequest) -> PromptRequests:
             request.state.field_names = {**COMPLETION_FIELD_NAMES, **constraint_names(asked)}
@@ -55,7 +54,7 @@ def completion_routes(parts: Parts) -> APIRouter:
 
         asked, bodies = await parts.reader.read(request, CompletionRequest, translated)
         bodies.request_id = id_ = new_id(asked.request_id)
-        run = _Run(parts, parts.caller(request), asked, bodies, Head(f"cmpl-{id_}", int(time.time())))
+        run = _Run(parts, parts.caller(request), asked, bodies, AnswerHead(f"cmpl-{id_}", int(time.time())))
         if asked.stream:
             batches = await while_connected(request.receive, begun(run.batches()))
             return EventStream(batches, on_error=stream_error(parts, request.state.field_names))
@@ -68,7 +67,7 @@ class _Run:
     """One request."""
 
     def __init__(
-        self, parts: Parts, caller: Caller, asked: CompletionRequest, bodies: PromptRequests, head: Head
+        self, parts: Parts, caller: CallerStub, asked: CompletionRequest, bodies: PromptRequests, head: AnswerHead
     ) -> None:
         self._parts = parts
         self._caller = caller
@@ -78,7 +77,7 @@ class _Run:
         self._places = asyncio.Semaphore(parts.settings.max_concurrent_prompts)
 
     async def answer(self) -> dict[str, object]:
-        """As `TextCompletion`."""
+        """The whole answer, a `TextCompletion`."""
         results = await all_of([self._whole(number) for number in range(len(self._bodies))])
         self._head.take(results[0][0].started)
         choices = [
@@ -92,7 +91,7 @@ class _Run:
         return {**self._head.fields(KIND), "choices": choices, **usage}
 
     def batches(self) -> AsyncGenerator[Sequence[Event], None]:
-        """The events of all prompts as they come, and at the end of all the usage, if it is wanted."""
+        """The events of all prompts as they come, then the usage if the client wants it."""
         answers: list[CompletionEvents] = []
         streams_of = [self._events(number, answers) for number in range(len(self._bodies))]
         whole = streams_of[0] if len(streams_of) == 1 else merged(streams_of)
@@ -123,7 +122,7 @@ class _Run:
                     yield batch
 
     async def _told(self, body: api.GenerateRequest) -> PromptTold:
-        """What is told of a prompt: what the client did not send itself is asked for."""
+        """The prompt's text and ids for the answer; a coordinator converts the form that the client did not send."""
         asked = self._asked
         text, ids = "", None
         is_text = body.WhichOneof("input") == "prompt"

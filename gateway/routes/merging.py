@@ -1,4 +1,4 @@
-"""Several streams, or calls, as one."""
+"""Merge several streams or calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all return, in their order. The first error is raised, once all others are cancelled."""
+    """The results of all calls, in order. The first error is raised after all others are cancelled."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -21,9 +21,9 @@ async def all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """What all streams yield, as it comes; each is at most one item ahead of what was taken.
+    """The items of all streams as they come; each stream is at most one item ahead of the reader.
 
-    The first error ends it. To be closed, which closes all.
+    The first error ends it. The caller must close it, which closes all streams.
     """
     queue: asyncio.Queue[T | None] = asyncio.Queue(maxsize=1)
 
@@ -49,6 +49,6 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
 
 
 async def _put_last(pumps: Sequence[asyncio.Task[None]], queue: asyncio.Queue[T | None]) -> None:
-    """None once all streams have ended, or one has failed."""
+    """Put None once all streams have ended, or one has failed."""
     await asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)
     await queue.put(None)

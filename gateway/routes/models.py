@@ -16,12 +16,12 @@ from specdec.v1 import coordinator_pb2 as api
 
 
 def model_routes(parts: Parts) -> APIRouter:
-    """The routes of what is served."""
+    """The routes of the served model."""
     router = APIRouter(tags=["models"])
 
     @router.get("/v1/models", responses={200: {"model": ModelList}, **errors(has_body=False)})
     async def list_models(request: Request) -> JsonResponse:
-        """The model that is served."""
+        """The served model."""
         return JsonResponse({"object": "list", "data": [await _card(parts, request)]})
 
     @router.get("/v1/models/{model:path}", responses={200: {"model": ModelCard}, **errors(has_body=False)})

@@ -15,22 +15,22 @@ from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {
-    503: {"model": ErrorAnswer, "description": "It is leaving, or no coordinator serves."}
+    503: {"model": ErrorAnswer, "description": "The gateway is shutting down, or no coordinator serves."}
 }
 
 
 def health_routes(parts: Parts) -> APIRouter:
-    """What probes ask for."""
+    """The routes of probes."""
     router = APIRouter(tags=["operation"])
 
     @router.get("/health", response_class=Response, responses=_NOT_READY)
     async def health() -> Response:
-        """200 when a request that comes now can be served."""
+        """200 if a request can be served now."""
         return await _health(parts)
 
     @router.get("/ping", response_class=Response, responses=_NOT_READY)
     async def ping() -> Response:
-        """The same."""
+        """The same as /health."""
         return await _health(parts)
 
     @router.get("/version", responses={200: {"model": VersionAnswer}})
@@ -42,7 +42,7 @@ def health_routes(parts: Parts) -> APIRouter:
 
 
 def metrics_routes(parts: Parts) -> APIRouter:
-    """What Prometheus asks for."""
+    """The route of Prometheus."""
     router = APIRouter(tags=["operation"])
 
     @router.get(
@@ -51,7 +51,7 @@ def metrics_routes(parts: Parts) -> APIRouter:
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(generate_latest(parts.registry), media_type=CONTENT_TYPE_LATEST)
 
     return router

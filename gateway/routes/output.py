@@ -1,4 +1,4 @@
-"""The way of output from the coordinators to an answer."""
+"""Output on its way from the coordinators to an answer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import TypeVar
 from specdec.client import Completion
 from specdec.gateway.api.errors import SERVER_ERROR, ApiError, from_specdec
 from specdec.gateway.parts import Parts
-from specdec.gateway.translation.chat_answer import ChoiceOutput
+from specdec.gateway.translation.chat_answer import ParsedOutput
 from specdec.gateway.translation.logprobs import ids_in
-from specdec.gateway.upstream.coordinators import Caller
+from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import SpecdecError, internal_error
 
 T = TypeVar("T")
 Translate = Callable[[api.GenerateResponse, TokenTexts], T]
-"""Makes something of a chunk, with the texts of the tokens that its log-probabilities name."""
+"""Converts a chunk, with the texts of the tokens in its log-probabilities."""
 
 
 async def output(
-    parts: Parts, caller: Caller, body: api.GenerateRequest, translate: Translate[T]
+    parts: Parts, caller: CallerStub, body: api.GenerateRequest, translate: Translate[T]
 ) -> AsyncGenerator[T, None]:
-    """What the chunks of a request are translated to, where that is not empty. To be closed, which cancels the request.
+    """The non-empty translations of a request's chunks. The caller must close it, which cancels the request.
 
     Raises SpecdecError.
     """
@@ -51,17 +51,17 @@ async def output(
 
 @dataclass(slots=True)
 class WholeOutput:
-    """All that came of one prompt."""
+    """The whole output of one prompt."""
 
     started: api.GenerateStarted
     finished: api.GenerateFinished
-    choices: dict[int, ChoiceOutput]
+    choices: dict[int, ParsedOutput]
     prompt_logprobs: api.PromptLogprobs | None
     texts: TokenTexts
 
 
-async def whole_output(parts: Parts, caller: Caller, body: api.GenerateRequest) -> WholeOutput:
-    """Everything, at the end. Raises SpecdecError."""
+async def whole_output(parts: Parts, caller: CallerStub, body: api.GenerateRequest) -> WholeOutput:
+    """Collect the whole output. Raises SpecdecError."""
     completion, texts = Completion(), TokenTexts({})
     async with aclosing(output(parts, caller, body, lambda *told: told)) as all_told:
         async for chunk, known in all_told:
@@ -69,7 +69,7 @@ async def whole_output(parts: Parts, caller: Caller, body: api.GenerateRequest) 
             texts = known
     finished = completion.require_finished()
     choices = {
-        index: ChoiceOutput(
+        index: ParsedOutput(
             choice.text, choice.tokens, choice.finished or api.ChoiceFinished(index=index), choice.steps
         )
         for index, choice in completion.choices.items()
@@ -79,12 +79,12 @@ async def whole_output(parts: Parts, caller: Caller, body: api.GenerateRequest) 
 
 
 def new_id(wanted: str | None) -> str:
-    """The id that the client wants, or one made up."""
+    """The client's id, or a random one."""
     return wanted or uuid.uuid4().hex
 
 
 def stream_error(parts: Parts, names: Mapping[str, str]) -> Callable[[BaseException], ApiError]:
-    """Counts an error that ends a stream, and makes of it what the client is told."""
+    """A function that counts an error that ends a stream, and converts it for the client."""
 
     def told(error: BaseException) -> ApiError:
         parts.metrics.stream_errors.inc()
@@ -94,7 +94,7 @@ def stream_error(parts: Parts, names: Mapping[str, str]) -> Callable[[BaseExcept
 
 
 def as_api_error(error: BaseException, names: Mapping[str, str]) -> ApiError:
-    """What a client is told of an error; of one that is not expected an id, under which the log has it."""
+    """The answer for an exception; an unexpected one is logged, and the answer has only its id in the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, SpecdecError):

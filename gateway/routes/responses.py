@@ -14,16 +14,15 @@ from starlette.responses import Response
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.responses import ResponseAnswer, ResponseEvent, ResponsesRequest
-from specdec.gateway.http.connected import while_connected
-from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name
+from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name, while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.output import new_id, output, stream_error
 from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, parsers
-from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.head import AnswerHead
 from specdec.gateway.translation.response_answer import ResponseEvents
 from specdec.gateway.translation.response_request import response_to_chat, response_to_generate
-from specdec.gateway.upstream.coordinators import Caller
+from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
 
@@ -53,7 +52,7 @@ def response_routes(parts: Parts) -> APIRouter:
         asked, (chat, body) = await parts.reader.read(request, ResponsesRequest, translated)
         body.request_id = new_id(None)
         make_parser = parsers(chat, parts.settings.reasoning_parser, "none")
-        events = ResponseEvents(asked, Head(f"resp_{body.request_id}", int(time.time())), make_parser())
+        events = ResponseEvents(asked, AnswerHead(f"resp_{body.request_id}", int(time.time())), make_parser())
         batches = _batches(parts, parts.caller(request), body, events)
         if not asked.stream:
             return JsonResponse(await while_connected(request.receive, _last(batches)))
@@ -74,12 +73,12 @@ def response_routes(parts: Parts) -> APIRouter:
 
 
 def _batches(
-    parts: Parts, caller: Caller, body: api.GenerateRequest, events: ResponseEvents
+    parts: Parts, caller: CallerStub, body: api.GenerateRequest, events: ResponseEvents
 ) -> AsyncGenerator[Sequence[Event], None]:
     held: list[Event] = []
 
     def told(chunk: api.GenerateResponse, texts: TokenTexts) -> list[Event]:
-        """What is told before any output waits for it: errors until then are answers with a status."""
+        """The first events wait for output: errors before it become answers with a status."""
         nonlocal held
         held += events.add(chunk, texts)
         if chunk.WhichOneof("chunk") == "started":
@@ -91,7 +90,7 @@ def _batches(
 
 
 async def _last(batches: AsyncGenerator[Sequence[Event], None]) -> object:
-    """The whole answer, which the last event has."""
+    """The whole answer, from the last event."""
     whole: object = None
     async with aclosing(batches) as all_of:
         async for events in all_of:

@@ -16,11 +16,11 @@ from specdec.gateway.api.tokens import (
     TokenizerInfoAnswer,
 )
 from specdec.gateway.chat.messages import to_chat_messages
-from specdec.gateway.http.connected import while_connected
+from specdec.gateway.http.events import while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors
 from specdec.gateway.translation.sampling import add_token_ids
-from specdec.gateway.upstream.coordinators import Caller
+from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 _TOKENIZE_NAMES = MappingProxyType(
@@ -106,7 +106,7 @@ def _tokenize_request(asked: TokenizeBody) -> api.TokenizeRequest:
     return body
 
 
-async def _tokenize(caller: Caller, asked: TokenizeBody, body: api.TokenizeRequest) -> dict[str, object]:
+async def _tokenize(caller: CallerStub, asked: TokenizeBody, body: api.TokenizeRequest) -> dict[str, object]:
     answer = await caller.call("Tokenize", body)
     info = await caller.call("GetModelInfo", api.GetModelInfoRequest())
     told: dict[str, object] = {

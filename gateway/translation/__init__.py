@@ -1,1 +1,1 @@
-"""From OpenAI's requests to gRPC's, and from what comes back to OpenAI's objects: pure functions."""
+"""Translate OpenAI's requests to gRPC, and the chunks to OpenAI's objects. Pure functions."""

@@ -1,4 +1,4 @@
-"""From the chunks of a stream to OpenAI's chat objects: events as they come, or one answer at the end."""
+"""Translate the chunks of a stream to OpenAI's chat objects: events, or one whole answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.chat.deltas import MessageDelta, StreamingParser
-from specdec.gateway.translation.head import Head, finish_reason, stop_reason
+from specdec.gateway.translation.head import AnswerHead, finish_reason, stop_reason
 from specdec.gateway.translation.logprobs import chat_logprobs, prompt_logprobs
 from specdec.gateway.translation.origins import OriginCounter
 from specdec.gateway.translation.steps import steps_told
@@ -21,7 +21,7 @@ MakeParser = Callable[[], StreamingParser]
 
 @dataclass(slots=True)
 class _Choice:
-    """What is known of one choice while its output comes."""
+    """State of one choice while its output comes."""
 
     parser: StreamingParser
     origins: OriginCounter = field(default_factory=OriginCounter)
@@ -30,16 +30,16 @@ class _Choice:
 
 
 class _ChatAnswer:
-    """What events and whole answers have in common."""
+    """Base of events and whole answers."""
 
-    def __init__(self, request: ChatRequest, head: Head, make_parser: MakeParser, echo: str) -> None:
+    def __init__(self, request: ChatRequest, head: AnswerHead, make_parser: MakeParser, echo: str) -> None:
         """Begin an answer.
 
         Args:
-            request: what was asked for.
-            head: what all objects of the answer have.
+            request: the client's request.
+            head: the first fields of all objects.
             make_parser: makes a parser for each choice.
-            echo: what each choice begins with.
+            echo: text before each choice's output.
         """
         self._request = request
         self._head = head
@@ -47,7 +47,7 @@ class _ChatAnswer:
         self._choices = [_Choice(make_parser()) for _ in range(request.num_choices)]
 
     def _deltas(self, choice: _Choice, deltas: list[MessageDelta]) -> list[dict[str, Any]]:
-        """As `ChatDelta`, without the role."""
+        """The deltas as `ChatDelta`s without the role."""
         told = []
         for delta in deltas:
             fields: dict[str, Any] = {}
@@ -69,7 +69,7 @@ class _ChatAnswer:
     def _details(
         self, choice: _Choice, tokens: list[api.OutputToken], steps: Sequence[api.DecodingStep], texts: TokenTexts
     ) -> dict[str, Any]:
-        """What is told of tokens beside their text."""
+        """The tokens' extras besides their text."""
         told: dict[str, Any] = {
             "logprobs": chat_logprobs(tokens, self._named(texts)) if self._request.logprobs and tokens else None
         }
@@ -83,7 +83,7 @@ class _ChatAnswer:
 
     @property
     def _no_details(self) -> dict[str, Any]:
-        """The same where no tokens are."""
+        """The same extras without tokens."""
         ids: dict[str, Any] = {"token_ids": []} if self._request.return_token_ids else {}
         origins: dict[str, Any] = {"token_origins": []} if self._request.return_token_origins else {}
         steps: dict[str, Any] = {"steps": []} if self._request.return_steps else {}
@@ -94,16 +94,16 @@ class _ChatAnswer:
 
     def _ending(self, choice: _Choice, finished: api.ChoiceFinished) -> dict[str, Any]:
         reason = finish_reason(finished)
-        # OpenAI ends calls of a function that the client named as if they were text.
+        # OpenAI reports "stop", not "tool_calls", if the client named the function.
         if choice.has_calls and reason == "stop" and not isinstance(self._request.tool_choice, dict):
             reason = "tool_calls"
         return {"finish_reason": reason, "stop_reason": stop_reason(finished, self._request.stop_token_ids)}
 
 
 class ChatEvents(_ChatAnswer):
-    """Events of a streamed answer. They add up to what `ChatWhole` makes of the same chunks."""
+    """Events of a streamed answer. Together they equal the answer that `ChatWhole` makes of the same chunks."""
 
-    def __init__(self, request: ChatRequest, head: Head, make_parser: MakeParser, echo: str) -> None:
+    def __init__(self, request: ChatRequest, head: AnswerHead, make_parser: MakeParser, echo: str) -> None:
         super().__init__(request, head, make_parser, echo)
         self._num_prompt = 0
         self._num_output = 0
@@ -111,11 +111,11 @@ class ChatEvents(_ChatAnswer):
         self._has_usage, self._has_continuous_usage = request.has_usage_chunk, request.has_continuous_usage
 
     def tell_prompt(self, token_ids: list[int]) -> None:
-        """The first event tells the prompt's ids."""
+        """Put the prompt's token ids into the first event."""
         self._prompt_token_ids = token_ids
 
     def add(self, chunk: api.GenerateResponse, texts: TokenTexts) -> list[dict[str, Any]]:
-        """The events that a chunk is; `texts` knows the tokens of its log-probabilities."""
+        """The events of a chunk; `texts` has the tokens of its log-probabilities."""
         match chunk.WhichOneof("chunk"):
             case "started":
                 self._head.take(chunk.started)
@@ -180,13 +180,13 @@ class ChatEvents(_ChatAnswer):
 
 
 class ChatWhole(_ChatAnswer):
-    """One answer at the end."""
+    """One whole answer."""
 
     def answer(
-        self, choices: dict[int, ChoiceOutput], prompt: api.PromptLogprobs | None, texts: TokenTexts,
+        self, choices: dict[int, ParsedOutput], prompt: api.PromptLogprobs | None, texts: TokenTexts,
         finished: api.GenerateFinished,
     ) -> dict[str, Any]:  # fmt: skip
-        """As `ChatCompletion`."""
+        """The answer, a `ChatCompletion`."""
         whole: dict[str, Any] = {
             **self._head.fields("chat.completion"),
             "choices": [self._whole(index, choices[index], texts) for index in sorted(choices)],
@@ -197,7 +197,7 @@ class ChatWhole(_ChatAnswer):
             whole["prompt_logprobs"] = prompt_logprobs(prompt, texts)
         return whole
 
-    def _whole(self, index: int, output: ChoiceOutput, texts: TokenTexts) -> dict[str, Any]:
+    def _whole(self, index: int, output: ParsedOutput, texts: TokenTexts) -> dict[str, Any]:
         choice = self._choices[index]
         parsed = [*choice.parser.push(output.text), *choice.parser.finish()]
         message = _joined(self._deltas(choice, parsed), self._echo)
@@ -206,8 +206,8 @@ class ChatWhole(_ChatAnswer):
 
 
 @dataclass(slots=True)
-class ChoiceOutput:
-    """All that came of one choice."""
+class ParsedOutput:
+    """The whole output of one choice."""
 
     text: str
     tokens: list[api.OutputToken]
@@ -216,7 +216,7 @@ class ChoiceOutput:
 
 
 def _joined(deltas: list[dict[str, Any]], echo: str) -> dict[str, Any]:
-    """As `ChatMessage`."""
+    """The joined deltas, a `ChatMessage`."""
     content = echo + "".join(delta.get("content", "") for delta in deltas)
     reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
     calls: dict[int, dict[str, Any]] = {}

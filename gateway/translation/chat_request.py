@@ -1,4 +1,4 @@
-"""From a chat request to the gRPC request, with the checks that take several fields."""
+"""Translate a chat request to gRPC, with the checks across several fields."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ CHAT_FIELD_NAMES = MappingProxyType(
         "documents_json": "documents",
     }
 )
-"""Fields of the HTTP request by those of the gRPC request, where they differ."""
+"""HTTP field names by gRPC field names, where they differ."""
 
 
 def chat_to_generate(
     request: ChatRequest, tool_parser: str = "none", reasoning_parser: str = "none"
 ) -> api.GenerateRequest:
-    """The gRPC request without an id. The parsers read its output. Raises ApiError and InvalidRequest."""
+    """The gRPC request without an id. `parsers` makes the parsers of its output. Raises ApiError and InvalidRequest."""
     _check(request)
     sampling = sampling_params(request, max_tokens=request.most_tokens, logprobs=request.num_logprobs)
     body = generate_request(request, sampling, reasoning.end_of_thinking(reasoning_parser, _thinking(request)))
@@ -61,7 +61,7 @@ def chat_to_generate(
 
 
 def template_variables(given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any] | None:
-    """What the template is told besides; None: nothing."""
+    """Further variables of the template; None without any."""
     effort = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
     return {**effort, **(given or {})} or None
 
@@ -72,13 +72,13 @@ def calls_tools(request: ChatRequest) -> bool:
 
 
 def forces_calls(request: ChatRequest, tool_parser: str) -> bool:
-    """Whether the output is held to calls, so that no parser of a family reads them."""
+    """Whether the output is constrained to calls, which `Llama3JsonParser` reads for every family."""
     return calls_tools(request) and is_forced(request.tool_choice, tool_parser)
 
 
 def _force_calls(request: ChatRequest, sampling: api.SamplingParams, reasoning_parser: str) -> None:
     if request.structured_outputs is not None:
-        raise invalid("structured_outputs", "goes not together with a tool choice that demands calls")
+        raise invalid("structured_outputs", "conflicts with a tool_choice that requires calls: send one of them")
     parallel = request.parallel_tool_calls is not False
     schema = calls_schema(check_tools(request.tools), request.tool_choice, parallel=parallel)
     after = reasoning.end_of_thinking(reasoning_parser, _thinking(request))
@@ -86,7 +86,7 @@ def _force_calls(request: ChatRequest, sampling: api.SamplingParams, reasoning_p
 
 
 def chat_field_names(request: ChatRequest, tool_parser: str) -> Mapping[str, str]:
-    """As `CHAT_FIELD_NAMES`, of a request: by what it sent of fields that have two names, or stand for another."""
+    """`CHAT_FIELD_NAMES` of one request: some names depend on which of two fields it sent."""
     names = dict(CHAT_FIELD_NAMES)
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
@@ -96,10 +96,10 @@ def chat_field_names(request: ChatRequest, tool_parser: str) -> Mapping[str, str
 
 
 def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Callable[[], StreamingParser]:
-    """Makes a parser for each choice. Raises ApiError and InvalidRequest where tools cannot be read."""
+    """A function that makes a parser for each choice. Raises ApiError and InvalidRequest if tools cannot be read."""
     forced = forces_calls(request, tool_parser)
     if calls_tools(request) and tool_parser == "none" and not forced:
-        raise unsupported("tools", "this gateway reads no calls of tools (its setting tool_parser is none)")
+        raise unsupported("tools", "this gateway parses no tool calls: set its tool_parser")
     choice: ToolChoice = request.tool_choice
 
     functions = (tool["function"] for tool in check_tools(request.tools))
@@ -121,14 +121,14 @@ def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Ca
 
 
 def _thinking(request: ChatRequest) -> bool | None:
-    """What the request tells the template; None: nothing."""
+    """The request's template variable for thinking; None if it is not set."""
     told = request.chat_template_kwargs or {}
     thinking = told.get("enable_thinking", told.get("thinking"))
     return thinking if isinstance(thinking, bool) else None
 
 
 def echoed(request: ChatRequest) -> str:
-    """What the answer begins with: the assistant's words that it continues, if they are wanted."""
+    """The assistant's message that the answer continues, if the client wants an echo; otherwise ""."""
     last = request.messages[-1]
     content = last.get("content")
     is_wanted = request.echo and last.get("role") == "assistant" and isinstance(content, str)

@@ -1,6 +1,6 @@
-"""From the chunks of a stream to OpenAI's completion objects: events as they come, or choices at the end.
+"""Translate the chunks of a stream to OpenAI's completion objects: events, or whole choices.
 
-A request of several prompts is one object: the choices of the prompt with index p are those from p * n on.
+A request of several prompts is one object: the choices of prompt p begin at index p * n.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.gateway.api.completions import CompletionRequest
-from specdec.gateway.translation.chat_answer import ChoiceOutput
+from specdec.gateway.translation.chat_answer import ParsedOutput
 from specdec.gateway.translation.completion_request import tells_prompt_logprobs
-from specdec.gateway.translation.head import Head, finish_reason, stop_reason
-from specdec.gateway.translation.logprobs import CompletionLogprobs, joined, prompt_logprobs
+from specdec.gateway.translation.head import AnswerHead, finish_reason, stop_reason
+from specdec.gateway.translation.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
 from specdec.gateway.translation.origins import OriginCounter
 from specdec.gateway.translation.steps import steps_told
 from specdec.gateway.translation.usage import metrics_of, usage_of, usage_so_far
@@ -25,32 +25,32 @@ KIND = "text_completion"
 
 @dataclass(frozen=True, slots=True)
 class PromptTold:
-    """What is told of a prompt beside its log-probabilities."""
+    """A prompt's part of the answer besides its log-probabilities."""
 
     text: str = ""
-    """To begin with; empty: do not echo it."""
+    """Text before the output; empty: no echo."""
     token_ids: list[int] | None = None
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What is known of one choice while its output comes."""
+    """State of one choice while its output comes."""
 
-    logprobs: CompletionLogprobs | None
+    logprobs: CompletionLogprobsWriter | None
     origins: OriginCounter = field(default_factory=OriginCounter)
     has_begun: bool = False
 
 
 class _PromptAnswer:
-    """What events and whole answers of one prompt have in common."""
+    """Base of events and whole answers of one prompt."""
 
-    def __init__(self, request: CompletionRequest, head: Head, number: int, told: PromptTold) -> None:
+    def __init__(self, request: CompletionRequest, head: AnswerHead, number: int, told: PromptTold) -> None:
         """Begin the answer to the prompt with this number."""
         self._request = request
         self._head = head
         self._base = number * request.num_choices
         self._told = told
-        # Of the request, for every token: what is computed or validated once.
+        # Computed once, not per token.
         self._has_output = request.most_tokens > 0
         self._has_details = bool(request.return_token_ids or request.return_token_origins or request.return_steps)
 
@@ -59,7 +59,7 @@ class _PromptAnswer:
 
     def _choice(self, texts: TokenTexts) -> _Choice:
         wants = self._request.logprobs is not None
-        return _Choice(CompletionLogprobs(self._texts(texts)) if wants else None)
+        return _Choice(CompletionLogprobsWriter(self._texts(texts)) if wants else None)
 
     def _output_tokens(self, tokens: list[api.OutputToken]) -> list[api.OutputToken]:
         return tokens if self._has_output else []
@@ -79,7 +79,7 @@ class _PromptAnswer:
         return told
 
     def _prompt_part(self, choice: _Choice, prompt: api.PromptLogprobs | None) -> list[dict[str, Any]]:
-        """The log-probabilities to begin with, if any."""
+        """The prompt's log-probabilities, if the client wants an echo of them."""
         if choice.logprobs is None or not self._request.echo:
             return []
         if prompt is None:
@@ -95,16 +95,16 @@ class _PromptAnswer:
 
 
 class CompletionWhole(_PromptAnswer):
-    """The choices of one prompt at the end."""
+    """The whole choices of one prompt."""
 
     def choices(
-        self, outputs: dict[int, ChoiceOutput], prompt: api.PromptLogprobs | None, texts: TokenTexts
+        self, outputs: dict[int, ParsedOutput], prompt: api.PromptLogprobs | None, texts: TokenTexts
     ) -> list[dict[str, Any]]:
-        """As `CompletionChoice`."""
+        """The choices, each a `CompletionChoice`."""
         return [self._whole(index, outputs[index], prompt, texts) for index in sorted(outputs)]
 
     def _whole(
-        self, index: int, output: ChoiceOutput, prompt: api.PromptLogprobs | None, texts: TokenTexts
+        self, index: int, output: ParsedOutput, prompt: api.PromptLogprobs | None, texts: TokenTexts
     ) -> dict[str, Any]:
         choice, tokens = self._choice(texts), self._output_tokens(output.tokens)
         parts = self._prompt_part(choice, prompt if tells_prompt_logprobs(self._request) else None)
@@ -127,7 +127,7 @@ class CompletionWhole(_PromptAnswer):
 class CompletionEvents(_PromptAnswer):
     """Events of the streamed answer to one prompt."""
 
-    def __init__(self, request: CompletionRequest, head: Head, number: int, told: PromptTold) -> None:
+    def __init__(self, request: CompletionRequest, head: AnswerHead, number: int, told: PromptTold) -> None:
         super().__init__(request, head, number, told)
         self.num_prompt = 0
         self.num_output = 0
@@ -137,10 +137,10 @@ class CompletionEvents(_PromptAnswer):
         self._lacks_prompt = tells_prompt_logprobs(request)
         self._has_usage, self._has_continuous_usage = request.has_usage_chunk, request.has_continuous_usage
         self._held: list[api.GenerateResponse] = []
-        """Output that came before all of the prompt's log-probabilities, which it follows."""
+        """Output that came early: the prompt's log-probabilities go first."""
 
     def add(self, chunk: api.GenerateResponse, texts: TokenTexts) -> list[dict[str, Any]]:
-        """The events that a chunk is; `texts` knows the tokens of its log-probabilities."""
+        """The events of a chunk; `texts` has the tokens of its log-probabilities."""
         match chunk.WhichOneof("chunk"):
             case "delta" | "choice_finished" if self._lacks_prompt:
                 self._held.append(chunk)

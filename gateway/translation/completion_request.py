@@ -1,4 +1,4 @@
-"""From a completion request to one gRPC request per prompt, with the checks that take several fields."""
+"""Translate a completion request to one gRPC request per prompt, with the checks across several fields."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from specdec.wire.errors import InvalidRequest
 COMPLETION_FIELD_NAMES = MappingProxyType(
     {**FIELD_NAMES, "prompt_token_ids.token_ids": "prompt", "prompt_token_ids": "prompt"}
 )
-"""Fields of the HTTP request by those of the gRPC request, where they differ."""
+"""HTTP field names by gRPC field names, where they differ."""
 _MOST_COMMON_BYTES = 256 * 1024
-"""Of parameters that each of several prompts takes along: all that sampling and constraints may have fit in."""
+"""Bytes of parameters that are copied for each of several prompts: the largest sampling and constraints fit."""
 
 
 def completion_to_generate(request: CompletionRequest, most_prompts: int) -> PromptRequests:
     """The gRPC requests without ids, one per prompt. Raises ApiError and InvalidRequest."""
     prompts = request.prompts
     if len(prompts) > most_prompts:
-        raise invalid("prompt", f"{len(prompts)} prompts are more than the limit of {most_prompts}")
+        raise invalid("prompt", f"{len(prompts)} prompts exceed the limit of {most_prompts} (max_prompts)")
     if request.best_of is not None and request.best_of != request.num_choices:
-        raise invalid("best_of", "must be n, or absent", "unsupported_parameter")
+        raise invalid("best_of", "must equal n or be absent", "unsupported_parameter")
     if request.echo and request.truncate_prompt_tokens is not None:
-        raise invalid("truncate_prompt_tokens", "goes not together with echo")
+        raise invalid("truncate_prompt_tokens", "conflicts with echo: send one of them")
     check_stream(request)
-    # A request without output is one for the least there is, of which nothing is told.
+    # max_tokens 0 asks for one token, which is not returned.
     sampling = sampling_params(request, max_tokens=max(1, request.most_tokens), logprobs=request.logprobs)
     if request.most_tokens == 0:
         sampling.min_tokens = 0
@@ -49,7 +49,9 @@ def completion_to_generate(request: CompletionRequest, most_prompts: int) -> Pro
         path = _largest_field(common)
         if path == "sampling":
             path = f"sampling.{_largest_field(common.sampling)}"
-        raise InvalidRequest(path, f"parameters of several prompts are {_MOST_COMMON_BYTES} bytes at most")
+        raise InvalidRequest(
+            path, f"parameters of a request with several prompts must have at most {_MOST_COMMON_BYTES} bytes"
+        )
     return PromptRequests(common, prompts)
 
 
@@ -64,26 +66,26 @@ def _largest_field(message: Message) -> str:
 
 
 def tells_prompt_logprobs(request: CompletionRequest) -> bool:
-    """Whether the log-probabilities begin with those of the prompt."""
+    """Whether the answer's log-probabilities begin with the prompt's."""
     return bool(request.echo) and request.logprobs is not None
 
 
 class PromptRequests(Sequence[api.GenerateRequest]):
-    """One gRPC request per prompt, each made when it is asked for: all have the same parameters, which may be large."""
+    """One gRPC request per prompt, made when it is read: the common parameters may be large."""
 
     def __init__(self, common: api.GenerateRequest, prompts: Sequence[Prompt]) -> None:
-        """Make none yet. `common` is what all have."""
+        """Make no request yet. `common`: the fields of all requests."""
         self._common = common
         self._prompts = prompts
         self.request_id = ""
-        """Of the only one; of several each has its number behind it."""
+        """Id of a single request; of several, each gets a number after it."""
 
     def __len__(self) -> int:
-        """How many prompts there are."""
+        """Number of prompts."""
         return len(self._prompts)
 
     def __getitem__(self, number: Any) -> Any:
-        """The request of one prompt, made anew."""
+        """Make the request of one prompt."""
         prompt, body = self._prompts[number], api.GenerateRequest()
         body.CopyFrom(self._common)
         if self.request_id:

@@ -1,4 +1,4 @@
-"""What the output must be: from response_format and structured_outputs to the gRPC request's constraint."""
+"""Translate response_format and structured_outputs to the gRPC request's constraint."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _OUTPUTS_FIELD = "structured_outputs"
 
 
 def constraint_of(request: SamplingFields, after_token: str = "") -> pb.Constraint | None:
-    """The constraint; None: the output may be anything.
+    """The constraint, or None.
 
     Args:
-        request: both fields together are refused.
-        after_token: where it begins to hold, if not at once: the end of a think section.
+        request: must not have both fields.
+        after_token: text after which it begins, such as the end of a think section.
 
     Raises:
         ApiError: the fields contradict each other or themselves.
     """
     of_format, of_outputs = _of_format(request), _of_outputs(request.structured_outputs)
     if of_format is not None and of_outputs is not None:
-        raise invalid(_OUTPUTS_FIELD, f"goes not together with {_FORMAT_FIELD}")
+        raise invalid(_OUTPUTS_FIELD, f"conflicts with {_FORMAT_FIELD}: send one of them")
     constraint = of_outputs if of_format is None else of_format
     if constraint is not None:
         constraint.after_token = after_token
@@ -42,9 +42,9 @@ def constraint_of(request: SamplingFields, after_token: str = "") -> pb.Constrai
 
 
 def constraint_names(request: SamplingFields) -> Mapping[str, str]:
-    """Fields of the HTTP request by those of the gRPC request: a constraint has come by one of two ways."""
+    """HTTP field names by gRPC field names, for the field that brought the constraint."""
     if request.structured_outputs is None:
-        # A structural tag stands in the format itself, beside its type.
+        # A structural tag is in the format itself, beside its type.
         of_schema = {"constraint.json_schema": f"{_FORMAT_FIELD}.json_schema.schema"}
         return {"constraint": _FORMAT_FIELD, "constraint.structural_tag": _FORMAT_FIELD, **of_schema}
     names = {f"constraint.{form}": f"{_OUTPUTS_FIELD}.{_WRITTEN.get(form, form)}" for form in _FORMS}

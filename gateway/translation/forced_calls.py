@@ -1,7 +1,7 @@
-"""Calls that a tool choice demands: the output is held to a list of them, whatever the family's way to write calls.
+"""Calls that a tool choice requires: the output is constrained to a list of calls, in one form for all families.
 
-The list is JSON, `[{"name": ..., "parameters": ...}]`, which `Llama3JsonParser` reads. So no marker of the family has
-to be a token, and a function's arguments are of its schema.
+The list is JSON, `[{"name": ..., "parameters": ...}]`, which `Llama3JsonParser` reads. So no marker of a family must be
+a token, and arguments fit the function's schema.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from specdec.wire.errors import InvalidRequest
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _DATA = frozenset({"const", "default", "enum", "examples"})
-"""Keywords whose value is no schema."""
+"""Keywords whose values are no schemas."""
 _CALL_BYTES = 128
-"""The schema of a call has more."""
+"""Bytes of one call's schema, at least."""
 
 
 def is_forced(tool_choice: ToolChoice, tool_parser: str) -> bool:
     """Whether the output must be calls and nothing else.
 
-    Models that write channels (harmony) are not held to it: a call is a message of one channel of several.
+    Models that write channels (harmony) are not constrained: a call is a message in one of several channels.
     """
     return tool_choice not in (None, "none", "auto") and tool_parser != "harmony"
 
@@ -36,15 +36,17 @@ def calls_schema(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice, *,
     Args:
         tools: checked.
         tool_choice: required, or a named function that is one of them.
-        parallel: whether there may be several calls; of a named function there is one.
+        parallel: allow several calls; a named function is called once.
 
     Raises:
-        InvalidRequest: they are so many that no constraint may be as large.
+        InvalidRequest: the functions need a larger constraint than allowed.
     """
     name = named_function(tool_choice)
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     if len(functions) * _CALL_BYTES > MAX_CONSTRAINT_BYTES:
-        message = f"calls of {len(functions)} functions are a constraint of more than {MAX_CONSTRAINT_BYTES} bytes"
+        message = (
+            f"{len(functions)} functions need a constraint above the limit of {MAX_CONSTRAINT_BYTES} bytes: send fewer"
+        )
         raise InvalidRequest("tools", message)
     schema = {
         "type": "array",
@@ -77,7 +79,7 @@ def _parameters(index: int, function: Mapping[str, Any]) -> Any:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """The schema as it is at another place in a document: references from its root start there."""
+    """The schema moved to another place in a document: references from its root start there."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, Mapping):

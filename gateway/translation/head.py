@@ -1,4 +1,4 @@
-"""What all answers have: the first fields of their objects, and why a choice ended."""
+"""The first fields of all answers, and the reasons why choices end."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _REASONS = MappingProxyType(
 
 
 @dataclass(slots=True)
-class Head:
-    """Id and time of an answer, and the model that decides it once that is known."""
+class AnswerHead:
+    """Id and time of an answer, and the model once it is known."""
 
     id: str
     created_s: int
-    """Since 1970."""
+    """Unix time."""
     model: str = ""
     fingerprint: str = ""
 
     def take(self, started: api.GenerateStarted) -> None:
-        """The model is known."""
+        """Take the model from the first chunk."""
         self.model, self.fingerprint = started.model.name, started.model.numerics_id
 
     def fields(self, kind: str) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def finish_reason(finished: api.ChoiceFinished) -> str:
 
 
 def stop_reason(finished: api.ChoiceFinished, stop_token_ids: list[int] | None) -> str | int | None:
-    """The stop string, or the token of the request's own, that matched; None for the model's end of sequence."""
+    """The matched stop string or stop token of the request; None for the model's end of sequence."""
     match finished.WhichOneof("matched"):
         case "stop_string":
             return finished.stop_string

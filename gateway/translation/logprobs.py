@@ -1,4 +1,4 @@
-"""Log-probabilities in the three forms that clients know."""
+"""Log-probabilities in the three forms of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 LEAST = -9999.0
-"""In place of minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON lacks."""
 
 
 def ids_in(chunk: api.GenerateResponse) -> Iterator[int]:
-    """The tokens that a chunk's log-probabilities and its steps name."""
+    """Ids of the tokens in a chunk's log-probabilities and steps."""
     match chunk.WhichOneof("chunk"):
         case "delta":
             for step in chunk.delta.steps:
@@ -30,7 +30,7 @@ def ids_in(chunk: api.GenerateResponse) -> Iterator[int]:
 
 
 def chat_logprobs(tokens: Iterable[api.OutputToken], texts: TokenTexts) -> dict[str, Any]:
-    """As `ChatLogprobs`."""
+    """The tokens' log-probabilities, a `ChatLogprobs`."""
     return {"content": [_chat_token(token, texts) for token in tokens], "refusal": None}
 
 
@@ -45,28 +45,28 @@ def _chat_entry(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, A
     return {"token": texts.name(token_id), "logprob": max(logprob, LEAST), "bytes": texts.utf8(token_id)}
 
 
-class CompletionLogprobs:
-    """The lists of one choice of a completion, and how far its texts have come."""
+class CompletionLogprobsWriter:
+    """Makes the lists of one choice of a completion, and counts its characters."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._offset = 0
 
     def of_prompt(self, prompt: api.PromptLogprobs, told: str) -> dict[str, Any]:
-        """As `CompletionLogprobs`, of a prompt's tokens, of which the first has none; `told` is its text as told."""
+        """`CompletionLogprobsWriter` of a prompt, whose first token has none; `told`: its echoed text."""
         first = self._texts.text(prompt.token_ids[0])
-        if not told.startswith(first):  # such as the token that the tokenizer begins each text with
+        if not told.startswith(first):  # such as the tokenizer's start token
             self._offset -= len(first)
         num_without = len(prompt.token_ids) - len(prompt.positions)
         positions: list[pb.PositionLogprobs | None] = [None] * num_without
         return self._lists(list(prompt.token_ids), [*positions, *prompt.positions])
 
     def of_output(self, tokens: Sequence[api.OutputToken]) -> dict[str, Any]:
-        """As `CompletionLogprobs`, of the next output tokens."""
+        """`CompletionLogprobsWriter` of the next output tokens."""
         return self._lists([token.id for token in tokens], [token.logprobs for token in tokens])
 
     def skip(self, num_characters: int) -> None:
-        """What follows is behind so many characters more."""
+        """Advance the text offset."""
         self._offset += num_characters
 
     def _lists(self, ids: list[int], positions: Sequence[pb.PositionLogprobs | None]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, token_id: int, at: pb.PositionLogprobs) -> dict[str, float]:
-        """The most likely tokens, and the one that is there; of those with the same text the most likely one."""
+        """The most likely tokens and the actual one; of tokens with one text, the most likely."""
         top: dict[str, float] = {}
         for one in at.top:
             top.setdefault(self._texts.name(one.token_id), max(one.logprob, LEAST))
@@ -93,7 +93,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(prompt: api.PromptLogprobs, texts: TokenTexts) -> list[dict[str, Any] | None]:
-    """vLLM's form: for each prompt token the alternatives and itself, by id. The rank is told of alternatives only."""
+    """vLLM's form: for each prompt token the alternatives and itself, by id. Only alternatives have a rank."""
     num_without = len(prompt.token_ids) - len(prompt.positions)
     told: list[dict[str, Any] | None] = [None] * num_without
     for token_id, at in zip(prompt.token_ids[num_without:], prompt.positions, strict=True):
@@ -110,7 +110,7 @@ def _ranked(token_id: int, logprob: float, rank: int | None, texts: TokenTexts) 
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Several pieces of `CompletionLogprobs` as one; None of none."""
+    """Several pieces of `CompletionLogprobsWriter` as one; None without pieces."""
     if not parts:
         return None
     return {name: [entry for part in parts for entry in part[name]] for name in parts[0]}

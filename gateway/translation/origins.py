@@ -1,4 +1,4 @@
-"""Where tokens came from, as clients are told."""
+"""Origins of tokens, for clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES = MappingProxyType(
 
 
 class OriginCounter:
-    """Counts the rounds of one choice: each commits the proposed tokens that were accepted, and one of the target's."""
+    """Counts the rounds of one choice: each commits the accepted proposed tokens and one of the target's own."""
 
     def __init__(self) -> None:
         self._round = 0

@@ -1,4 +1,4 @@
-"""From the chunks of a stream to the objects of /v1/responses: one message with one text."""
+"""Translate the chunks of a stream to the objects of /v1/responses: one message with one text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from specdec.gateway.api.responses import ResponsesRequest
 from specdec.gateway.chat.deltas import MessageDelta, StreamingParser
-from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.head import AnswerHead
 from specdec.gateway.translation.logprobs import chat_logprobs
 from specdec.gateway.translation.origins import OriginCounter
 from specdec.gateway.translation.steps import steps_told
@@ -19,9 +19,9 @@ Event = dict[str, Any]
 
 
 class ResponseEvents:
-    """The events of one answer. The last one has the whole answer, which is what is told without a stream."""
+    """The events of one answer. The last one has the whole answer, which is also the answer without a stream."""
 
-    def __init__(self, request: ResponsesRequest, head: Head, parser: StreamingParser) -> None:
+    def __init__(self, request: ResponsesRequest, head: AnswerHead, parser: StreamingParser) -> None:
         self._request = request
         self._head = head
         self._parser = parser
@@ -30,7 +30,7 @@ class ResponseEvents:
         self._logprobs: list[dict[str, Any]] = []
         self._origins = OriginCounter()
         self._extensions: dict[str, list[dict[str, Any]]] = {}
-        """What was asked for of each token and step, of all so far."""
+        """The wanted extras of all tokens and steps so far."""
         if request.return_token_origins:
             self._extensions["token_origins"] = []
         if request.return_steps:
@@ -40,11 +40,11 @@ class ResponseEvents:
 
     @property
     def num_events(self) -> int:
-        """Events so far: the number of the next one."""
+        """Number of events so far, which is the number of the next one."""
         return self._num_events
 
     def add(self, chunk: api.GenerateResponse, texts: TokenTexts) -> list[Event]:
-        """The events that a chunk is; `texts` knows the tokens of its log-probabilities."""
+        """The events of a chunk; `texts` has the tokens of its log-probabilities."""
         match chunk.WhichOneof("chunk"):
             case "started":
                 self._head.take(chunk.started)
@@ -71,7 +71,7 @@ class ResponseEvents:
         ]
 
     def _extend(self, delta: api.ChoiceDelta, texts: TokenTexts) -> dict[str, list[dict[str, Any]]]:
-        """What a delta adds to the extensions."""
+        """Add a delta's extras; returns them."""
         own: dict[str, list[dict[str, Any]]] = {}
         if "token_origins" in self._extensions:
             own["token_origins"] = self._origins.told(delta.tokens)

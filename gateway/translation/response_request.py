@@ -1,4 +1,4 @@
-"""From a request of /v1/responses to the chat that it is."""
+"""Translate a request of /v1/responses to a chat request."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def _format(request: ResponsesRequest) -> ResponseFormat | None:
 def response_to_generate(
     request: ResponsesRequest, chat: ChatRequest, reasoning_parser: str = "none"
 ) -> api.GenerateRequest:
-    """The gRPC request without an id; the parser reads its output.
+    """The gRPC request without an id; the reasoning parser reads its output.
 
     Raises:
-        ApiError: it names the field of the response's request.
+        ApiError: names the field of the /v1/responses request.
     """
     try:
         return chat_to_generate(chat, reasoning_parser=reasoning_parser)

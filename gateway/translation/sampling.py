@@ -1,4 +1,4 @@
-"""Sampling and speculation parameters, from the HTTP request's to the gRPC request's."""
+"""Translate sampling and speculation parameters from HTTP to gRPC."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SAME_NAMES = (
     *("n", "min_tokens", "ignore_eos", "skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"),
 )
 FIELD_NAMES = MappingProxyType({"include_stop_in_output": "include_stop_str_in_output"})
-"""Fields of the HTTP request by those of the gRPC request, where they differ."""
+"""HTTP field names by gRPC field names, where they differ."""
 
 
 def sampling_params(request: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> api.SamplingParams:
-    """What the request asks for; what it leaves open stays open."""
+    """The request's parameters; missing ones stay unset."""
     params = api.SamplingParams(
         stop=request.stop_strings,
         stop_token_ids=request.stop_token_ids or (),
@@ -45,12 +45,12 @@ def sampling_params(request: SamplingFields, *, max_tokens: int | None, logprobs
     if request.top_k is not None:
         params.top_k = max(0, request.top_k)
     if request.seed is not None:
-        params.seed = request.seed % 2**64  # negative seeds are as good as others
+        params.seed = request.seed % 2**64  # a negative seed is valid
     return params
 
 
 def speculation_params(speculation: Speculation | None) -> api.SpeculationParams | None:
-    """What the request says of speculation; None: nothing."""
+    """The request's speculation parameters, or None."""
     if speculation is None:
         return None
     return api.SpeculationParams(
@@ -66,7 +66,7 @@ def speculation_params(speculation: Speculation | None) -> api.SpeculationParams
 def generate_request(
     request: SamplingFields, sampling: api.SamplingParams, after_token: str = ""
 ) -> api.GenerateRequest:
-    """The gRPC request, but for its prompt and id. A constraint holds from behind `after_token`. Raises ApiError."""
+    """The gRPC request without prompt and id. A constraint begins after `after_token`. Raises ApiError."""
     if (constraint := constraint_of(request, after_token)) is not None:
         sampling.constraint.CopyFrom(constraint)
     return api.GenerateRequest(
@@ -81,7 +81,7 @@ def generate_request(
 
 
 def add_token_ids(to: api.TokenIds, ids: Sequence[int] | PackedIds) -> None:
-    """Add token ids to a message that has none yet."""
+    """Add token ids to an empty message."""
     if isinstance(ids, PackedIds):
         to.MergeFromString(bytes(ids.wire))
     else:
@@ -89,8 +89,8 @@ def add_token_ids(to: api.TokenIds, ids: Sequence[int] | PackedIds) -> None:
 
 
 def check_stream(request: SamplingFields) -> None:
-    """What only streams have, and what they do not have. Raises ApiError."""
+    """Check options that only streams have, or lack. Raises ApiError."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "needs stream to be true")
     if request.stream and request.prompt_logprobs is not None:
-        raise invalid("prompt_logprobs", "is not available in streams")
+        raise invalid("prompt_logprobs", "is not available in streams: leave one of them out")

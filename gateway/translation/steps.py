@@ -1,4 +1,4 @@
-"""The steps of the target, as clients are told."""
+"""The target's steps, for clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec.v1 import coordinator_pb2 as api
 
 
 def steps_told(steps: Iterable[api.DecodingStep], texts: TokenTexts) -> list[dict[str, Any]]:
-    """As `DecodingStep`."""
+    """The steps, each a `DecodingStep`."""
     return [_step(step, texts) for step in steps]
 
 

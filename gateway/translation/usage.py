@@ -1,4 +1,4 @@
-"""Usage, and how speculation went."""
+"""Usage and speculation statistics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specdec.v1 import coordinator_pb2 as api
 
 
 def usage_of(finished: Iterable[api.Usage]) -> dict[str, Any]:
-    """As `UsageAnswer`, over all of a request's prompts."""
+    """A `UsageAnswer` over all prompts of a request."""
     all_of = list(finished)
     prompt = sum(usage.prompt_tokens for usage in all_of)
     cached = sum(usage.cached_tokens for usage in all_of)
@@ -26,12 +26,12 @@ def usage_of(finished: Iterable[api.Usage]) -> dict[str, Any]:
 
 
 def usage_so_far(num_prompt: int, num_output: int) -> dict[str, Any]:
-    """As `UsageAnswer`, while output comes."""
+    """A `UsageAnswer` while output comes."""
     return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
 
 def metrics_of(stats: Sequence[api.SpeculationStats]) -> dict[str, Any]:
-    """As `Metrics`, over all of a request's prompts."""
+    """A `Metrics` over all prompts of a request."""
     steps = sum(one.num_verify_steps for one in stats)
     drafted = sum(one.num_proposed for one in stats)
     accepted = sum(one.num_accepted for one in stats)
@@ -50,7 +50,7 @@ def metrics_of(stats: Sequence[api.SpeculationStats]) -> dict[str, Any]:
 
 
 def acceptance_histogram(num_steps: int, accepted_by_depth: Sequence[int]) -> list[int]:
-    """How many steps accepted exactly 0, 1, 2, ... tokens: a step that accepts at a depth does above it, too."""
+    """Steps that accepted exactly 0, 1, 2, ... tokens: acceptance at a depth includes all depths above."""
     reached = [num_steps, *accepted_by_depth]
     return [here - deeper for here, deeper in zip(reached, [*reached[1:], 0], strict=True)]
 

@@ -1,1 +1,1 @@
-"""The coordinators behind a gateway, and what is known of the model they serve."""
+"""The coordinators behind a gateway, and the texts of their model's tokens."""

@@ -1,4 +1,4 @@
-"""Any number of coordinators as one: calls take turns among them, and go to another where one does not answer."""
+"""Several coordinators as one: calls take turns among them, and move on if one does not answer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import Unavailable
 
 _AVOID_S = 2.0
-"""A coordinator that did not answer is asked last for so long."""
+"""Seconds for which a coordinator that did not answer is tried last."""
 _LONGEST_CALL_S = 24 * 3600.0
-"""Then a call over a connection that has been replaced is cut off, and goes on over another one."""
+"""Seconds before a call on a replaced connection is cut off; it resumes on another one."""
 _log = structlog.get_logger(__name__)
 Metadata = tuple[tuple[str, str], ...]
-"""What goes along with a caller's calls: its key, its trace."""
+"""Metadata of a caller's calls: its key, its trace."""
 _BELIEVED_S = 0.5
-"""Probes are many, and each answer takes a call of every coordinator."""
+"""Seconds for which an answer is reused: probes are frequent, and each calls every coordinator."""
 
 
 @dataclass(slots=True)
 class _Member:
     client: Client
     avoid_until_s: float = 0.0
-    """On the monotonic clock."""
+    """Monotonic time."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Turns:
     turn: int = field(default=0)
 
     def order(self) -> list[_Member]:
-        """All members, the next one first, and those that did not answer lately last."""
+        """All members: the next one first, those that did not answer lately last."""
         self.turn = (self.turn + 1) % len(self.members)
         rotated = [*self.members[self.turn :], *self.members[: self.turn]]
         now_s = time.monotonic()
@@ -48,7 +48,7 @@ class _Turns:
 
 
 class Coordinators:
-    """All coordinators, each behind a connection of its own. They are opened by `connect` alone."""
+    """All coordinators, each with its own connection, which `connect` opens."""
 
     def __init__(
         self, connect: Callable[[str], Client], addresses: Sequence[str], on_failover: Callable[[], None]
@@ -58,30 +58,30 @@ class Coordinators:
         Args:
             connect: makes a client of an address, inside the event loop.
             addresses: host:port, or dns:///name:port; one at least.
-            on_failover: called whenever a call goes on at another coordinator.
+            on_failover: called when a call moves to another coordinator.
         """
         self._connect = connect
         self._turns = _Turns([_Member(connect(address)) for address in addresses])
         self._closing: set[asyncio.Task[None]] = set()
         self._on_failover = on_failover
 
-    def caller(self, metadata: Metadata) -> Caller:
-        """The coordinators for one caller."""
-        return Caller(self._turns, metadata, self._on_failover)
+    def caller(self, metadata: Metadata) -> CallerStub:
+        """The coordinators with one caller's metadata."""
+        return CallerStub(self._turns, metadata, self._on_failover)
 
     async def any_serves(self) -> bool:
-        """Whether some coordinator says that it serves; takes about a second at most."""
+        """Whether any coordinator reports SERVING. Takes about a second at most."""
         answers = await asyncio.gather(*(member.client.is_serving() for member in self._turns.members))
         return any(answers)
 
     async def renew(self, connect: Callable[[str], Client]) -> None:
-        """Exchange all connections, as when TLS files have changed. Streams of the old ones are taken up again."""
+        """Replace all connections, as when TLS files have changed. Streams of the old ones resume."""
         for member in self._turns.members:
             former, member.client = member.client, connect(member.client.address)
             await former.close()
 
     async def look_again(self, connect: Callable[[str], Client], address: str) -> None:
-        """Have new calls go to all that a name stands for by now; those that run go on where they are."""
+        """Resolve a name again for new calls; running calls stay where they are."""
         for member in self._turns.members:
             if member.client.address == address:
                 former, member.client = member.client, connect(address)
@@ -98,7 +98,7 @@ class Coordinators:
             await member.client.close()
 
 
-class Caller:
+class CallerStub:
     """Calls of one caller. Every method raises the typed errors of `specdec.wire.errors`."""
 
     def __init__(self, turns: _Turns, metadata: Metadata, on_failover: Callable[[], None]) -> None:
@@ -107,11 +107,14 @@ class Caller:
         self._on_failover = on_failover
 
     def stream(self, request: api.GenerateRequest) -> AsyncGenerator[api.GenerateResponse, None]:
-        """The chunks of a request, as if no coordinator had ever gone. To be closed, which cancels the request."""
+        """The chunks of a request, resumed if a coordinator fails.
+
+        The caller must close it, which cancels the request.
+        """
         return generate_resuming(self, request, ResumePolicy())
 
     async def generate(self, request: api.GenerateRequest) -> AsyncGenerator[api.GenerateResponse, None]:
-        """The chunks of one attempt: of the first coordinator that answers at all."""
+        """The chunks of one attempt, from the first coordinator that answers."""
         members = self._turns.order()
         for number, member in enumerate(members):
             has_begun = False
@@ -127,7 +130,7 @@ class Caller:
                     raise
 
     async def call(self, method: str, request: Message) -> Any:
-        """The answer to a method that answers once, of the first coordinator that does."""
+        """The answer to a unary call, from the first coordinator that answers."""
         members = self._turns.order()
         for member in members[:-1]:
             try:
@@ -148,7 +151,7 @@ class Caller:
 
 
 class Health:
-    """Whether the gateway can serve: it is not leaving, and a coordinator serves. Asks at most twice a second."""
+    """Whether the gateway can serve: it does not drain, and a coordinator serves. Asks at most twice a second."""
 
     def __init__(self, coordinators: Coordinators) -> None:
         self._coordinators = coordinators
@@ -159,7 +162,7 @@ class Health:
         """New requests are refused."""
 
     async def is_ready(self) -> bool:
-        """Whether a request that comes now can be served."""
+        """Whether a request can be served now."""
         if self.is_draining:
             return False
         async with self._lock:

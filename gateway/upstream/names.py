@@ -1,4 +1,4 @@
-"""Coordinators that are behind a name: those that come later are found, and not only when another one goes."""
+"""Watch coordinators' DNS names, to find new addresses before an old one fails."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _log = structlog.get_logger(__name__)
 
 
 class NameWatch:
-    """Looks names up again and again: gRPC itself looks only when a connection breaks."""
+    """Resolves names at intervals: gRPC itself does so only when a connection breaks."""
 
     def __init__(self, addresses: Sequence[str], on_changed: Callable[[str], Awaitable[None]]) -> None:
-        """Look nothing up yet.
+        """Resolve nothing yet.
 
         Args:
-            addresses: those that are dns:///name:port are watched.
-            on_changed: called with one of them when its name stands for other addresses than before.
+            addresses: those of the form dns:///name:port are watched.
+            on_changed: called with an address when its name resolves to other addresses than before.
         """
         self._known: dict[str, frozenset[str]] = {}
         self._names = [address for address in addresses if address.startswith(DNS_PREFIX)]
         self._on_changed = on_changed
 
     async def run(self) -> None:
-        """Watch until cancelled; returns at once when there is no name."""
+        """Watch until cancelled; returns at once without names."""
         while self._names:
             for address in self._names:
                 await self.look(address)
             await asyncio.sleep(INTERVAL_S)
 
     async def look(self, address: str) -> None:
-        """Look one name up. One that cannot be looked up has not changed."""
+        """Resolve one name; a failure counts as no change."""
         name, _, port = address.removeprefix(DNS_PREFIX).rpartition(":")
         try:
             found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)

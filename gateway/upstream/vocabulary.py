@@ -1,26 +1,26 @@
-"""The texts of tokens, asked for once: log-probabilities name tokens that the output does not have."""
+"""Cache the texts of tokens: log-probabilities name tokens that the output does not have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specdec.gateway.upstream.coordinators import Caller
+from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_PER_CALL = 1024
 _MOST_TOKENS = 512 * 1024
-"""Vocabularies are smaller. Above, all are forgotten: tokens of models that are not served any more."""
+"""Tokens kept; vocabularies are smaller, so more are of models no longer served, and all are dropped."""
 
 
 class Vocabulary:
-    """What tokens of one tokenizer stand for. Tokenizers are told apart by their digest."""
+    """The texts of one tokenizer's tokens. A digest identifies the tokenizer."""
 
     def __init__(self) -> None:
         self._digest = ""
         self._bytes: dict[int, bytes] = {}
 
-    async def learn(self, caller: Caller, digest: str, token_ids: Iterable[int]) -> TokenTexts:
-        """The texts of at least these tokens. Raises SpecdecError."""
+    async def learn(self, caller: CallerStub, digest: str, token_ids: Iterable[int]) -> TokenTexts:
+        """Fetch the texts of missing tokens; returns all known ones. Raises SpecdecError."""
         if digest != self._digest or len(self._bytes) > _MOST_TOKENS:
             self._digest, self._bytes = digest, {}
         known = self._bytes
@@ -33,25 +33,25 @@ class Vocabulary:
 
 
 class TokenTexts:
-    """The texts of tokens that are known."""
+    """The known texts of tokens."""
 
     def __init__(self, known: dict[int, bytes], *, as_ids: bool = False) -> None:
-        """With `as_ids` a token's name is token_id:ID."""
+        """`as_ids`: a token's name is token_id:ID."""
         self._known = known
         self._as_ids = as_ids
 
     def named_by_id(self) -> TokenTexts:
-        """The same tokens, of which each is called token_id:ID."""
+        """The same tokens, named token_id:ID."""
         return TokenTexts(self._known, as_ids=True)
 
     def name(self, token_id: int) -> str:
-        """What log-probabilities call it."""
+        """A token's name in log-probabilities."""
         return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
 
     def text(self, token_id: int) -> str:
-        """Its text; parts of characters are U+FFFD. Empty for a token that is not known."""
+        """A token's text; parts of characters are U+FFFD. Empty for an unknown token."""
         return self._known.get(token_id, b"").decode("utf-8", "replace")
 
     def utf8(self, token_id: int) -> list[int]:
-        """Its bytes."""
+        """A token's bytes."""
         return list(self._known.get(token_id, b""))

@@ -10,7 +10,7 @@ logger = logging.getLogger("models.training")
 
 
 @dataclass
-class Phase:
+class TrainingPhase:
     """One stretch of training with a budget of ``seconds``, its progress and its log."""
 
     name: str

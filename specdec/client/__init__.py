@@ -1,4 +1,4 @@
-"""Typed clients of the coordinator, for asyncio and without, and streams that outlive one."""
+"""Typed clients of the coordinator, with and without asyncio, and streams that survive a coordinator's end."""
 
 from specdec.client.chat import chat_messages
 from specdec.client.client import Client, ClientSettings, CompletedChoice, Completion

@@ -1,4 +1,4 @@
-"""Conversations for the coordinator, from plain data."""
+"""Make conversations for the coordinator from plain data."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def chat_messages(
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template: str = "",
 ) -> coordinator_pb2.ChatMessages:
-    """Return a conversation as requests carry it.
+    """Return a conversation for a request.
 
     Args:
-        messages: Oldest first; each with a role, and a content that is a text, a list of parts or absent. Whatever
-            else a message has reaches the model's chat template, for example tool_calls with arguments as objects.
-        tools: What may be called, as the template takes it.
-        add_generation_prompt: End where the assistant's turn starts; None: yes, unless the last message is continued.
+        messages: Oldest first; each with a role, and a content that is a text, a list of parts or absent. All other
+            fields reach the model's chat template, for example tool_calls with arguments as objects.
+        tools: Descriptions of functions, in the form that the template takes.
+        add_generation_prompt: End where the assistant's turn starts; None: unless the last message is continued.
         continue_final_message: End within the last message, so that the output continues it.
         template_variables: Further variables of the template, for example enable_thinking.
-        documents: What the answer may draw on, for templates that read them.
-        chat_template: In Jinja, in place of the model's; for coordinators that trust clients' (their setting
-            trust_request_chat_template).
+        documents: Documents for the answer, for templates that read them.
+        chat_template: Jinja source that replaces the model's template, for coordinators with
+            trust_request_chat_template.
 
     Raises:
-        InvalidRequest: What cannot be told as JSON or UTF-8 text; the field is its path, as in messages[2].
+        InvalidRequest: A value is no JSON or no UTF-8 text; names its path, such as messages[2].
     """
     return coordinator_pb2.ChatMessages(
         messages=[_message(f"messages[{index}]", message) for index, message in enumerate(messages)],
@@ -49,7 +49,7 @@ def chat_messages(
 
 def _message(path: str, message: Mapping[str, Any]) -> coordinator_pb2.ChatMessage:
     content = message.get("content")
-    # What is null in it counts as absent; a content that is absent is told, as an empty one is something else.
+    # Null fields count as absent, except the content: an absent content differs from an empty one.
     fields = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
     if not isinstance(content, str):
         fields["content"] = content
@@ -74,5 +74,5 @@ def _encode(path: str, value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidRequest(path, f"cannot be told as JSON: {error}") from error
+        raise InvalidRequest(path, f"is not JSON: {error}") from error
     return text

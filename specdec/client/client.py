@@ -21,14 +21,14 @@ from specdec.wire.errors import FailedPrecondition, Internal, InvalidRequest, fr
 from specdec.wire.reading import parsed, parsing
 
 _T = TypeVar("_T")
-# Waits between attempts to connect; gRPC's own grow to two minutes, over which a coordinator that is back is not seen.
-# Shorter than the attempts of a call together: one that is back is found before another that goes has refused them all.
+# Waits between attempts to connect. gRPC's own grow to two minutes, in which a coordinator that is back is not noticed.
+# These are shorter than a call's attempts together: a coordinator that is back is found before all attempts are used.
 _FIRST_RECONNECT_MS = 100
 _LONGEST_RECONNECT_MS = 1000
 
-# gRPC retries by itself what was refused or never reached a server, unless the server says that this is of no use
-# (see specdec.wire.abort). A server that stops cuts off what it has not looked at, as CANCELLED. A stream is
-# retried only before its first chunk, so no token is ever delivered twice.
+# gRPC itself retries calls that were refused or never reached a server, unless the server forbids it (see
+# specdec.wire.abort). A stopping server ends calls it has not read as CANCELLED. A stream is retried only before its
+# first chunk, so no token comes twice.
 RETRY_POLICY = {
     "maxAttempts": 5,
     "initialBackoff": "0.1s",
@@ -45,26 +45,26 @@ class ClientSettings:
     timeout_s: float | None = None
     """Deadline of one call; the server learns it and stops working for a call that has passed it."""
     keepalive_s: float = 3.0
-    """Ping a silent server after this long, while calls run. Coordinators take pings down to one a second; what stands
-    between may demand more time, and closes the connection else."""
+    """Pings a silent server after this time, while calls run. Coordinators accept one ping per second; a proxy may
+    accept fewer, and then closes the connection."""
     keepalive_timeout_s: float = 3.0
-    """A server that owes the answer to a ping this long is gone: its calls end UNAVAILABLE."""
+    """Time for the answer to a ping; after it the server counts as gone, and its calls end UNAVAILABLE."""
     connect_timeout_s: float = 5.0
-    """Longest attempt to connect to one address; then the next is tried."""
+    """Time to connect to one address before the next is tried."""
     max_message_bytes: int = 16 * 1024 * 1024
     tls: bool = False
-    """Use TLS. Certificates, below, turn it on as well."""
+    """Use TLS. The certificates below turn it on, too."""
     root_certificates: bytes | None = None
-    """PEM authorities that the server's certificate must come from; None: those that gRPC trusts, which are a list of
-    its own or the file that the variable GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names."""
+    """PEM authorities of the server's certificate; None: those that gRPC trusts (its own list, or the file in
+    GRPC_DEFAULT_SSL_ROOTS_FILE_PATH)."""
     client_certificate: tuple[bytes, bytes] | None = None
     """PEM key and certificate chain, for mutual TLS."""
     metadata: tuple[tuple[str, str], ...] = ()
     api_key: str | None = field(default=None, repr=False)
-    """Sent with every call, as `authorization: Bearer KEY`; without TLS anyone on the way can read it."""
+    """Sent with every call, as `authorization: Bearer KEY`; without TLS it travels unencrypted."""
 
     def call_metadata(self) -> tuple[tuple[str, str], ...]:
-        """What is sent beside every request: the caller's span in OpenTelemetry's current context included."""
+        """Metadata of every call, including the span in OpenTelemetry's current context."""
         own = () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
         trace: dict[str, str] = {}
         if all(name != "traceparent" for name, _ in self.metadata):
@@ -72,18 +72,18 @@ class ClientSettings:
         return (*self.metadata, *own, *trace.items())
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """What a TLS channel is opened with; None: without TLS."""
+        """Credentials of a TLS channel; None without TLS."""
         if not (self.tls or self.root_certificates or self.client_certificate):
             return None
         key, chain = self.client_certificate or (None, None)
         return grpc.ssl_channel_credentials(self.root_certificates, key, chain)
 
     def check_size(self, request: Message) -> None:
-        """Raises InvalidRequest when a request is larger than `max_message_bytes`."""
-        # gRPC itself would answer RESOURCE_EXHAUSTED, as if trying again could help.
+        """Raise InvalidRequest if a request is larger than `max_message_bytes`."""
+        # gRPC itself would answer RESOURCE_EXHAUSTED, which suggests a retry.
         num_bytes, most = request.ByteSize(), self.max_message_bytes
         if num_bytes > most:
-            raise InvalidRequest("request", f"{num_bytes} bytes are more than the limit of {most}")
+            raise InvalidRequest("request", f"{num_bytes} bytes exceed the limit of {most} (max_message_bytes)")
 
     def channel_options(self) -> list[tuple[str, str | int]]:
         """Options of the gRPC channel: retries, keepalive, message limits."""
@@ -92,11 +92,11 @@ class ClientSettings:
             ("grpc.service_config", service_config(service)),
             ("grpc.keepalive_time_ms", round(self.keepalive_s * 1000)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1000)),
-            # A ping of keepalive is given up after the longer of its own time-out and this: a minute by default.
+            # gRPC waits for the longer of the keepalive's time-out and this one, by default a minute.
             ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_s * 1000)),
-            # By default only two pings go out until the client sends something: long streams are what it reads.
+            # By default only two pings are sent until the client sends data, and long streams only read.
             ("grpc.http2.max_pings_without_data", 0),
-            # A server that takes connections and never answers would hold each attempt for 20 s.
+            # A server that accepts connections but never answers would hold each attempt for 20 s.
             ("grpc.min_reconnect_backoff_ms", round(self.connect_timeout_s * 1000)),
             ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
             ("grpc.max_reconnect_backoff_ms", _LONGEST_RECONNECT_MS),
@@ -106,7 +106,7 @@ class ClientSettings:
 
 
 def service_config(service: descriptor.ServiceDescriptor) -> str:
-    """Return the gRPC service config: calls take turns among the addresses of a name, and are retried."""
+    """Return gRPC's service config: round robin over a name's addresses, and retries."""
     return json.dumps(
         {
             "loadBalancingConfig": [{"round_robin": {}}],
@@ -116,7 +116,7 @@ def service_config(service: descriptor.ServiceDescriptor) -> str:
 
 
 def as_sent(request: coordinator_pb2.GenerateRequest) -> coordinator_pb2.GenerateRequest:
-    """A request as clients send it, which take long log-probabilities of a prompt in parts."""
+    """The request with prompt_logprobs_in_parts set if it wants a prompt's log-probabilities."""
     if not request.sampling.HasField("prompt_logprobs") or request.prompt_logprobs_in_parts:
         return request
     sent = coordinator_pb2.GenerateRequest(prompt_logprobs_in_parts=True)
@@ -125,14 +125,14 @@ def as_sent(request: coordinator_pb2.GenerateRequest) -> coordinator_pb2.Generat
 
 
 def check_started(request: coordinator_pb2.GenerateRequest, chunk: coordinator_pb2.GenerateResponse) -> None:
-    """Raises FailedPrecondition where a server has begun without a request's constraint or salt: it knows of none."""
+    """Raise FailedPrecondition if an older server has ignored the request's constraint or salt."""
     if not chunk.HasField("started"):
         return
     if request.sampling.HasField("constraint") and not chunk.started.is_constrained:
-        message = "the server knows no constraints: its output would be whatever the model says"
+        message = "the server does not support constraints: update it, or leave the constraint out"
         raise FailedPrecondition(f"sampling.constraint: {message}", reason="CONSTRAINTS_UNKNOWN")
     if request.cache_salt and not chunk.started.is_salted:
-        message = "the server knows none: others could find out what is asked for"
+        message = "the server does not support salts, so other requests share its cached prefixes: update it"
         raise FailedPrecondition(f"cache_salt: {message}", reason="CACHE_SALT_UNKNOWN")
 
 
@@ -156,9 +156,9 @@ class Client:
         return grpc.aio.secure_channel(self.address, credentials, options=options)
 
     def on_behalf_of(self, metadata: tuple[tuple[str, str], ...]) -> Client:
-        """The same connection for another caller: this metadata goes along in place of what the settings have.
+        """The same connection for another caller, with `metadata` instead of the settings' metadata and key.
 
-        Calls of both end when this one is closed; the other is not to be closed.
+        Closing this client ends the calls of both; do not close the other one.
         """
         other = copy.copy(self)
         other._settings = replace(self._settings, metadata=metadata, api_key=None)
@@ -173,7 +173,7 @@ class Client:
         await self.close()
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Close the channel; running calls are cancelled, at once or after `grace_s`. New ones are not taken."""
+        """Close the channel; running calls are cancelled after `grace_s`, by default at once. New calls are refused."""
         await self._channel.close(grace_s)
 
     async def generate(
@@ -201,7 +201,7 @@ class Client:
         return completion
 
     async def abort(self, request_id: str) -> bool:
-        """End a running request; return whether there was one."""
+        """End a running request; return False if there is none."""
         request = coordinator_pb2.AbortRequest(request_id=request_id)
         return (await self._call(self._stub.Abort, request)).aborted
 
@@ -213,7 +213,7 @@ class Client:
     async def tokenize_chat(
         self, messages: coordinator_pb2.ChatMessages, *, add_special_tokens: bool = False
     ) -> list[int]:
-        """Return the token ids of a conversation, as a request with it would have them. See `chat_messages`."""
+        """Return the token ids of a conversation, as a request with it would have. See `chat_messages`."""
         request = coordinator_pb2.TokenizeRequest(messages=messages, add_special_tokens=add_special_tokens)
         return list((await self._call(self._stub.Tokenize, request)).token_ids)
 
@@ -223,7 +223,7 @@ class Client:
         return (await self._call(self._stub.Detokenize, request)).text
 
     async def model_info(self, *, with_tokenizer: bool = False) -> coordinator_pb2.GetModelInfoResponse:
-        """Return what is served; with the tokenizer's special tokens and chat template if asked for."""
+        """Return the served model; `with_tokenizer` adds the tokenizer's special tokens and chat template."""
         request = coordinator_pb2.GetModelInfoRequest(with_tokenizer=with_tokenizer)
         return await self._call(self._stub.GetModelInfo, request)
 
@@ -232,7 +232,7 @@ class Client:
         return await self._call(self._stub.GetStatus, coordinator_pb2.GetStatusRequest())
 
     async def is_serving(self, timeout_s: float = 1.0) -> bool:
-        """Whether the coordinator says that it serves; False when it does not answer in time."""
+        """Whether the coordinator reports SERVING; False if it does not answer within `timeout_s`."""
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
@@ -241,7 +241,7 @@ class Client:
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
     async def call(self, method: str, request: Message) -> Any:
-        """The answer of one of the service's methods that answer once, such as Tokenize, to a request as it is."""
+        """Call a unary method of the service by name, such as Tokenize."""
         return await self._call(getattr(self._stub, method), request)
 
     async def _call(self, method: Callable[..., Awaitable[_T]], request: Message) -> _T:
@@ -255,12 +255,12 @@ class Client:
 
 @dataclass(slots=True)
 class CompletedChoice:
-    """What has come of one choice so far."""
+    """The output of one choice so far."""
 
     text: str = ""
     tokens: list[coordinator_pb2.OutputToken] = field(default_factory=list)
     steps: list[coordinator_pb2.DecodingStep] = field(default_factory=list)
-    """The steps that committed them, where they were asked for."""
+    """The steps that committed them, if the request wants steps."""
     finished: coordinator_pb2.ChoiceFinished | None = None
 
     @property
@@ -271,21 +271,21 @@ class CompletedChoice:
 
 @dataclass(slots=True)
 class Completion:
-    """What has come of a request so far, and when. Times in seconds since the object was made."""
+    """The answer to a request so far. Times in seconds since the object was made."""
 
     started: coordinator_pb2.GenerateStarted | None = None
     prompt_logprobs: coordinator_pb2.PromptLogprobs | None = None
-    """All chunks of them as one."""
+    """All chunks of prompt log-probabilities, joined."""
     choices: dict[int, CompletedChoice] = field(default_factory=dict)
     finished: coordinator_pb2.GenerateFinished | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_first_tokens: int = 0
-    """Tokens in the first chunk that had any; they do not count for the decoding speed."""
+    """Tokens in the first chunk with tokens, which does not count for the decoding speed."""
     _begin_s: float = field(default_factory=time.perf_counter)
 
     def add(self, chunk: coordinator_pb2.GenerateResponse) -> None:
-        """Take in the next chunk."""
+        """Add the next chunk."""
         match chunk.WhichOneof("chunk"):
             case "started":
                 self.started = chunk.started
@@ -300,7 +300,7 @@ class Completion:
 
     @property
     def prompt_logprobs_position(self) -> int:
-        """Below it the prompt's log-probabilities have come; 0: none have."""
+        """Position below which the prompt's log-probabilities have come; 0 if none have."""
         prompt = self.prompt_logprobs
         return 0 if prompt is None else prompt.start_position + len(prompt.token_ids)
 
@@ -331,18 +331,18 @@ class Completion:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decoding speed, the first chunk (prefill) not counted; None when nothing came after it."""
+        """Decoding speed without the first chunk (prefill); None if no chunk followed it."""
         if self.first_token_s is None or self.last_token_s is None or self.last_token_s <= self.first_token_s:
             return None
         return (self.num_tokens - self.num_first_tokens) / (self.last_token_s - self.first_token_s)
 
     @property
     def identity(self) -> list[tuple[int, list[int], str]]:
-        """What must be equal between two runs: every choice's tokens and text."""
+        """Index, token ids and text of every choice: equal runs have equal identities."""
         return [(index, choice.token_ids, choice.text) for index, choice in sorted(self.choices.items())]
 
     def require_finished(self) -> coordinator_pb2.GenerateFinished:
-        """Return the last chunk. Raises Internal when the stream ended without one."""
+        """Return the last chunk. Raises Internal if the stream ended without it."""
         if self.finished is None:
             raise Internal("the stream ended without its last chunk", reason="STREAM_INCOMPLETE")
         return self.finished

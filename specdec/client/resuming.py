@@ -1,4 +1,4 @@
-"""Streams that outlive a coordinator: what was interrupted is taken up again, at the same or another one."""
+"""Streams that survive a coordinator's end: they resume at the same or another coordinator."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from specdec.wire.backoff import Backoff
 from specdec.wire.errors import Unavailable
 
 _SPREAD = (0.5, 1.0)
+"""Random factors of a wait."""
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePolicy:
-    """How long to try. Times in seconds."""
+    """Bounds of the attempts. Times in seconds."""
 
     max_attempts: int = 8
-    """Attempts in a row that bring neither a token nor more of the prompt's log-probabilities."""
+    """Attempts in a row without a new token or prompt log-probability."""
     max_wait_s: float = 5.0
-    """Longest wait between two of them, whatever the server asks for. The first is what it asks for, and each is twice
-    the one before, down to half of that by chance: with the defaults a coordinator may be away for 12 s at least."""
+    """Longest wait between two attempts. The first wait is the server's retry delay; each further one doubles, times a
+    random factor of 0.5 to 1. With the defaults a coordinator may be away for at least 12 s."""
 
 
 class Generates(Protocol):
-    """What streams are taken from: a client, or several."""
+    """A source of streams: one client, or several."""
 
     def generate(self, request: api.GenerateRequest) -> AsyncGenerator[api.GenerateResponse, None]:
         """See `Client.generate`."""
@@ -42,13 +43,13 @@ async def generate_resuming(
 ) -> AsyncGenerator[api.GenerateResponse, None]:
     """Yield the chunks of a request as if its stream had never been interrupted.
 
-    After UNAVAILABLE (a coordinator drains or died) the request is sent again with the tokens held so far, and goes on
-    behind the last of them: no token comes twice and none is lost. The statistics of the last chunk are those of the
-    last part. With several addresses behind the client's name, any coordinator with the same `resume_secret` takes it
-    up. The request may itself resume one: then what comes is what follows what it holds.
+    After UNAVAILABLE (a coordinator drains or died) the request is sent again with the tokens received so far, and
+    continues after them: no token comes twice and none is lost. The last chunk's statistics cover only the last part.
+    If the client's name has several addresses, any coordinator with the same `resume_secret` can resume it. If the
+    request itself resumes one, only the output after its tokens comes.
 
     Raises:
-        SpecdecError: the request failed for another reason, or attempts brought nothing `max_attempts` times in a row.
+        SpecdecError: the request failed for another reason, or `max_attempts` attempts in a row brought nothing.
     """
     resumption = Resumption(request, policy)
     while True:
@@ -64,14 +65,14 @@ async def generate_resuming(
 
 
 class Resumption:
-    """What is held of a request's answer, and when it is asked for again; without calls or waits of its own."""
+    """The received part of a request's answer, and the next attempt's request and wait. Makes no calls."""
 
     def __init__(self, request: api.GenerateRequest, policy: ResumePolicy | None = None) -> None:
         self._request = request
         self._policy = policy or ResumePolicy()
         self._held = Completion()
         self._unread: list[api.GenerateResponse] = []
-        """Output that is held, too, and is looked at when the stream breaks, which few do."""
+        """Received output that is read only when the stream breaks."""
         self._num_held_before = 0
         self._num_fruitless = 0
 
@@ -82,7 +83,7 @@ class Resumption:
         return self._request if self._held.started is None else resumed_request(self._request, self._held)
 
     def unseen(self, chunk: api.GenerateResponse) -> api.GenerateResponse | None:
-        """What a chunk has that is not held yet, which from now on is; None: nothing."""
+        """The new part of a chunk, which counts as received now; None if it has none."""
         if chunk.HasField("delta"):
             self._unread.append(chunk)
             return chunk
@@ -93,7 +94,7 @@ class Resumption:
         return new
 
     def wait_after(self, error: Unavailable) -> float:
-        """Seconds until the next attempt, after one ended so. Raises that error when there is to be none."""
+        """Seconds until the next attempt after `error`. Raises it if there should be none."""
         self._read_all()
         has_more = _num_held(self._held) > self._num_held_before
         self._num_fruitless = 1 if has_more else self._num_fruitless + 1
@@ -112,12 +113,12 @@ class Resumption:
 
 
 def resumed_request(request: api.GenerateRequest, held: Completion) -> api.GenerateRequest:
-    """The request that goes on behind what is held of it. `held.started` must be there.
+    """The request that continues after the received output. `held.started` must be set.
 
-    If the request resumes one itself, `held` is what followed what it holds.
+    If the request itself resumes one, `held` is the output after its tokens.
     """
     if held.started is None:
-        raise ValueError("without its first chunk a request cannot be resumed")
+        raise ValueError("started: a request cannot be resumed before its first chunk")
     body = api.GenerateRequest()
     body.CopyFrom(request)
     body.request_id = held.started.request_id
@@ -140,7 +141,7 @@ def _num_held(held: Completion) -> int:
 
 
 def _unseen(chunk: api.GenerateResponse, held: Completion) -> api.GenerateResponse | None:
-    """What a chunk has that is not held yet, as a chunk; None: nothing."""
+    """The new part of a chunk, as a chunk; None if it has none."""
     match chunk.WhichOneof("chunk"):
         case "started":
             is_new = held.started is None
@@ -155,7 +156,7 @@ def _unseen(chunk: api.GenerateResponse, held: Completion) -> api.GenerateRespon
 
 
 def _unseen_prompt(chunk: api.GenerateResponse, held: int) -> api.GenerateResponse | None:
-    """Coordinators that do not know how much is held send all of the prompt's log-probabilities again."""
+    """Older coordinators send all log-probabilities of the prompt again."""
     told = chunk.prompt_logprobs
     num_seen = held - told.start_position
     if num_seen <= 0:

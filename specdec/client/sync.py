@@ -1,4 +1,4 @@
-"""The client for code without an event loop of its own, or inside one that it must not wait for (a notebook)."""
+"""The client for code without an event loop, or inside a running one (a notebook)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _T = TypeVar("_T")
 
 
 class ChunkStream(Iterator[api.GenerateResponse]):
-    """The chunks of one request, for a plain `for`. The request is sent when the first one is asked for.
+    """The chunks of one request, for a plain `for`. The request is sent when the first chunk is read.
 
-    It is cancelled by `close`, at the end of a `with` over the stream or its client, and when nobody holds the stream
-    any more. One thread iterates, any may close: whoever iterates then gets Cancelled, and never takes a part for all.
+    `close`, the end of a `with` over the stream or its client, and garbage collection cancel it. One thread iterates,
+    any thread may close: the iterating thread then gets Cancelled, so a part is never taken for the whole.
     """
 
     def __init__(self, running: _RunningCall, chunks: Iterator[api.GenerateResponse]) -> None:
@@ -54,15 +54,15 @@ class ChunkStream(Iterator[api.GenerateResponse]):
         self.close()
 
     def close(self) -> None:
-        """Cancel the request where it still runs."""
+        """Cancel the request if it still runs."""
         self._running.end()
 
 
 class SyncClient:
     """Calls coordinators and waits for their answers: `specdec.client.Client` for plain functions.
 
-    Use as a context manager. Threads may share one; it has no event loop, so it works beside and inside a running one,
-    which stands still meanwhile. `address` and errors are those of `Client`.
+    Use as a context manager. Threads may share one. It has no event loop, so it works beside and inside a running one,
+    which it blocks. `address` and errors are those of `Client`.
     """
 
     def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
@@ -88,7 +88,10 @@ class SyncClient:
         self.close()
 
     def close(self, grace_s: float | None = None) -> None:
-        """Close the channel; running streams are cancelled, at once or after `grace_s`. New ones are not taken."""
+        """Close the channel; running streams are cancelled after `grace_s`, by default at once.
+
+        New ones are refused.
+        """
         with self._lock:
             self._is_closed = True
             calls = list(self._calls)
@@ -118,7 +121,7 @@ class SyncClient:
         return completion
 
     def abort(self, request_id: str) -> bool:
-        """End a running request; return whether there was one."""
+        """End a running request; return False if there is none."""
         return self._call(self._stub.Abort, api.AbortRequest(request_id=request_id)).aborted
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -127,7 +130,7 @@ class SyncClient:
         return list(self._call(self._stub.Tokenize, request).token_ids)
 
     def tokenize_chat(self, messages: api.ChatMessages, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of a conversation, as a request with it would have them. See `chat_messages`."""
+        """Return the token ids of a conversation, as a request with it would have. See `chat_messages`."""
         request = api.TokenizeRequest(messages=messages, add_special_tokens=add_special_tokens)
         return list(self._call(self._stub.Tokenize, request).token_ids)
 
@@ -137,7 +140,7 @@ class SyncClient:
         return self._call(self._stub.Detokenize, request).text
 
     def model_info(self, *, with_tokenizer: bool = False) -> api.GetModelInfoResponse:
-        """Return what is served; with the tokenizer's special tokens and chat template if asked for."""
+        """Return the served model; `with_tokenizer` adds the tokenizer's special tokens and chat template."""
         return self._call(self._stub.GetModelInfo, api.GetModelInfoRequest(with_tokenizer=with_tokenizer))
 
     def status(self) -> api.GetStatusResponse:
@@ -145,7 +148,7 @@ class SyncClient:
         return self._call(self._stub.GetStatus, api.GetStatusRequest())
 
     def is_serving(self, timeout_s: float = 1.0) -> bool:
-        """Whether the coordinator says that it serves; False when it does not answer in time."""
+        """Whether the coordinator reports SERVING; False if it does not answer within `timeout_s`."""
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
@@ -154,13 +157,13 @@ class SyncClient:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def call(self, method: str, request: Message) -> Any:
-        """The answer of one of the service's methods that answer once, such as Tokenize, to a request as it is."""
+        """Call a unary method of the service by name, such as Tokenize."""
         return self._call(getattr(self._stub, method), request)
 
     def on_behalf_of(self, metadata: tuple[tuple[str, str], ...]) -> SyncClient:
-        """The same connection for another caller: this metadata goes along in place of what the settings have.
+        """The same connection for another caller, with `metadata` instead of the settings' metadata and key.
 
-        Calls of both end when this one is closed; the other is not to be closed.
+        Closing this client ends the calls of both; do not close the other one.
         """
         other = copy.copy(self)
         other._settings = dataclasses.replace(self._settings, metadata=metadata, api_key=None)
@@ -188,14 +191,14 @@ class SyncClient:
 
 
 class _RunningCall:
-    """The attempt of a stream that runs, if any. It knows no stream, so that one that nobody holds is collected."""
+    """A stream's running attempt, if any. It has no reference to the stream, so unused streams are collected."""
 
     def __init__(self, start: Callable[[api.GenerateRequest], Any]) -> None:
         self._start = start
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._idle = threading.Event()
-        """No attempt runs."""
+        """Set while no attempt runs."""
         self._idle.set()
         self._call: Any = None
 
@@ -213,20 +216,20 @@ class _RunningCall:
             return self._call
 
     def wait_idle(self, wait_s: float) -> None:
-        """Return when no attempt runs, or after a time."""
+        """Return when no attempt runs, or after `wait_s`."""
         self._idle.wait(max(0.0, wait_s))
 
     def stop(self) -> None:
-        """The attempt is over; what is left of it is cancelled."""
+        """End the attempt, and cancel the rest of it."""
         self._call.cancel()
         self._idle.set()
 
     def wait(self, wait_s: float) -> None:
-        """Return after a time, or when `end` is called."""
+        """Return after `wait_s`, or when `end` is called."""
         self._ended.wait(wait_s)
 
     def end(self) -> None:
-        """Cancel the attempt that runs, and let none begin."""
+        """Cancel the running attempt, and let no further one begin."""
         with self._lock:
             self._ended.set()
             if self._call is not None:

@@ -14,49 +14,51 @@ from specdec.commands.health import probe
 from specdec.commands.serve import serve
 
 _LOADED_LATER = {
-    "up": ("specdec.commands.up.command", "Start target, draft, coordinator and gateway here; stop all on Ctrl-C."),
-    "generate": ("specdec.commands.generate.command", "Complete a prompt, as it comes."),
-    "models": ("specdec.commands.models", "Show what is served, and what is loaded where."),
+    "up": (
+        "specdec.commands.up.command",
+        "Start target, draft, coordinator and gateway on this machine; Ctrl-C stops all.",
+    ),
+    "generate": ("specdec.commands.generate.command", "Complete a prompt and stream the text."),
+    "models": ("specdec.commands.models", "Show the served model and the state of every replica."),
     "bench": (
         "specdec.commands.bench",
         "Measure a deployment: speed, times and acceptance by load, with and without speculation.",
     ),
     "tune": (
         "specdec.commands.tune.command",
-        "Measure step times and acceptance of a pair here, and say what to set: draft length, width, heads, mode, "
-        "place.",
+        "Measure step times and acceptance of a pair on this machine, and advise settings.",
     ),
     "train": (
         "specdec.commands.train.command",
-        "Make a small draft or a head (EAGLE-3, DSpark, Medusa) for a target, in a format of other engines.",
+        "Train a small draft or a head (EAGLE-3, DSpark, Medusa) for a target.",
     ),
     "debug": ("specdec.commands.debug.command", "Show a request step by step."),
     "audit": (
         "specdec.commands.audit.command",
-        "Hold a service that runs against its checkpoint as transformers runs it, here on the CPU.",
+        "Compare a running service with its checkpoint, which transformers runs on this machine's CPU.",
     ),
     "doctor": (
         "specdec.commands.doctor.command",
-        "Go through the checklist of a deployment: each line pass, warn or fail, what was measured, what to do.",
+        "Check a deployment: each line is pass, warn or fail, with measurement and remedy.",
     ),
     "drafters": (
         "specdec.commands.drafters",
-        "Show the drafters that a target runs itself, or exchange them while it serves; its output stays the same.",
+        "Show a target's own drafters, or exchange them while it serves; its output stays the same.",
     ),
     "demo": (
         "specdec.commands.demo",
-        "Start the shipped pair on free ports, complete a prompt with and without speculation, stop.",
+        "Start the shipped pair on free ports, complete a prompt with and without speculation, and stop.",
     ),
     "keys": ("specdec.commands.keys", "Make API keys for a coordinator with api_keys_file."),
 }
-"""The module of each command, in which it has its name, and the first sentence of its help."""
+"""By command: the module that has it under its name, and the first sentence of its help."""
 _LONGEST_SUMMARY = 200
-# The service, or the probe, parses its flags and has its own --help.
+# The service, or the health check, parses its flags and has its own --help.
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
 class _Commands(TyperGroup):
-    """Imports a command's module when that command is asked for: an image has what its own commands need."""
+    """Imports a command's module when that command is called: an image has only its own commands' packages."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _LOADED_LATER:
@@ -80,11 +82,11 @@ def _loaded(name: str) -> Any:
 
 
 def _not_loaded_yet() -> None:
-    """Stands in the list of commands."""
+    """Placeholder in the list of commands."""
 
 
-# Every flag has a variable: SPECDEC_GENERATE_TEMPERATURE for `specdec generate --temperature`. This help and what is
-# wrong with flags are plain text: the frames of rich take as long as all the rest.
+# Every flag has a variable: SPECDEC_GENERATE_TEMPERATURE for `specdec generate --temperature`. This help and errors of
+# flags are plain text, because rich's frames would double the time.
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
@@ -117,7 +119,7 @@ def root(
         Path | None,
         typer.Option(
             envvar="SPECDEC_CONFIG",
-            help="YAML or TOML file: a section per command, a value per flag.",
+            help="YAML or TOML file with a section per command and a value per flag.",
             dir_okay=False,
         ),
     ] = None,
@@ -126,9 +128,9 @@ def root(
         typer.Option("--version", help="Show the version.", show_envvar=False, is_eager=True, callback=_show_version),
     ] = False,
 ) -> None:
-    """Speculative decoding, distributed: a draft guesses, a target verifies, you get the target's output.
+    """Distributed speculative decoding: a draft proposes tokens, a target verifies them; the output is the target's.
 
-    A flag wins over its environment variable, that over the configuration file, that over the default.
+    A flag wins over its environment variable, the variable over the file of --config, the file over the default.
     """
     command = context.invoked_subcommand
     if config is not None and command is not None:

@@ -17,29 +17,33 @@ import specdec
 from specdec.client import Client, ClientSettings
 from specdec.commands import connection
 from specdec.commands.errors import reported_errors
-from specdec.commands.inputs.destinations import report_folder
-from specdec.commands.inputs.number_lists import MOST_TOKENS, positive_numbers, prompts_from, whole_numbers
+from specdec.commands.inputs.option_values import (
+    MOST_TOKENS,
+    positive_numbers,
+    prompts_from,
+    report_folder,
+    whole_numbers,
+)
 from specdec.commands.measuring.breakdown import breakdown_of, breakdown_plots, breakdown_tables
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.prompts import Prompts, prompts_for
 from specdec.commands.measuring.report import Report, machine
 from specdec.commands.measuring.requests import Sampling
-from specdec.commands.measuring.served import Load, Pass, Wishes, measure, warm_up
+from specdec.commands.measuring.served import Load, LoadPlan, LoadRun, measure, warm_up
 from specdec.commands.measuring.summary import plots_of, rows_of, tables_of
 from specdec.commands.up.command import stop_on_signals
 from specdec.commands.views.failures import EXIT_FAILURE, EXIT_INTERRUPTED
-from specdec.commands.views.shown import harmless
-from specdec.commands.views.tables import parameters
+from specdec.commands.views.tables import harmless, parameters
 from specdec.v1 import coordinator_pb2
 from specdec.wire.errors import SpecdecError
 
 _LOAD, _REQUESTS, _OUTPUT = "Load", "Requests", "Output"
 _LOG_WIDTH = 200
-"""Of tables that go to a file."""
+"""Characters per line of tables that go to a file."""
 _MOST_REQUESTS = 100_000
-"""Of a run: what came of each, with its tokens and times, is kept until the end."""
+"""Requests of a run; tokens and times of each are kept in memory until the end."""
 NAME = "specdec-bench"
-"""Of the report's files."""
+"""Name of the report's files."""
 
 
 def bench(
@@ -51,32 +55,32 @@ def bench(
         str | None, typer.Option(help="Requests per second at random times (Poisson): 2,4.", rich_help_panel=_LOAD)
     ] = None,
     seconds: Annotated[
-        float, typer.Option(help="How long requests arrive at each rate.", min=0.1, rich_help_panel=_LOAD)
+        float, typer.Option(help="Seconds for which requests arrive at each rate.", min=0.1, rich_help_panel=_LOAD)
     ] = 20.0,
     requests: Annotated[
         int | None,
         typer.Option(
-            help="Requests of a run with --concurrency. [default: each prompt, and four for each at once]",
+            help="Requests of a run with --concurrency. [default: one per prompt, at least four times --concurrency]",
             min=1,
             rich_help_panel=_LOAD,
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of each kind, which alternate.", min=1)] = 3,
+    repeats: Annotated[int, typer.Option(help="Runs with and runs without speculation; they alternate.", min=1)] = 3,
     speculation: Annotated[
-        Literal["on", "off", "both"], typer.Option(help="on, off, or both and their ratio.")
+        Literal["on", "off", "both"], typer.Option(help="Measure with speculation, without it, or both and the ratio.")
     ] = "both",
     breakdown: Annotated[
         bool,
         typer.Option(
-            help="One more run of each load, which is not timed and tells its steps: acceptance by position, by "
-            "drafter and by kind of prompt."
+            help="Add an untimed run of each load for acceptance by position, by drafter and by kind of prompt."
         ),
     ] = True,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts: .jsonl or .json with texts, or objects with prompt, text or token_ids, and maybe a "
-            "kind; else a text per line. [default: the shipped ones for the shipped pair, else a few of English]",
+            help="File of prompts: .jsonl or .json with texts, or with objects that have prompt, text or token_ids, "
+            "and optionally kind; any other file has one text per line. [default: the shipped prompts for the shipped "
+            "pair, else a few in English]",
             dir_okay=False,
             rich_help_panel=_REQUESTS,
         ),
@@ -86,19 +90,19 @@ def bench(
     ] = 96,
     stop_at_eos: Annotated[
         bool,
-        typer.Option("--stop-at-eos", help="Answers may end earlier: by the model's word.", rich_help_panel=_REQUESTS),
+        typer.Option("--stop-at-eos", help="Let end-of-sequence tokens end answers.", rich_help_panel=_REQUESTS),
     ] = False,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy decoding.", min=0, max=100, rich_help_panel=_REQUESTS)
     ] = 0.0,
     verify_mode: Annotated[
         Literal["coupled", "rejection"] | None,
-        typer.Option(help="How to verify. [server's default]", rich_help_panel=_REQUESTS),
+        typer.Option(help="How the target verifies. [server's default]", rich_help_panel=_REQUESTS),
     ] = None,
     max_draft_tokens: Annotated[
         int | None, typer.Option(help="Most draft tokens per step.", min=1, max=MOST_TOKENS, rich_help_panel=_REQUESTS)
     ] = None,
-    model: Annotated[str, typer.Option(help="The model's name; empty: the one that is served.")] = "",
+    model: Annotated[str, typer.Option(help="The model's name; empty: the served one.")] = "",
     report: Annotated[
         Path | None,
         typer.Option(
@@ -114,9 +118,8 @@ def bench(
 ) -> None:
     """Measure a deployment: speed, times and acceptance by load, with and without speculation.
 
-    Tables go to standard output, everything else to standard error. Requests that fail are counted by their reason.
-    After Ctrl-C what was measured so far is reported. An API key is read from SPECDEC_API_KEY; quotas slow what is
-    measured.
+    Tables go to standard output, everything else to standard error. Failed requests are counted by reason. Ctrl-C
+    reports the runs until then. An API key is read from SPECDEC_API_KEY; a quota falsifies the figures.
     """
     if concurrency is not None and rate is not None:
         raise typer.BadParameter("--concurrency and --rate exclude each other")
@@ -131,7 +134,7 @@ def bench(
         verify_mode=verify_mode,
         model=model,
     )
-    wishes = Wishes(
+    wishes = LoadPlan(
         prompts=() if own is None else own.prompts,
         sampling=sampling,
         loads=loads,
@@ -147,7 +150,7 @@ def bench(
 
 
 def _loads(concurrency: str | None, rate: str | None, requests: int | None, seconds: float) -> list[Load]:
-    """Raises typer.BadParameter, also for a run of more requests than are kept, or of fewer than there are places."""
+    """Raises typer.BadParameter, also for more requests than are kept, or fewer than --concurrency."""
     if rate is not None:
         rates = positive_numbers(rate, "--rate")
         if max(rates) * seconds > _MOST_REQUESTS:
@@ -156,18 +159,16 @@ def _loads(concurrency: str | None, rate: str | None, requests: int | None, seco
         return [Load(rate=value) for value in rates]
     places = whole_numbers("1,8" if concurrency is None else concurrency, "--concurrency")
     if requests is not None and requests < max(places):
-        raise typer.BadParameter(
-            f"{requests} are never {max(places)} at once, as --concurrency asks for", param_hint="--requests"
-        )
+        raise typer.BadParameter(f"{requests} is below --concurrency {max(places)}", param_hint="--requests")
     if max(4 * max(places), requests or 0) > _MOST_REQUESTS:
         raise typer.BadParameter(f"a run would have more than {_MOST_REQUESTS} requests", param_hint="--concurrency")
     return [Load(concurrency=value) for value in places]
 
 
 def run(
-    address: str, settings: ClientSettings, wishes: Wishes, own: Prompts | None, folder: Path | None, notes: Console
+    address: str, settings: ClientSettings, wishes: LoadPlan, own: Prompts | None, folder: Path | None, notes: Console
 ) -> None:
-    """Measure and report, what there is when it is interrupted, too.
+    """Measure and report; an interrupted run reports its finished part.
 
     Raises the typed errors of `specdec.wire.errors`, and typer.Exit when it was interrupted or every request failed.
     """
@@ -177,7 +178,7 @@ def run(
         used = own or prompts_for(info.target.tokenizer_digest)
         wishes = dataclasses.replace(wishes, prompts=used.prompts, speculation=_possible(wishes, info, notes))
         notes.print(f"prompts: {used.source}", markup=False, soft_wrap=True)
-        passes: list[Pass] = []
+        passes: list[LoadRun] = []
         stopped_by: BaseException | None = None
         try:
             asyncio.run(_measure(address, settings, wishes, passes, progress))
@@ -196,7 +197,7 @@ def run(
         if folder is not None:
             save(found, folder, NAME, notes)
     if isinstance(stopped_by, KeyboardInterrupt):
-        notes.print("Interrupted" + (": this is what was measured until then." if rows else "."), style="yellow")
+        notes.print("Interrupted" + (": the tables show the runs until then." if rows else "."), style="yellow")
         raise typer.Exit(EXIT_INTERRUPTED)
     if stopped_by is not None:
         raise stopped_by
@@ -216,30 +217,30 @@ async def _ask(address: str, settings: ClientSettings) -> coordinator_pb2.GetMod
 
 
 async def _measure(
-    address: str, settings: ClientSettings, wishes: Wishes, passes: list[Pass], progress: Progress
+    address: str, settings: ClientSettings, wishes: LoadPlan, passes: list[LoadRun], progress: Progress
 ) -> None:
     progress.tell("warming up")
     await warm_up(address, settings, wishes)
     await measure(address, settings, wishes, passes, progress.tell)
 
 
-def _possible(wishes: Wishes, info: coordinator_pb2.GetModelInfoResponse, notes: Console) -> Sequence[bool]:
-    """With and without, as far as the deployment can."""
+def _possible(wishes: LoadPlan, info: coordinator_pb2.GetModelInfoResponse, notes: Console) -> Sequence[bool]:
+    """The wanted kinds of runs, without those that the deployment cannot do."""
     if info.HasField("draft") or info.drafters or True not in wishes.speculation:
         return wishes.speculation
-    notes.print("No draft is connected: the deployment decodes plainly, so that alone is measured.", style="yellow")
+    notes.print("No draft is connected: only plain decoding is measured.", style="yellow")
     return (False,)
 
 
 def describe_pair(info: coordinator_pb2.GetModelInfoResponse) -> str:
-    """What is served, in a line."""
+    """Served target and draft in one line."""
     parts = [("target", info.target), *([("draft", info.draft)] if info.HasField("draft") else [])]
     words = (f"{role} {one.name} ({parameters(one)} parameters, {one.dtype} on {one.device})" for role, one in parts)
     return harmless(", ".join(words))
 
 
 def _facts(
-    address: str, info: coordinator_pb2.GetModelInfoResponse, used: Prompts, wishes: Wishes
+    address: str, info: coordinator_pb2.GetModelInfoResponse, used: Prompts, wishes: LoadPlan
 ) -> dict[str, object]:
     sampling = wishes.sampling
     return {
@@ -265,4 +266,4 @@ def save(found: Report, folder: Path, name: str, notes: Console) -> None:
         page = found.save(folder, name)
     except OSError as error:
         raise typer.BadParameter(f"cannot write to {folder}: {error.strerror}", param_hint="--report") from error
-    notes.print(f"report: {page}, and beside it JSON and plots", markup=False, soft_wrap=True)
+    notes.print(f"report: {page}, with JSON and plots in the same folder", markup=False, soft_wrap=True)

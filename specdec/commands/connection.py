@@ -1,4 +1,4 @@
-"""Flags that say how to reach the coordinator, and the client they make."""
+"""Flags for the connection to the coordinator, and the client settings made from them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import typer
 from specdec.client import ClientSettings
 from specdec.commands.addresses import DEFAULT_ADDRESS as DEFAULT_ADDRESS
 from specdec.commands.addresses import check_address
-from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
+from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, TlsPaths, client_context
 
 API_KEY_VARIABLE = "SPECDEC_API_KEY"
-"""There is no flag for the key: process lists would show it."""
+"""Environment variable with the API key; there is no flag, because process lists would show it."""
 _PANEL = "Connection"
 
 
 def parse_address(address: str) -> str:
-    """Return the address. Raises typer.BadParameter if it is neither host:port nor a name that gRPC takes apart."""
+    """Return the address. Raises typer.BadParameter if it is neither host:port nor a name that gRPC resolves."""
     try:
         return check_address(address)
     except ValueError as error:
@@ -37,13 +37,13 @@ Address = Annotated[
 ]
 TimeoutS = Annotated[
     float | None,
-    typer.Option("--timeout-s", help="Deadline of the call, in seconds.", rich_help_panel=_PANEL, min=0.001, max=1e9),
+    typer.Option("--timeout-s", help="Seconds until the call's deadline.", rich_help_panel=_PANEL, min=0.001, max=1e9),
 ]
 Tls = Annotated[
     bool,
     typer.Option(
         "--tls",
-        help="Use TLS. Without --tls-ca it trusts whom gRPC trusts: a list of its own, or the file that "
+        help="Use TLS. Without --tls-ca, gRPC's own list of authorities counts, or the file that "
         "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names.",
         rich_help_panel=_PANEL,
     ),
@@ -67,19 +67,19 @@ def client_settings(
 ) -> ClientSettings:
     """Return the client's settings; the API key comes from SPECDEC_API_KEY.
 
-    Raises typer.BadParameter when a file is missing, cannot be read, or is not what it should be.
+    Raises typer.BadParameter when a file is missing, unreadable or malformed.
     """
     if (tls_key is None) != (tls_cert is None):
         raise typer.BadParameter("--tls-key and --tls-cert go together")
     try:
         files = TlsFiles(
             client_context,
-            certificate=TlsFile.of("--tls-cert", tls_cert),
-            key=TlsFile.of("--tls-key", tls_key),
-            authorities=TlsFile.of("--tls-ca", tls_ca),
+            TlsPaths(
+                TlsFile.of("--tls-cert", tls_cert), TlsFile.of("--tls-key", tls_key), TlsFile.of("--tls-ca", tls_ca)
+            ),
         ).current()
     except TlsFilesBroken as error:
-        # gRPC would take broken files, and only say that it cannot connect.
+        # gRPC accepts broken files, and only says later that it cannot connect.
         raise typer.BadParameter(str(error)) from error
     return ClientSettings(
         timeout_s=timeout_s,

@@ -46,23 +46,24 @@ def demo(
     placement: Annotated[
         Literal["apart", "together"] | None,
         typer.Option(
-            help="A draft service, or a draft that the target runs (default: together on one or two CPU cores).",
+            help="apart: a draft service; together: the target runs the draft (default: together on one or two CPU "
+            "cores, else apart).",
             show_default=False,
         ),
     ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option(help="What to complete (default: a held-out one of the pair's language).", show_default=False),
+        typer.Option(help="Prompt to complete (default: Python that the pair was not trained on).", show_default=False),
     ] = None,
-    prompt_id: Annotated[str | None, typer.Option(help="One of the pair's prompts.json.")] = None,
+    prompt_id: Annotated[str | None, typer.Option(help="Id of a prompt in the pair's prompts.json.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.", min=0)] = 0.8,
     seed: Annotated[int, typer.Option(help="Seed of the noise.", min=0)] = 1,
     page: Annotated[
-        bool, typer.Option("--page", help="Start a gateway, too, and stay until Ctrl-C: its page shows the same.")
+        bool, typer.Option("--page", help="Start a gateway too, and keep its page open until Ctrl-C.")
     ] = False,
 ) -> None:
-    """Start the shipped pair on free ports, complete a prompt with and without speculation, stop."""
+    """Start the shipped pair on free ports, complete a prompt with and without speculation, and stop."""
     console = Console(stderr=True, highlight=False)
     with reported_errors(console), stop_on_signals():
         require_engine({})
@@ -86,7 +87,7 @@ def demo(
             asyncio.run(run_request(cluster.address, ClientSettings(timeout_s=300), request, display))
             if temperature > 0:
                 console.print(
-                    "The lower the temperature, the more guesses are right: try --temperature 0.", style="dim"
+                    "At a lower temperature more draft tokens are accepted: try --temperature 0.", style="dim"
                 )
             if page:
                 tell_of_gateway(console, cluster, is_wanted=True)
@@ -94,12 +95,12 @@ def demo(
             elif gateway_is_installed():
                 url = f"http://127.0.0.1:{PORTS['gateway']}/"
                 console.print(
-                    f"To see it in a browser: specdec up, and open {url} (or: specdec demo --page).", style="dim"
+                    f"To see it in a browser, run specdec up and open {url}, or run specdec demo --page.", style="dim"
                 )
 
 
 def held_out_prompt(prompt_id: str | None = None) -> str:
-    """Return a prompt the pair was not trained on: the first, or this one. Raises ClusterFailed."""
+    """Return a prompt that the pair was not trained on: the first, or the one with this id. Raises ClusterFailed."""
     pair = shipped_pair()
     if pair is None:
         raise ClusterFailed("the pair's prompts are not installed: give one with --prompt")

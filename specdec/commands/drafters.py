@@ -1,4 +1,4 @@
-"""`specdec drafters`: what a target drafts with by itself, and something else in its place while it serves."""
+"""`specdec drafters`: show a target's own drafters, or exchange them while it serves."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.console import Console
 from specdec.client import ClientSettings
 from specdec.commands import connection
 from specdec.commands.errors import reported_errors
-from specdec.commands.views.shown import harmless
+from specdec.commands.views.tables import harmless
 from specdec.v1 import common_pb2, target_pb2, target_pb2_grpc
 from specdec.wire.errors import from_rpc_error
 
 _DEFAULT_TARGET = "127.0.0.1:50052"
 _ANSWER_S = 10.0
-"""Beside what loading takes."""
+"""Seconds for an answer, beyond the time for loading."""
 
 
 def drafters(
@@ -37,31 +37,27 @@ def drafters(
         str | None,
         typer.Option(
             "--set",
-            help="What it shall draft with from now on, as in its setting `drafters`: names with commas between them, "
-            "or JSON with options. What runs with the same options stays; an empty text removes all. Folders of heads "
-            "are the target's.",
+            help="New drafters, as in the target's setting `drafters`: names separated by commas, or JSON with "
+            "options. Drafters with equal options keep running; an empty text removes all. Folders of heads are paths "
+            "on the target's machine.",
             metavar="NAME,...",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", envvar="SPECDEC_DRAFTERS_JSON", help="Print them as JSON, as --set takes it.")
+        bool, typer.Option("--json", envvar="SPECDEC_DRAFTERS_JSON", help="Print the drafters as JSON for --set.")
     ] = False,
     timeout_s: Annotated[
         float,
-        typer.Option(
-            "--timeout-s", help="Longest time for heads to load, in seconds.", rich_help_panel="Connection", min=0.001
-        ),
+        typer.Option("--timeout-s", help="Seconds for heads to load.", rich_help_panel="Connection", min=0.001),
     ] = 300.0,
     tls: connection.Tls = False,
     tls_ca: connection.TlsCa = None,
     tls_key: connection.TlsKey = None,
     tls_cert: connection.TlsCert = None,
 ) -> None:
-    """Show the drafters that a target runs itself, or exchange them while it serves; its output stays the same.
+    """Show a target's own drafters, or exchange them while it serves; its output stays the same.
 
-    Options are shown where they are not the defaults.
-
-    A target that is started again has those of its settings.
+    Only options that differ from their defaults are shown. A restarted target has the drafters of its settings again.
     """
     settings = connection.client_settings(None, tls, tls_ca, tls_key, tls_cert)
     errors = Console(stderr=True)
@@ -69,8 +65,8 @@ def drafters(
         found = asyncio.run(_ask(target, settings, wanted, timeout_s))
     output = Console(highlight=False)
     if as_json:
-        told = [{"method": name, **options} if options else name for name, options in found]
-        output.out(json.dumps(told), highlight=False)
+        reported = [{"method": name, **options} if options else name for name, options in found]
+        output.out(json.dumps(reported), highlight=False)
         return
     for name, options in found:
         parts = [name, *(f"{key}={json.dumps(value)}" for key, value in options.items())]
@@ -82,7 +78,7 @@ def drafters(
 async def _ask(
     address: str, settings: ClientSettings, wanted: str | None, timeout_s: float
 ) -> list[tuple[str, Mapping[str, Any]]]:
-    """Those that are asked, after they were set if any are wanted: each one's name and options."""
+    """Name and options of each drafter, after `wanted` was set (None: no change)."""
     options, credentials = settings.channel_options(), settings.credentials()
     if credentials is None:
         channel = grpc.aio.insecure_channel(address, options=options)
@@ -103,9 +99,9 @@ async def _ask(
             raise from_rpc_error(error) from error
 
 
-def _with_options(names: Sequence[str], told: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Targets of another version may tell no options, or others."""
-    return [(name, _read(options)) for name, options in zip_longest(names, told[: len(names)], fillvalue="{}")]
+def _with_options(names: Sequence[str], options: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    # A target of another version may report no options, or too many.
+    return [(name, _read(each)) for name, each in zip_longest(names, options[: len(names)], fillvalue="{}")]
 
 
 def _read(options: str) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""How the command reports errors: the typed error and its fields, no traceback, one exit code per cause."""
+"""Reports of errors: the typed error with its fields, no traceback, one exit code per cause."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.commands.views.failures import EXIT_CODES, EXIT_FAILURE, EXIT_INTERRUPTED, connect_failure
-from specdec.commands.views.shown import harmless
+from specdec.commands.views.tables import harmless
 from specdec.wire.errors import InvalidRequest, Overloaded, SpecdecError, Unavailable
 
 
 class ClusterFailed(Exception):
-    """A service did not start, or ended by itself; the message says which, why, and where its log is."""
+    """A service did not start, or ended by itself; the message names it, the cause and its log."""
 
 
 @contextmanager
 def reported_errors(console: Console, address: str = "", role: str = "coordinator") -> Iterator[None]:
-    """Print typed errors that pass through and leave with their exit code; `address` is what was called, if any, and
-    `role` what should listen there.
-    """
+    """Print a typed error and exit with its code; `address` is the called server's, `role` the expected service."""
     try:
         yield
     except SpecdecError as error:
@@ -47,7 +45,7 @@ def describe(error: SpecdecError, address: str = "", role: str = "coordinator") 
         text.append(f"\n  {message}", style="dim")
         return text
     if address and error.code is grpc.StatusCode.UNIMPLEMENTED:
-        text.append(f"\n  {address} does not know the call: what listens there is no {role}")
+        text.append(f"\n  {address} does not know the call: the service there is no {role}")
         return text
     if isinstance(error, InvalidRequest):
         text.append("\n  ")
@@ -56,7 +54,7 @@ def describe(error: SpecdecError, address: str = "", role: str = "coordinator") 
     else:
         text.append(f"\n  {message}")
     if error.reason == "NO_API_KEY":
-        text.append("\n  this command sends the key that is in SPECDEC_API_KEY", style="dim")
+        text.append("\n  this command sends the key in SPECDEC_API_KEY", style="dim")
     if isinstance(error, Overloaded | Unavailable):
         text.append(f"\n  try again in {error.retry_after_s:g} s", style="dim")
     for key, value in sorted(error.metadata.items()):

@@ -1,4 +1,4 @@
-"""Flags of a Generate request, one per field of the proto that is no message; a new field has its flag at once."""
+"""Flags of a Generate request, made from the proto's descriptor: one per field that is no message."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from specdec.v1 import coordinator_pb2
 _CommandT = TypeVar("_CommandT", bound=Callable[..., None])
 
 _PARTS = MappingProxyType({"sampling": "Sampling", "speculation": "Speculation", "": "Request"})
-"""Messages of a request by its field, "" for the request itself, and their panels in the help."""
+"""Panel in the help by the request's field; "" stands for the request itself."""
 _NOT_FLAGS = frozenset({"prompt", "prompt_logprobs_in_parts", "with_steps"})
-"""Set by other flags, or by the client itself."""
+"""Fields that other flags or the client set."""
 _FLAGS = MappingProxyType(
     {
         "n": ("--n", "-n"),
@@ -33,26 +33,26 @@ _FLAGS = MappingProxyType(
         "logit_bias": ("--logit-bias",),
     }
 )
-"""Flags that are not named as their fields."""
+"""Flags by field, where they differ from the field's name."""
 _HELP = MappingProxyType(
     {
-        "temperature": "0 is greedy decoding; the server's default is 1.",
+        "temperature": "Sampling temperature; 0 is greedy decoding; the server's default is 1.",
         "top_k": "Keep the k most likely tokens; 0 keeps all.",
-        "top_p": "Keep the smallest set with this probability.",
-        "seed": "Seed of the noise; by default random.",
+        "top_p": "Keep the fewest most likely tokens that have this probability together.",
+        "seed": "Seed of the random numbers; by default the server chooses one.",
         "max_tokens": "Most output tokens.",
         "stop": "A string that ends a choice.",
         "logprobs": "Show log-probabilities, with this many alternatives.",
         "prompt_logprobs": "Show log-probabilities of the prompt, with this many alternatives.",
         "n": "Number of choices.",
         "enabled": "Speculate, or decode plainly.",
-        "verify_mode": "How to verify; by default as the server does.",
+        "verify_mode": "How the target verifies; by default as the server is set.",
         "max_draft_tokens": "Most draft tokens per step.",
-        "drafters": "These drafters alone; draft_model is the draft.",
+        "drafters": "Only these drafters propose; draft_model is the draft.",
         "request_id": "An id of your own, for Abort and logs.",
     }
 )
-"""Texts shorter than the proto's comments, for what people type."""
+"""Help of the flags that people type most; shorter than the proto's comments."""
 _METAVARS = MappingProxyType({"drafters": "NAME,...", "logit_bias": "ID=BIAS"})
 _FLOATS = {FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT}
 _STUB_FIELD = r'(?m)^    (?:def )?(\w+)(?:\(self\) -> [^\n]+)?: ?[^\n]*\n +"""((?:[^"]|"(?!""))*)"""'
@@ -68,7 +68,7 @@ class FieldFlag:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As they are typed; a field of several values gets them one by one."""
+        """Flags on the command line; a repeated field takes its values one by one."""
         name = self.field.name.removesuffix("s") if self.field.is_repeated else self.field.name
         return _FLAGS.get(self.field.name, (f"--{name.replace('_', '-')}",))
 
@@ -78,7 +78,7 @@ class FieldFlag:
         return self.names[0].removeprefix("--").replace("-", "_")
 
     def as_parameter(self) -> inspect.Parameter:
-        """What Typer makes the flag of. None leaves the field to the server."""
+        """The parameter from which Typer makes the flag. None leaves the field to the server."""
         field = self.field
         names, metavar = self.names, _METAVARS.get(field.name) or "|".join(_enum_names(field)) or None
         help_text = _HELP.get(field.name) or _comments(self.message.name).get(field.name, "")
@@ -92,7 +92,7 @@ class FieldFlag:
         return inspect.Parameter(self.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def set(self, request: coordinator_pb2.GenerateRequest, value: Any) -> None:
-        """Put a flag's value into its field, in place of what is there.
+        """Replace the field's value by the flag's.
 
         Raises:
             typer.BadParameter: the value does not fit the field; names the flag.
@@ -131,15 +131,15 @@ def field_flags() -> Mapping[str, FieldFlag]:
         for field in message.fields
         if field.name not in _NOT_FLAGS and (field.message_type is None or _map_parts(field))
     ]
-    # First what people type, then the rest, each as in the proto.
+    # Flags that people type most come first; otherwise the proto's order holds.
     flags.sort(key=lambda flag: flag.field.name not in _HELP)
     return MappingProxyType({flag.parameter: flag for flag in flags})
 
 
 def with_field_flags(*only: str) -> Callable[[_CommandT], _CommandT]:
-    """Give a command, which takes their values as `**fields`, these flags, by parameter; all if none is named.
+    """Add flags, named by parameter (none: all), to a command that takes their values as `**fields`.
 
-    In its help they stand behind what the command has before its `*`.
+    The help lists them after the command's positional parameters.
     """
 
     def decorate(command: _CommandT) -> _CommandT:
@@ -158,7 +158,7 @@ def with_field_flags(*only: str) -> Callable[[_CommandT], _CommandT]:
 
 
 def set_fields(request: coordinator_pb2.GenerateRequest, values: Mapping[str, Any]) -> None:
-    """Put the flags that were given into a request; the server's defaults hold for the others.
+    """Put the given flags into a request; the server's defaults hold for the others.
 
     Raises:
         typer.BadParameter: a value that does not fit its field; names the flag.
@@ -185,7 +185,7 @@ def _python_type(field: FieldDescriptor) -> type:
 
 
 def _enum_names(field: FieldDescriptor) -> dict[str, int]:
-    """Values by their names without the enum's; 0, which leaves it to the server, has none."""
+    """Values by their names without the enum's prefix; 0, which leaves the choice to the server, has none."""
     values = () if field.enum_type is None else field.enum_type.values
     if not values:
         return {}
@@ -218,7 +218,7 @@ def _entries(field: FieldDescriptor, texts: list[str], flag: str) -> dict[int, f
 
 @cache
 def _comments(message: str) -> dict[str, str]:
-    """The proto's comments on a message's fields, as the stubs beside the generated module have them."""
+    """The proto's comments on a message's fields, read from the generated stubs."""
     stub = resources.files("specdec.v1").joinpath("coordinator_pb2.pyi")
     if not stub.is_file():
         return {}

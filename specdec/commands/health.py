@@ -1,7 +1,7 @@
 """`specdec health`: ask a service whether it can serve, for health checks of containers.
 
-A container runs it every few seconds for as long as it lives, so that it imports little: no typer, no protobuf unless
-something is wrong, no gRPC for HTTP.
+A container runs it every few seconds, so it imports little: no typer, no gRPC for HTTP, and protobuf only for a named
+service or an answer other than SERVING.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _HTTP = "http://"
 _HTTP_OK = 200
 _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 0.001, 1e6
 _SERVING = b"\x08\x01"
-"""A HealthCheckResponse with SERVING."""
+"""Encoded HealthCheckResponse with SERVING."""
 
 
 def probe(arguments: Sequence[str]) -> int:
-    """Ask as the arguments say, and print the answer. Returns the exit code; leaves for --help and bad flags."""
+    """Ask the service, print the answer and return the exit code; raises SystemExit for --help and bad flags."""
     asked = _parser().parse_args(arguments)
     if asked.address.startswith(_HTTP):
         return _probe_http(asked.address.removeprefix(_HTTP), asked.timeout_s)
@@ -32,9 +32,9 @@ def probe(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "specdec health",
-        description="Ask a service whether it can serve: exit code 0 if it is SERVING, 1 if not, for health checks. It "
-        "speaks plaintext only: where the main port has TLS, ask the health port. A gateway is asked over HTTP, and "
-        "has no services to name.",
+        description="Ask a service whether it can serve, for health checks: exit code 0 if it is SERVING, 1 if not. "
+        "The command speaks plaintext only: where the main port has TLS, ask the health port. A gateway is asked over "
+        "HTTP and has no --service.",
         epilog="Each flag has a variable, such as SPECDEC_HEALTH_ADDRESS.",
         allow_abbrev=False,
     )
@@ -42,20 +42,20 @@ def _parser() -> argparse.ArgumentParser:
         "--address",
         type=_address,
         default=os.environ.get("SPECDEC_HEALTH_ADDRESS") or DEFAULT_ADDRESS,
-        help="host:port that answers in plaintext, such as a service's health_port; http://host:port of a gateway. "
+        help="host:port that answers in plaintext, such as a service's health_port; for a gateway http://host:port. "
         f"[default: {DEFAULT_ADDRESS}]",
     )
     parser.add_argument(
         "--service",
         default=os.environ.get("SPECDEC_HEALTH_SERVICE", ""),
-        help="Full name of a gRPC service; empty: all of them.",
+        help="Full name of a gRPC service; empty: the whole server.",
     )
     parser.add_argument(
         "--timeout-s",
         type=_timeout_s,
         default=os.environ.get("SPECDEC_HEALTH_TIMEOUT_S") or "2",
         metavar="SECONDS",
-        help="Longest wait, in seconds. [default: 2]",
+        help="Seconds to wait for the answer. [default: 2]",
     )
     return parser
 
@@ -72,7 +72,7 @@ def _timeout_s(value: str) -> float:
     try:
         seconds = float(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{value!r} is no number") from None
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number") from None
     if not _LEAST_TIMEOUT_S <= seconds <= _MOST_TIMEOUT_S:
         raise argparse.ArgumentTypeError(f"{value} is not from {_LEAST_TIMEOUT_S:g} to {_MOST_TIMEOUT_S:g}")
     return seconds
@@ -82,7 +82,7 @@ def _probe_grpc(address: str, service: str, timeout_s: float) -> int:
     import grpc
 
     request = _request(service) if service else b""
-    # A proxy from the environment is for the way out, not for a probe.
+    # A proxy from the environment serves calls to other hosts, not a health check.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
@@ -113,7 +113,7 @@ def _status(answer: bytes) -> str:
         status = health_pb2.HealthCheckResponse.FromString(answer).status
         return health_pb2.HealthCheckResponse.ServingStatus.Name(status)
     except (DecodeError, ValueError):
-        return "an answer that is none"
+        return "not a health check's answer"
 
 
 def _probe_http(address: str, timeout_s: float) -> int:

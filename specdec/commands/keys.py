@@ -12,7 +12,7 @@ import typer
 import yaml
 
 KEY_PREFIX = "specdec_"
-"""Lets scanners find a key where it should not be."""
+"""Prefix by which secret scanners recognise a leaked key."""
 _KEY_BYTES = 32
 _LEAST_KEY_CHARS = 32
 _ID_OTHERS, _MOST_ID_CHARS = "._-", 64
@@ -26,15 +26,15 @@ keys = typer.Typer(
 @keys.command()
 def new(
     id: Annotated[str, typer.Option("--id", help="Name of the key, for people and logs.")],
-    tenant: Annotated[str, typer.Option(help="Whose key it is.")],
+    tenant: Annotated[str, typer.Option(help="Tenant that owns the key.")],
 ) -> None:
-    """Print a fresh random key, which is stored nowhere, and the entry with its hash."""
+    """Print a new random key, which is stored nowhere, and the file's entry with its hash."""
     _check("--id", id, _ID_OTHERS, _MOST_ID_CHARS)
     _check("--tenant", tenant, _TENANT_OTHERS, _MOST_TENANT_CHARS)
     key = KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
-    typer.echo("Give this to the client; it is not shown again:", err=True)
+    typer.echo("Give this key to the client; it is not shown again:", err=True)
     typer.echo(key)
-    typer.echo("Add this under `keys:` of the coordinator's api_keys_file:", err=True)
+    typer.echo("Add this entry under `keys:` in the coordinator's api_keys_file:", err=True)
     entry = {"id": id, "tenant": tenant, "sha256": _sha256(key)}
     typer.echo(yaml.safe_dump([entry], sort_keys=False), nl=False)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-from specdec.service.grpc_polling import poll_in_one_thread
+from specdec.service.process import poll_in_one_thread
 
 
 def main() -> None:
     """Run the command."""
-    # gRPC's own log lines (a peer went away) would stand between the command's. It reads the variable when it is
-    # imported, so nothing that imports it comes before. A service's log is for its operator, who wants them.
+    # gRPC reads the variable when it is imported, so no import of it comes before. Its log lines would disturb a
+    # command's output; a service keeps them for its operator.
     if sys.argv[1:2] != ["serve"]:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     if sys.argv[1:3] == ["serve", "gateway"]:
@@ -23,7 +23,7 @@ def main() -> None:
 
         app()
     except ModuleNotFoundError as error:
-        from specdec.service.extras import missing_extra
+        from specdec.service.process import missing_extra
 
         if (to_do := missing_extra(error)) is None:
             raise
@@ -41,7 +41,7 @@ def _probe() -> int:
 
 
 def _end_at_once(code: int) -> None:
-    """Leave without Python's own end, which frees what the system frees anyway: a sixth of a probe's time."""
+    """Exit without Python's shutdown, which takes a sixth of a health check's time."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

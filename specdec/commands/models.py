@@ -1,4 +1,4 @@
-"""`specdec models`: what is loaded where."""
+"""`specdec models`: the served model and the state of every replica."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from specdec.client import Client, ClientSettings
 from specdec.commands import connection
 from specdec.commands.errors import reported_errors
 from specdec.commands.views import tables
-from specdec.commands.views.shown import cell, harmless
+from specdec.commands.views.tables import cell, harmless
 from specdec.v1 import coordinator_pb2
 
 
 def models(
     as_json: Annotated[
-        bool, typer.Option("--json", envvar="SPECDEC_MODELS_JSON", help="Print two lines of JSON.")
+        bool, typer.Option("--json", envvar="SPECDEC_MODELS_JSON", help="Print two lines of JSON: model, replicas.")
     ] = False,
     address: connection.Address = connection.DEFAULT_ADDRESS,
     timeout_s: connection.TimeoutS = 10.0,
@@ -28,7 +28,7 @@ def models(
     tls_key: connection.TlsKey = None,
     tls_cert: connection.TlsCert = None,
 ) -> None:
-    """Show what is served, and what is loaded where. An API key is read from SPECDEC_API_KEY."""
+    """Show the served model and the state of every replica. An API key is read from SPECDEC_API_KEY."""
     settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
     errors = Console(stderr=True)
     with reported_errors(errors, address), errors.status(f"asking {address}"):
@@ -43,7 +43,7 @@ def show(
     *,
     as_json: bool = False,
 ) -> None:
-    """Print what a coordinator said, whatever it said."""
+    """Print a coordinator's answers."""
     if as_json:
         for message in (info, status):
             output.out(json_format.MessageToJson(message, indent=None, preserving_proto_field_name=True))
@@ -55,7 +55,7 @@ def show(
     if details := tables.replica_details(status):
         output.print(details)
     if status.num_left_out:
-        output.print(f"and {status.num_left_out} more, for which the answer has no room", style="yellow")
+        output.print(f"{status.num_left_out} more did not fit into the answer", style="yellow")
     output.print(
         f"{status.num_running} of {status.max_running} requests run, "
         f"{status.num_waiting} of {status.max_waiting} wait; version {harmless(status.version)}",
@@ -69,6 +69,6 @@ def show(
 async def ask(
     address: str, settings: ClientSettings
 ) -> tuple[coordinator_pb2.GetModelInfoResponse, coordinator_pb2.GetStatusResponse]:
-    """What a coordinator serves, and how it stands. Raises the typed errors of `specdec.wire.errors`."""
+    """A coordinator's model and status. Raises the typed errors of `specdec.wire.errors`."""
     async with Client(address, settings) as client:
         return await client.model_info(), await client.status()

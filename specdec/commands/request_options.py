@@ -1,4 +1,4 @@
-"""Flags that describe a request and are no scalar field of it: its prompt, its constraint, what is expected of it."""
+"""Flags of a request that are no scalar fields: its prompt, constraint and prediction."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ Messages = Annotated[
 JsonSchemaFile = Annotated[
     Path | None, _option("A file with a JSON schema that the output must fit.", "--json-schema-file", panel=_CONSTRAINT)
 ]
-Regex = Annotated[str | None, _option("What the output must match.", "--regex", panel=_CONSTRAINT)]
+Regex = Annotated[str | None, _option("Regular expression that the output must match.", "--regex", panel=_CONSTRAINT)]
 GrammarFile = Annotated[
     Path | None, _option("A file with a grammar (Lark) of the output.", "--grammar-file", panel=_CONSTRAINT)
 ]
 Choices = Annotated[
-    list[str] | None, _option("What the output may be; may be repeated.", "--choice", panel=_CONSTRAINT)
+    list[str] | None, _option("A text that the output may be; may be repeated.", "--choice", panel=_CONSTRAINT)
 ]
 PredictionFile = Annotated[
     Path | None,
-    _option("A file with text that the output is expected to have.", "--prediction-file", panel=_SPECULATION),
+    _option("A file with text that the output probably repeats.", "--prediction-file", panel=_SPECULATION),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """Where the prompt comes from; exactly one source may be given."""
+    """Sources of the prompt; at most one may be given, else standard input is read."""
 
     argument: str | None = None
     file: Path | None = None
@@ -61,7 +61,7 @@ def set_prompt(request: coordinator_pb2.GenerateRequest, prompt: PromptOptions) 
     """Set the request's input.
 
     Raises:
-        typer.BadParameter: More than one source, or one that cannot be read.
+        typer.BadParameter: more than one source, or an unreadable one.
     """
     given = [prompt.argument is not None, bool(prompt.file), bool(prompt.token_ids), bool(prompt.messages)]
     if sum(given) > 1:
@@ -85,7 +85,7 @@ def set_constraint(
     grammar_file: Path | None,
     choices: list[str] | None,
 ) -> None:
-    """Set what the output must be. Raises typer.BadParameter for more than one form, or a file that cannot be read."""
+    """Set the constraint of the output. Raises typer.BadParameter for several forms, or an unreadable file."""
     if sum(given is not None for given in (json_schema_file, regex, grammar_file, choices or None)) > 1:
         raise typer.BadParameter("give one of --json-schema-file, --regex, --grammar-file, --choice")
     if json_schema_file is not None:
@@ -114,7 +114,7 @@ def _read_prompt(file: Path | None) -> str:
 
 
 def set_prediction(request: coordinator_pb2.GenerateRequest, file: Path | None) -> None:
-    """Set what is expected. Raises typer.BadParameter for a file that cannot be read."""
+    """Set the expected output. Raises typer.BadParameter for an unreadable file."""
     if file is not None:
         request.prediction.text = _read_file(file, "--prediction-file")
 

@@ -15,7 +15,7 @@ def serve(
     context: typer.Context,
     role: Annotated[str, typer.Argument(metavar="target|draft|coordinator|gateway", help="The service to run.")],
 ) -> None:
-    """Run one service here. Flags after its name are the service's: specdec serve target --help."""
+    """Run one service in this process. Flags after its name are its settings: specdec serve target --help."""
     if role in ("--help", "-h"):
         typer.echo(context.get_help())
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""Where the pair that ships is: in a checkout, or in a package of its own."""
+"""Folder of the shipped pair: in a checkout, or in its own package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shipped_pair() -> Path | None:
 
 
 def shipped_head(method: str) -> Path | None:
-    """Return the folder of the head of a method for the shipped target; None where there is none of that method."""
+    """Return the folder of a method's head for the shipped target; None if no such head ships."""
     pair = shipped_pair()
     folder = None if pair is None else pair / method
     return folder if folder is not None and (folder / "config.json").is_file() else None

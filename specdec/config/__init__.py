@@ -1,4 +1,4 @@
-"""The settings of the three services, and how they are read: flags, SPECDEC_* environment, a file, defaults.
+"""The settings of targets, drafts and coordinators, read from flags, SPECDEC_* variables, a file and defaults.
 
     python -m specdec.target_service --model models/target --num-threads 2
     SPECDEC_TARGET_MODEL=models/target python -m specdec.target_service

@@ -15,12 +15,11 @@ from pydantic_settings import NoDecode
 
 from specdec.config.replica import RejectionMethodName, VerifyModeName
 from specdec.service.settings import ServiceSettings
-from specdec.wire.addresses import Address
 from specdec.wire.sampling_limits import MAX_LOGPROBS
-from specdec.wire.settings import ClientSettings, WireSettings
+from specdec.wire.settings import Address, PeerSettings, WireSettings
 
-# Room for "-63".
 _MAX_SHARED_OWNER_CHARS = 61
+"""Characters of an owner_id, with room for the number of a process, such as "-63"."""
 
 
 def _split_commas(value: Any) -> Any:
@@ -32,7 +31,7 @@ def _split_commas(value: Any) -> Any:
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
 
 
-class CoordinatorSettings(ServiceSettings, ClientSettings):
+class CoordinatorSettings(ServiceSettings, PeerSettings):
     """Settings of a coordinator."""
 
     env_prefix: ClassVar[str] = "SPECDEC_COORDINATOR_"
@@ -44,12 +43,12 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     )
     drafts: Addresses = Field(default=(), description="Draft replicas, written alike; none: plain decoding.")
     discovery_s: float = Field(
-        default=5.0, gt=0, description="How often names in dns:/// entries, and the registry in Redis, are looked up."
+        default=5.0, gt=0, description="Seconds between two look-ups of dns:/// names and of the registry in Redis."
     )
     prefix_ttl_s: float = Field(
         default=600.0,
         ge=1,
-        description="How long other coordinators know through Redis that a target caches a prefix.",
+        description="Seconds that Redis remembers which target caches a prefix, for other coordinators.",
     )
     tokenizer: Path | None = Field(
         default=None, description="Directory with tokenizer.json; null: fetched from a target."
@@ -74,37 +73,45 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     )
 
     max_running: int = Field(
-        default=64, ge=1, description="Most choices that run at once, in each process; a request of n takes n places."
+        default=64,
+        ge=1,
+        description="Most choices that run at once, in each process; a request for n choices takes n places.",
     )
     max_waiting: int = Field(
         default=256,
         ge=0,
-        description="Most requests that wait for places, in each process; when full, the tenant with most loses one.",
+        description="Most requests that wait for a place, in each process; in a full queue the tenant with the most "
+        "requests loses one.",
     )
     max_concurrent_calls: int | None = Field(
         default=None,
         ge=1,
-        description="Most calls at once, in each process, health too; above, calls are refused unread. null: no limit.",
+        description="Most calls at once, in each process, health included; more are refused unread. null: no limit.",
     )
     max_held_prompt_bytes: int = Field(
         default=256 * 1024 * 1024,
         ge=1,
-        description="Most bytes of requests that wait or run, in each process; a single one always may.",
+        description="Most bytes of the requests that wait or run, in each process; a single request is always taken.",
     )
     max_held_prompt_bytes_per_tenant: int = Field(
-        default=64 * 1024 * 1024, ge=1, description="The same, of one tenant."
+        default=64 * 1024 * 1024,
+        ge=1,
+        description="Most bytes of one tenant's requests that wait or run, in each process.",
     )
     reader_stall_s: float = Field(
-        default=60.0, gt=0, description="A client that takes nothing for so long while output waits is cut off."
+        default=60.0,
+        gt=0,
+        description="Seconds that a client may read nothing while output waits; then its stream is cut off.",
     )
     shed_speculation_after_s: float | None = Field(
         default=2.0,
         gt=0,
-        description="Requests open without speculation once others have waited for places for so long; null: never.",
+        description="Seconds that a request may wait for a place before new requests open without speculation; null: "
+        "never.",
     )
-    queue_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a place.")
+    queue_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait of a request for a place, in seconds.")
     credit_window_tokens: int = Field(
-        default=256, ge=1, description="How far a target may run ahead of what was written to the client."
+        default=256, ge=1, description="Most tokens by which a target may run ahead of the client's stream."
     )
 
     max_choices: int = Field(default=16, ge=1, description="Most choices of a request.")
@@ -113,8 +120,8 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     )
     excess_max_tokens: Literal["cut", "refuse"] = Field(
         default="cut",
-        description="What becomes of a request for more output tokens than the context, max_tokens_limit and the "
-        "caller's key leave: it is cut to these, or refused.",
+        description="A request for more output tokens than the context, max_tokens_limit and the caller's key allow is "
+        "cut to these, or refused.",
     )
     max_stop_strings: int = Field(default=16, ge=0, description="Most stop strings of a request.")
     max_stop_string_bytes: int = Field(default=256, ge=1, description="Longest stop string, in UTF-8.")
@@ -159,47 +166,45 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         default=8,
         ge=0,
         le=64,
-        description="Most draft tokens per step that a request may ask for; without a wish replicas' own limits count.",
+        description="Most draft tokens per step that a request may ask for; a request that asks for none gets the "
+        "replicas' own limits.",
     )
     request_read_s: float = Field(
-        default=60.0, gt=0, description="How long a client may take to send its request; then DEADLINE_EXCEEDED."
+        default=60.0,
+        gt=0,
+        description="Seconds that a client may take to send its request; then the call ends with DEADLINE_EXCEEDED.",
     )
     speculate: bool = Field(default=True, description="Speculate when a request does not say.")
-    connect_timeout_s: float = Field(default=5.0, gt=0, description="Longest attempt to connect to a replica.")
-    reconnect_backoff_min_s: float = Field(default=0.1, gt=0, description="First wait before reconnecting.")
-    reconnect_backoff_max_s: float = Field(default=5.0, gt=0, description="Longest wait before reconnecting.")
-    target_timeout_s: float = Field(
-        default=30.0, gt=0, description="How long a session may be without a target before it fails."
+    reconnect_backoff_max_s: float = Field(
+        default=5.0, gt=0, description="Longest wait before a replica is connected to again, in seconds."
     )
-    draft_reopen_s: float = Field(default=1.0, gt=0, description="Wait before a lost draft session is reopened.")
+    target_timeout_s: float = Field(
+        default=30.0, gt=0, description="Seconds that a session may be without a target before it fails."
+    )
     session_stall_s: float = Field(
         default=4.0,
         gt=0,
-        description="How long a target may do nothing for a session that it could go on with, before another target "
-        "gets it; three times as long for targets that tell no progress.",
-    )
-    draft_stall_s: float = Field(
-        default=2.0,
-        gt=0,
-        description="How long a draft may be told of commits without a proposal, before another draft gets it.",
+        description="Seconds without progress after which a session moves to another target; three times as long for "
+        "targets that report no progress.",
     )
     draft_hedge_share: float = Field(
         default=0.125,
         ge=0,
         le=1,
-        description="Most sessions that have a second draft for a while because theirs is slow, of those that run; "
-        "one always may. 0: sessions stay with slow drafts.",
+        description="Largest share of the running sessions that may have a second draft because theirs is slow; one "
+        "session always may. 0: sessions stay with slow drafts.",
     )
     allow_mixed_numerics: bool = Field(
         default=False,
-        description="Targets may differ in numerics (data type, device, kernels); else those that differ are "
-        "incompatible. A choice that more than one computed says so at its end.",
+        description="Accept targets that differ in numerics (data type, device, kernels); otherwise they are "
+        "incompatible. A choice that several numerics computed says so at its end.",
     )
     ejection_failures: int = Field(
-        default=5, ge=1, description="Consecutive failures after which a replica gets no sessions for a while."
+        default=5,
+        ge=1,
+        description="Consecutive failures after which a replica gets no sessions: for 10 s, then twice as long each "
+        "further time, up to 300 s.",
     )
-    ejection_s: float = Field(default=10.0, gt=0, description="How long that is at first; doubled each further time.")
-    ejection_max_s: float = Field(default=300.0, gt=0, description="The longest it is.")
     resume_secret: SecretStr | None = Field(
         default=None,
         min_length=16,
@@ -209,11 +214,11 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     journal_lease_s: float = Field(
         default=10.0,
         ge=1,
-        description="A running request stays this coordinator's for so long when nothing is heard of it; its id is "
-        "taken for others till then. Only a resume takes it over sooner.",
+        description="Seconds that a silent coordinator keeps a running request; until then no other request may use "
+        "its id. Only a resume takes it over sooner.",
     )
     journal_keep_s: float = Field(
-        default=300.0, ge=0, description="How long the journal of a request is kept after its end."
+        default=300.0, ge=0, description="Seconds that the journal of a request is kept after its end."
     )
     trace_sample_ratio: float = Field(
         default=1.0,
@@ -227,24 +232,16 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
 
     @property
     def most_concurrent_calls(self) -> int | None:
-        """Clients are many, and each call holds what it sent."""
+        """Most calls at once: clients are many, and each call holds its request in memory."""
         return self.max_concurrent_calls
 
     def wire_to_callers(self) -> WireSettings:
-        """Callers are clients, which may sleep or be on slow lines: replicas are held to shorter times."""
+        """Message limits and keepalive of clients, which may sleep or be on slow lines: the times are longer."""
         return WireSettings(
             max_message_bytes=self.max_message_bytes,
             keepalive_time_s=self.client_keepalive_time_s,
             keepalive_timeout_s=self.client_keepalive_timeout_s,
         )
-
-    @model_validator(mode="after")
-    def _check_backoff(self) -> Self:
-        if self.reconnect_backoff_min_s > self.reconnect_backoff_max_s:
-            raise ValueError("reconnect_backoff_min_s must not be above reconnect_backoff_max_s")
-        if self.ejection_s > self.ejection_max_s:
-            raise ValueError("ejection_s must not be above ejection_max_s")
-        return self
 
     @model_validator(mode="after")
     def _check_targets(self) -> Self:

@@ -14,13 +14,12 @@ from pydantic_settings import NoDecode
 
 from specdec.config.drafter_options import ServiceOptions, check_drafters, read_drafters
 from specdec.config.replica import ReplicaSettings
-from specdec.wire.addresses import Address
-from specdec.wire.settings import ClientSettings
+from specdec.wire.settings import Address, PeerSettings
 
 HeterogeneousVocab = Literal["auto", "intersection", "text"]
 
 
-class DraftSettings(ReplicaSettings, ClientSettings):
+class DraftSettings(ReplicaSettings, PeerSettings):
     """Settings of a draft replica: with a model, or with drafters that need none."""
 
     env_prefix: ClassVar[str] = "SPECDEC_DRAFT_"
@@ -39,18 +38,18 @@ class DraftSettings(ReplicaSettings, ClientSettings):
         tuple[ServiceOptions, ...], NoDecode, BeforeValidator(read_drafters), AfterValidator(check_drafters)
     ] = Field(
         default=(),
-        description="What proposes in place of a model, without torch: ngram, suffix and openai_api, with options as "
+        description="Drafters in place of a model, without torch: ngram, suffix and openai_api, with options as "
         'in a target\'s drafters, [{"method": "openai_api", "base_url": "https://host/v1", "model": "M"}].',
     )
     target: Address | None = Field(
         default=None,
-        description="With drafters, or a model of another tokenizer: a target, host:port, whose tokenizer and limits "
-        "are taken at the start.",
+        description="Target, host:port, whose tokenizer and limits the draft takes at its start; for drafters, and for "
+        "a model with another tokenizer.",
     )
     heterogeneous_vocab: HeterogeneousVocab = Field(
         default="auto",
         description="For a model whose tokenizer is not the target's: intersection drafts tokens that both have, text "
-        "tokenizes anew what is committed and drafted; auto takes the first where enough is shared.",
+        "tokenizes committed and drafted text anew; auto takes intersection where enough tokens are shared.",
     )
     parallel_drafting: bool | None = Field(
         default=None,
@@ -58,7 +57,7 @@ class DraftSettings(ReplicaSettings, ClientSettings):
         "a mask token.",
     )
     max_ahead_tokens: int = Field(
-        default=16, ge=1, le=64, description="How far past the last committed token it may draft."
+        default=16, ge=1, le=64, description="Most tokens that are drafted past the last committed one."
     )
     max_draft_tokens: int = Field(default=8, ge=1, le=64, description="Most tokens of one proposal's main path.")
     max_proposal_nodes: int = Field(default=64, ge=1, le=64, description="Most nodes of one proposal.")
@@ -69,7 +68,7 @@ class DraftSettings(ReplicaSettings, ClientSettings):
         default=2,
         ge=1,
         le=64,
-        description="Coupled mode: places of all trees that grow in one step; 1 drafts main paths only.",
+        description="Coupled mode: most nodes of a tree that are extended in one step; 1 drafts main paths only.",
     )
     num_sparse: int = Field(
         default=64,
@@ -88,7 +87,7 @@ class DraftSettings(ReplicaSettings, ClientSettings):
     @model_validator(mode="after")
     def _check_source(self) -> Self:
         if bool(self.model) == bool(self.drafters):
-            raise ValueError("give either model or drafters")
+            raise ValueError("model, drafters: set exactly one of them")
         if self.drafters and self.target is None:
-            raise ValueError("target: drafters need one")
+            raise ValueError("target: drafters need a target; set its host:port")
         return self

@@ -1,4 +1,4 @@
-"""The setting `drafters`: which there are, each with its options."""
+"""The setting `drafters`: the methods of drafting, each with its options."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class _Options(BaseModel):
 
 
 class NgramOptions(_Options):
-    """Prompt look-up: what followed the last tokens where they occurred before."""
+    """Prompt look-up: the tokens that followed an earlier occurrence of the last tokens."""
 
     method: Literal["ngram"] = "ngram"
     prompt_lookup_min: int = Field(default=2, ge=1, le=64)
-    """Fewest tokens that must agree."""
+    """Fewest last tokens that an occurrence must match."""
     prompt_lookup_max: int = Field(default=5, ge=1, le=64)
-    """Of several occurrences those are preferred of which more agree, up to so many."""
+    """Most last tokens that are compared: the occurrence with the longest match wins."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -41,23 +41,23 @@ class NgramOptions(_Options):
 
 
 class SuffixOptions(_Options):
-    """Suffix decoding: what most often followed, in the session and in earlier outputs of its tenant."""
+    """Suffix decoding: the most frequent continuation, in the session and in earlier outputs of its tenant."""
 
     method: Literal["suffix"] = "suffix"
     suffix_decoding_max_tree_depth: int = Field(default=24, ge=2, le=64)
-    """Longest match."""
+    """Tokens of the longest match."""
     suffix_decoding_max_cached_requests: int = Field(default=10000, ge=0)
-    """Outputs that are kept, of all tenants; 0: sessions look into their own text only."""
+    """Most outputs that are kept, of all tenants together; 0: sessions look into their own text only."""
     suffix_decoding_max_spec_factor: float = Field(default=1.0, gt=0, le=64)
-    """A match of m tokens is worth so many times m nodes."""
+    """Most nodes of a proposal per token of the match."""
     suffix_decoding_min_token_prob: float = Field(default=0.1, gt=0, le=1)
-    """A node that is estimated to be less likely, with all above it, is left out."""
+    """Lowest estimated probability of a node, including its path; less likely nodes are left out."""
     max_bytes: int = Field(default=64 * 2**20, ge=2**20)
-    """Memory for outputs that are kept; the oldest leave first."""
+    """Bytes for the outputs that are kept; the oldest output is dropped first."""
 
 
 class PredictionOptions(_Options):
-    """The text that a request says it expects."""
+    """The predicted output that a request brings."""
 
     method: Literal["prediction"] = "prediction"
 
@@ -67,16 +67,16 @@ class LookaheadOptions(_Options):
 
     method: Literal["lookahead"] = "lookahead"
     window_size: int = Field(default=7, ge=1, le=32)
-    """Columns of the window: positions ahead that are guessed at."""
+    """Columns of the window: positions ahead for which tokens are guessed."""
     ngram_size: int = Field(default=5, ge=2, le=16)
     """Tokens of an n-gram; the window has one level less."""
     guess_set_size: int = Field(default=7, ge=1, le=32)
-    """N-grams that are kept for each first token, and offered."""
+    """Most n-grams that are kept, and proposed, for each first token."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.window_size * (self.ngram_size - 1) > 56:
-            raise ValueError("window_size times ngram_size less one is above 56: a step has no place for so many rows")
+            raise ValueError("window_size times (ngram_size - 1) exceeds the 56 rows that a step has for it")
         return self
 
 
@@ -85,39 +85,39 @@ class LayerSkipOptions(_Options):
 
     method: Literal["layer_skip"] = "layer_skip"
     exit_layer: int | None = Field(default=None, ge=1)
-    """Draft with so many of the first layers: for models that were trained for it."""
+    """Number of first layers to draft with, for models that were trained for it."""
     skip_attention_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Layers whose attention is left out, numbered from 0."""
+    """Layers without attention, numbered from 0."""
     skip_mlp_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Layers whose MLP is left out."""
+    """Layers without MLP, numbered from 0."""
     num_speculations: int = Field(default=6, ge=1, le=64)
-    """Most tokens in depth."""
+    """Depth of the deepest proposal, in tokens."""
     skip_ratio: float = Field(default=0.45, gt=0, lt=1)
-    """Where nothing is named: the share of sublayers between the first layer and the last that is left out, which ones
-    being searched while serving (SWIFT)."""
+    """Share of the sublayers between the first layer and the last to leave out, where no layers are named; a search
+    while serving finds which ones (SWIFT)."""
     max_search_share: float = Field(default=0.02, ge=0, le=0.5)
-    """Most of the time spent on the search; 0: it stays at every other sublayer."""
+    """Largest share of time for the search; 0: every other sublayer is left out, without a search."""
 
     @property
     def searches(self) -> bool:
-        """Whether what is left out is found while serving."""
+        """Whether the sublayers to leave out are found while serving."""
         return self.exit_layer is None and not self.skip_attention_layers and not self.skip_mlp_layers
 
 
 class HeadOptions(_Options):
-    """A head over the target's hidden states: whichever subclass."""
+    """A head over the target's hidden states; each subclass is one kind."""
 
     method: str
     model: str = Field(min_length=1)
-    """Folder of its files."""
+    """Folder with the head's files."""
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=64)
-    """Most tokens in depth; None: what its files say."""
+    """Depth of the deepest proposal, in tokens; None: as the head's files say."""
     speculative_eagle_topk: int = Field(default=4, ge=1, le=64)
-    """Choices of each node, and nodes of a depth that go on."""
+    """Children of each node, and nodes of a depth that get children."""
     num_draft_tokens: int | None = Field(default=None, ge=1, le=64)
-    """Most nodes of a tree; None: as many as a step may verify."""
+    """Most nodes of a tree; None: the most that a step may verify."""
     layer_ids: tuple[int, ...] | None = None
-    """What it reads of the target, where its files are not to be believed: k is what comes out of k layers."""
+    """Layers of the target that the head reads, in place of those in its files; k is the output of k layers."""
 
 
 class MedusaOptions(HeadOptions):
@@ -125,7 +125,7 @@ class MedusaOptions(HeadOptions):
 
     method: Literal["medusa"] = "medusa"
     topk: int = Field(default=4, ge=1, le=64)
-    """Choices of each head."""
+    """Tokens that each head proposes."""
     medusa_choices: tuple[tuple[Annotated[int, Field(ge=0, le=63)], ...], ...] | None = None
     """The tree, as paths of ranks; None: the likeliest paths."""
 
@@ -137,25 +137,25 @@ class EagleOptions(HeadOptions):
 
 
 class Eagle3Options(HeadOptions):
-    """EAGLE-3 and 3.1: the same over three layers."""
+    """EAGLE-3 and 3.1: a layer over the target's hidden states of three layers and the next token."""
 
     method: Literal["eagle3"] = "eagle3"
 
 
 class PEagleOptions(HeadOptions):
-    """P-EAGLE: EAGLE-3 in one pass."""
+    """P-EAGLE: EAGLE-3 that drafts all depths in one pass."""
 
     method: Literal["peagle"] = "peagle"
 
 
 class DFlashOptions(HeadOptions):
-    """DFlash: a block in one pass."""
+    """DFlash: a block of tokens in one pass."""
 
     method: Literal["dflash"] = "dflash"
 
 
 class DSparkOptions(HeadOptions):
-    """DSpark: DFlash whose tokens depend on each other."""
+    """DSpark: DFlash whose tokens depend on the ones before them."""
 
     method: Literal["dspark"] = "dspark"
 
@@ -165,17 +165,17 @@ class OpenAiApiOptions(EndpointOptions):
 
     method: Literal["openai_api"] = "openai_api"
     max_tokens: int = Field(default=128, ge=1, le=4096)
-    """Of a call."""
+    """Most completion tokens of a call."""
     max_streams: int = Field(default=16, ge=1, le=256)
-    """Calls at once."""
+    """Most calls at once."""
     stream_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """Longest time of a call."""
+    """Longest time of a call, in seconds."""
     max_total_tokens: int | None = Field(default=None, ge=1)
-    """Prompt and completion tokens of all calls until the service is started again; None: no limit."""
+    """Most prompt and completion tokens of all calls until the service is started again; None: no limit."""
     price_per_million_prompt_tokens: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     price_per_million_completion_tokens: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """What all calls may cost by these prices until the service is started again; None: no limit."""
+    """Highest cost of all calls by these prices until the service is started again; None: no limit."""
 
     @model_validator(mode="after")
     def _check_cost(self) -> Self:
@@ -187,9 +187,9 @@ class OpenAiApiOptions(EndpointOptions):
 
 
 ServiceOptions = Annotated[NgramOptions | SuffixOptions | OpenAiApiOptions, Field(discriminator="method")]
-"""Of drafters that a draft service runs without a model."""
+"""Options of the drafters that a draft service runs without a model."""
 PlainOptions = NgramOptions | SuffixOptions | PredictionOptions | LookaheadOptions
-"""Of drafters without weights."""
+"""Options of the drafters without weights."""
 DrafterOptions = Annotated[
     PlainOptions
     | LayerSkipOptions
@@ -204,11 +204,11 @@ DrafterOptions = Annotated[
 
 
 DRAFT_MODEL = "draft_model"
-"""The name of the draft beside those of drafters."""
+"""The draft's name among the names of drafters."""
 HEAD_NAMES = frozenset({"medusa", "eagle", "eagle3", "peagle", "dflash", "dspark"})
-"""Of those that are heads over the target's hidden states."""
+"""Names of the drafters that are heads over the target's hidden states."""
 SERVICE_DRAFTER_NAMES = frozenset({"ngram", "suffix", "openai_api"})
-"""Of those that a draft service runs without a model."""
+"""Names of the drafters that a draft service runs without a model."""
 DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "lookahead", "layer_skip"}) | HEAD_NAMES
 
 
@@ -223,9 +223,9 @@ def read_drafters(value: Any) -> Any:
             try:
                 value = json.loads(text)
             except json.JSONDecodeError as error:
-                raise ValueError(f"no JSON: {error}") from error
+                raise ValueError(f"is not JSON: {error}") from error
             except RecursionError as error:
-                raise ValueError("no JSON: it is nested too deeply") from error
+                raise ValueError("is not JSON that can be read: it is nested too deeply") from error
         else:
             value = [name.strip() for name in text.split(",") if name.strip()]
     if isinstance(value, dict):
@@ -233,13 +233,13 @@ def read_drafters(value: Any) -> Any:
     if isinstance(value, list | tuple):
         made = [{"method": item} if isinstance(item, str) else item for item in value]
         if any(isinstance(item, dict) and item.get("method") == "token_recycling" for item in made):
-            raise ValueError("token_recycling is no more: ngram and suffix take fewer steps on every text")
+            raise ValueError("token_recycling was removed: use ngram or suffix, which take fewer steps on every text")
         return made
     return value
 
 
 def check_drafters(drafters: tuple[OptionsT, ...]) -> tuple[OptionsT, ...]:
-    """Raise ValueError where one is named twice."""
+    """Return the drafters. Raises ValueError where a method is named twice."""
     names = [options.method for options in drafters]
     if len(set(names)) < len(names):
         raise ValueError("a method is named twice")
@@ -253,7 +253,7 @@ _MOST_PROBLEMS = 3
 
 
 def parse_drafters(text: str) -> tuple[DrafterOptions, ...]:
-    """Drafters of a target, as in its setting `drafters`. Raises ValueError, which says what is wrong in few words."""
+    """Drafters of a target, as in its setting `drafters`. Raises ValueError with the first problems."""
     try:
         return _DRAFTERS.validate_python(text)
     except ValidationError as error:
@@ -262,9 +262,9 @@ def parse_drafters(text: str) -> tuple[DrafterOptions, ...]:
 
 
 def describe_problem(problem: Mapping[str, Any]) -> str:
-    """What is wrong with one of some drafters, in plain words; `problem` is one of pydantic's `ValidationError.errors`.
+    """The text of a problem with a drafter; `problem` is one of pydantic's `ValidationError.errors`.
 
-    Where the drafters stand in a setting is left out; which one is meant is told by its method.
+    The drafter is named by its method, not by its place in the setting.
     """
     of_method = [str(part) for part in problem["loc"] if not isinstance(part, int) and part != "drafters"]
     message = str(problem["msg"]).removeprefix("Value error, ")
@@ -273,9 +273,9 @@ def describe_problem(problem: Mapping[str, Any]) -> str:
             known = str(problem["ctx"]["expected_tags"]).replace("'", "")
             return f"there is no drafter {problem['ctx']['tag']!r} here, only {known}"
         case "union_tag_not_found" | "model_attributes_type":
-            return "each is a name, or an object with its method"
+            return "a drafter is a name, or an object with its method"
         case "missing":
             message = "is required"
         case "extra_forbidden":
-            message = "is no option of it"
+            message = "is not an option of this drafter"
     return ": ".join([*of_method, message])

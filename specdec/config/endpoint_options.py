@@ -1,4 +1,4 @@
-"""Options of endpoints."""
+"""Options of OpenAI-compatible endpoints that draft or verify."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class EndpointOptions(BaseModel):
-    """Where an endpoint is, and how it is called."""
+    """An endpoint's address, model, key and time limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     base_url: str = Field(min_length=1, max_length=2048)
-    """Such as https://host/v1; completions are below it."""
+    """URL such as https://host/v1, above /completions."""
     model: str = Field(min_length=1, max_length=256)
-    """Its name there."""
+    """The model's name at the endpoint."""
     api_key_file: str | None = Field(default=None, min_length=1)
     """File that holds the key and nothing else."""
     api_key_env: str | None = Field(default=None, min_length=1)
-    """Environment variable that holds it."""
+    """Environment variable that holds the key."""
     timeout_s: float = Field(default=5.0, gt=0, le=600)
-    """Longest silence of the endpoint."""
+    """Longest silence of the endpoint, in seconds."""
 
     @model_validator(mode="after")
     def _check_key(self) -> Self:
@@ -34,19 +34,19 @@ class ApiTargetOptions(EndpointOptions):
     """A target behind an endpoint, which verifies blocks of draft tokens."""
 
     timeout_s: float = Field(default=60.0, gt=0, le=600)
-    """Longest silence of the endpoint: a first call may compile something there."""
+    """Longest silence of the endpoint, in seconds: a first call may compile kernels there."""
     fields: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
-    """What tells the likeliest token after each one of a prompt: vLLM's field, or `echo` with `logprobs`."""
+    """Field of the answer with the likeliest token after each prompt token: vLLM's own, or `echo` with `logprobs`."""
     sampled: Literal["refused", "one_token_calls", "ratio"] = "refused"
-    """What is done with requests that are not greedy."""
+    """Treatment of requests that are not greedy."""
     max_calls: int = Field(default=16, ge=1, le=256)
-    """Calls at once."""
+    """Most calls at once."""
 
     @model_validator(mode="after")
     def _check_sampled(self) -> Self:
         if self.sampled == "ratio":
             raise ValueError(
-                "sampled: the ratio test needs whole distributions, and an endpoint tells their likeliest tokens only: "
-                "what it accepts is not distributed as the model's output. one_token_calls is exact"
+                "sampled: the ratio test needs whole distributions, and an endpoint sends their likeliest tokens only: "
+                "accepted tokens would not be distributed as the model's output; use one_token_calls, which is exact"
             )
         return self

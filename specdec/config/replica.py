@@ -24,17 +24,12 @@ class ReplicaSettings(ReplicaServiceSettings, EngineSettings):
         min_length=1,
         description="Name clients use; null: the last part of the model's path or id.",
     )
-    session_ttl_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="How long a session outlives its coordinator's stream before it is freed.",
-    )
     max_sessions: int = Field(default=256, ge=1, description="Most sessions at once.")
     verify_mode: VerifyModeName = Field(
-        default="coupled", description="How proposals are verified when a session does not say."
+        default="coupled", description="Verification of proposals where a session names no mode."
     )
 
     @property
     def served_name(self) -> str:
-        """The name clients use."""
+        """The model's name for clients."""
         return self.model_name or Path(self.model).name

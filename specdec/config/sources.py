@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import structlog
 import yaml
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 from pydantic_settings import (
@@ -25,6 +26,10 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from specdec.config.retired import REMOVED, REPLACED, notices
+from specdec.telemetry import setup_logging
+
+_log = structlog.get_logger(__name__)
 S = TypeVar("S", bound=BaseModel)
 # Kubernetes sets variables for the Services of a namespace. For one named specdec-target: SPECDEC_TARGET_SERVICE_HOST,
 # SPECDEC_TARGET_PORT=tcp://10.0.0.1:50052, SPECDEC_TARGET_PORT_50052_TCP_ADDR and more.
@@ -34,7 +39,7 @@ _SERVICE_LINK_NAME = re.compile(
 )
 _INVALID_EXIT_CODE = 2
 _QUOTED = re.compile(r"(['\"]).*\1")
-# What --help calls the values of a Python type.
+# Names of values in --help, by their Python type.
 _VALUE_NAMES = {
     "str": "TEXT",
     "SecretStr": "SECRET",
@@ -68,14 +73,41 @@ def load_settings(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: s
 
     The file (YAML, TOML or JSON) is named by `--config` or the variable `env_prefix` + CONFIG. `--help`
     prints the flags and exits. A variable with the prefix that names no setting is a problem, unless Kubernetes made
-    it up for a Service. Raises SettingsInvalid with all problems found.
+    it up for a Service. Removed settings are ignored. Raises SettingsInvalid with all problems found.
     """
+    return _load(cls, argv, env_prefix=env_prefix, prog=prog)[0]
+
+
+def settings_or_exit(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: str) -> S:
+    """As load_settings, but problems go to standard error, and the process exits with code 2.
+
+    Settings that were replaced or removed are logged, each as `setting_outdated`.
+    """
+    try:
+        settings, outdated = _load(cls, argv, env_prefix=env_prefix, prog=prog)
+    except SettingsInvalid as error:
+        for problem in error.problems:
+            sys.stderr.write(f"{prog}: {problem}\n")
+        raise SystemExit(_INVALID_EXIT_CODE) from None
+    if outdated:
+        service = env_prefix.split("_")[1].lower()
+        setup_logging(service, getattr(settings, "log_level", "info"), getattr(settings, "log_format", "json"))
+    for name, notice in outdated.items():
+        _log.warning("setting_outdated", setting=name, reason=notice)
+    return settings
+
+
+def _load(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: str) -> tuple[S, dict[str, str]]:
+    """The settings, and a notice for each that was replaced or removed and is given, by its name."""
     if unknown := _unknown_variables(cls, os.environ, env_prefix):
         raise SettingsInvalid(unknown)
-    reader = _reader(cls, _config_values(argv, env_prefix))
+    arguments, removed_flags = _without_removed(cls, argv)
+    file_values = _config_values(argv, env_prefix)
+    removed = {name for name in _removed(cls) if name in file_values or _variable(name, env_prefix) is not None}
+    reader = _reader(cls, {name: value for name, value in file_values.items() if name not in removed})
     try:
         flags: CliSettingsSource[Any] = CliSettingsSource(
-            reader, cli_prog_name=prog, cli_parse_args=list(argv), add_argument_method=_add_flag
+            reader, cli_prog_name=prog, cli_parse_args=arguments, add_argument_method=_add_flag
         )
         loaded = reader(_cli_settings_source=flags, _env_prefix=env_prefix)
     except ValidationError as error:
@@ -85,17 +117,30 @@ def load_settings(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: s
     except SettingsError as error:
         raise SettingsInvalid([_plain(cls, error)]) from error
     values = {name: getattr(loaded, name) for name in cls.model_fields}
-    return cls.model_validate(values)
+    inner = {name for value in values.values() if isinstance(value, BaseModel) for name in value.model_extra or ()}
+    given = loaded.model_fields_set | removed | removed_flags | (inner & REMOVED.keys())
+    return cls.model_validate(values), notices(frozenset(given))
 
 
-def settings_or_exit(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: str) -> S:
-    """As load_settings, but problems go to standard error, and the process exits with code 2."""
+def _removed(cls: type[BaseModel]) -> frozenset[str]:
+    return frozenset(REMOVED.keys() - cls.model_fields.keys())
+
+
+def _without_removed(cls: type[BaseModel], argv: Sequence[str]) -> tuple[list[str], set[str]]:
+    """The arguments without flags of removed settings and their values, and the names of these settings."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in _removed(cls):
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name)
     try:
-        return load_settings(cls, argv, env_prefix=env_prefix, prog=prog)
-    except SettingsInvalid as error:
-        for problem in error.problems:
-            sys.stderr.write(f"{prog}: {problem}\n")
-        raise SystemExit(_INVALID_EXIT_CODE) from None
+        known, others = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise SettingsInvalid([str(error)]) from error
+    return others, {name for name, value in vars(known).items() if value is not None}
+
+
+def _variable(name: str, env_prefix: str) -> str | None:
+    variable = f"{env_prefix}{name}".lower()
+    return next((value for key, value in os.environ.items() if key.lower() == variable), None)
 
 
 def _reader(cls: type[S], file_values: Mapping[str, Any]) -> Any:
@@ -136,11 +181,13 @@ def _reader(cls: type[S], file_values: Mapping[str, Any]) -> Any:
 def _add_flag(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
     if "metavar" in options:
         options["metavar"] = _VALUE_NAMES.get(options["metavar"], options["metavar"])
+    if names[-1].removeprefix("--").replace("-", "_") in REPLACED:
+        options["help"] = argparse.SUPPRESS
     return parser.add_argument(*names, **options)
 
 
 def _unknown_variables(cls: type[BaseModel], environment: Mapping[str, str], env_prefix: str) -> list[str]:
-    """One line for each variable that was meant for this service and names none of its settings."""
+    """One line for each variable with the service's prefix that names none of its settings."""
     prefix = env_prefix.lower()
     problems = []
     for variable, value in sorted(environment.items()):
@@ -148,15 +195,15 @@ def _unknown_variables(cls: type[BaseModel], environment: Mapping[str, str], env
             continue
         name = variable[len(prefix) :].lower()
         is_service_link = _SERVICE_LINK.match(value) or _SERVICE_LINK_NAME.search(name)
-        if name == "config" or name in cls.model_fields or is_service_link:
+        if name == "config" or name in cls.model_fields or name in REMOVED or is_service_link:
             continue
         problems.append(f"{variable} is not a setting{_nearest(cls, name, env_prefix, str.upper)}")
     return problems
 
 
 def _nearest(cls: type[BaseModel], name: str, prefix: str = "", spell: Callable[[str], str] = str) -> str:
-    """A guess at the setting that a wrong name stood for, ready to be appended; empty without a good one."""
-    nearest = difflib.get_close_matches(name, ["config", *cls.model_fields], n=1)
+    """The setting that a wrong name most likely stands for, ready to be appended; empty without a good guess."""
+    nearest = difflib.get_close_matches(name, ["config", *(cls.model_fields.keys() - REPLACED.keys())], n=1)
     return f"; did you mean {prefix}{spell(nearest[0])}?" if nearest else ""
 
 
@@ -194,7 +241,7 @@ def _read_file(path: Path) -> Any:
 
 
 def parse_failure(error: yaml.YAMLError | ValueError) -> str:
-    """Why a file does not parse, and where. Quotes nothing of it: the line may hold a password."""
+    """Why a file does not parse, and where. The file is not quoted: the line may hold a password."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return str(error)
     mark = error.problem_mark
@@ -229,7 +276,7 @@ def _is_secret(cls: type[BaseModel], name: str) -> bool:
 
 
 def _plain(cls: type[BaseModel], error: SettingsError) -> str:
-    """The message without the library's own words around it, and what a wrong flag may have stood for."""
+    """The message without the library's own words, and the flag that a wrong one most likely stands for."""
     message = str(error).removeprefix("error parsing CLI: ")
     if not message.startswith("unrecognized arguments: "):
         return message

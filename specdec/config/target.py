@@ -20,6 +20,7 @@ from specdec.config.draft import DraftSettings
 from specdec.config.drafter_options import DrafterOptions, check_drafters, read_drafters
 from specdec.config.endpoint_options import ApiTargetOptions
 from specdec.config.replica import ReplicaSettings
+from specdec.config.retired import REMOVED
 
 _SAME_FOR_OWN_DRAFT = (
     "device", "native", "self_test", "max_sessions", "max_batch_seqs",
@@ -27,7 +28,7 @@ _SAME_FOR_OWN_DRAFT = (
 )  # fmt: skip
 
 
-class OwnDraft(BaseModel):
+class OwnDraftOptions(BaseModel):
     """A draft model in the target's process: its folder or hub id, and any setting of a draft."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
@@ -43,7 +44,7 @@ def _read_own_draft(value: Any) -> Any:
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error}") from error
+        raise ValueError(f"is not JSON: {error}") from error
 
 
 def _read_json(value: Any) -> Any:
@@ -52,7 +53,7 @@ def _read_json(value: Any) -> Any:
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error}") from error
+        raise ValueError(f"is not JSON: {error}") from error
 
 
 class TargetSettings(ReplicaSettings):
@@ -67,7 +68,7 @@ class TargetSettings(ReplicaSettings):
         le=65535,
         description="Port of Prometheus /metrics; 0 takes a free one, null is off.",
     )
-    max_proposal_nodes: int = Field(default=64, ge=1, le=64, description="Most nodes of one proposal or tree.")
+    max_proposal_nodes: int = Field(default=64, ge=1, le=64, description="Most nodes of a proposal or a verified tree.")
     max_draft_tokens: int = Field(
         default=8,
         ge=0,
@@ -77,28 +78,28 @@ class TargetSettings(ReplicaSettings):
     hold_off_ms: float | None = Field(
         default=None,
         ge=0,
-        description="Longest wait of a step for a draft; null: what the cost model finds worth it.",
+        description="Longest wait of a step for a draft, in milliseconds; null: as long as the cost model finds worth "
+        "it.",
     )
     adaptive_speculation: bool = Field(
         default=True,
-        description="Suspend the drafts of sessions for which plain decoding is measured to be faster.",
+        description="Suspend drafting for sessions whose plain decoding is measured to be faster.",
     )
-    own_draft: Annotated[OwnDraft | None, NoDecode, BeforeValidator(_read_own_draft)] = Field(
+    own_draft: Annotated[OwnDraftOptions | None, NoDecode, BeforeValidator(_read_own_draft)] = Field(
         default=None,
         description="Draft model that this process runs itself, in turns with the target, on the same cores or device: "
         'its folder or hub id, or JSON with any setting of a draft, {"model": "M", "weight_quantization": "int8"}. '
-        "Draft services are then not needed; what they propose is not used.",
+        "Draft services are then not needed, and their proposals are not used.",
     )
 
     drafters: Annotated[
         tuple[DrafterOptions, ...], NoDecode, BeforeValidator(read_drafters), AfterValidator(check_drafters)
     ] = Field(
         default=(),
-        description="What proposes beside the draft: names with commas between them, or JSON with options, "
+        description="Drafters beside the draft: names separated by commas, or JSON with options, "
         '[{"method": "eagle3", "model": "DIR"}, {"method": "ngram", "prompt_lookup_max": 4}, "suffix"]. '
-        "Without weights there are ngram, suffix, prediction, lookahead, and layer_skip, the target "
-        "without some of its layers; heads over the target's hidden "
-        "states are medusa, eagle, eagle3, peagle, dflash and dspark.",
+        "Drafters without weights are ngram, suffix, prediction, lookahead and layer_skip (the target without some of "
+        "its layers); heads over the target's hidden states are medusa, eagle, eagle3, peagle, dflash and dspark.",
     )
 
     api: Annotated[ApiTargetOptions | None, NoDecode, BeforeValidator(_read_json)] = Field(
@@ -109,16 +110,17 @@ class TargetSettings(ReplicaSettings):
 
     @property
     def own_draft_settings(self) -> DraftSettings | None:
-        """Those of the draft in this process."""
+        """The settings of the draft in this process; None without one."""
         if self.own_draft is None:
             return None
         same = {name: getattr(self, name) for name in _SAME_FOR_OWN_DRAFT}
-        return DraftSettings.model_validate({**same, **self.own_draft.model_dump()})
+        own = {name: value for name, value in self.own_draft.model_dump().items() if name not in REMOVED}
+        return DraftSettings.model_validate({**same, **own})
 
     @model_validator(mode="after")
     def _check_api(self) -> Self:
         if self.api is not None and (self.own_draft is not None or self.drafters):
-            raise ValueError("api: with neither own_draft nor drafters, which run beside a model")
+            raise ValueError("api: own_draft and drafters run beside a model, and there is none; unset them")
         return self
 
     @model_validator(mode="after")

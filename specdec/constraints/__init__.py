@@ -1,2 +1,3 @@
-"""Structured output. `limits/`: which constraints are accepted, checked at coordinators and at replicas. `grammar/`:
-which tokens a constraint allows next, at target and draft."""
+"""Structured output. `limits/` checks constraints, at coordinators and replicas. `grammar/` computes the tokens that a
+constraint allows next, at targets and drafts.
+"""

@@ -1,8 +1,8 @@
-"""Tokens that can be searched for earlier occurrences of a context, newest first.
+"""A searchable store of tokens: finds earlier occurrences of a context, newest first.
 
-Kept as hash chains, as LZ77 coders keep their window: each position knows the one before it with the same last tokens.
-Appending a token costs a look-up in a dict (0.3 us), searching costs what is compared, and the oldest tokens can be
-dropped. Memory: some 150 bytes for each distinct pair of tokens, 8 for each token.
+Uses hash chains, as LZ77 coders do: each position points to the previous one with the same last tokens. Appending costs
+one dict look-up per token (0.3 us); searching is linear in the compared tokens. Memory: about 150 bytes per distinct
+pair of tokens, plus 12 per token.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from itertools import islice
 
 _NOWHERE = -1
 SEPARATOR = -1
-"""Between two texts: no match goes past it."""
+"""Separates two texts; no match crosses it."""
 _MOST_AT_ONCE = 1024
-"""Tokens of a prompt that are taken in by one call: 0.3 ms."""
+"""Tokens of a prompt that one call appends, in 0.3 ms."""
 
 
 class Corpus:
-    """Texts, one behind the other, with the positions of all runs of `key_length` (1 or 2) tokens."""
+    """Texts in one sequence, with the positions of all runs of `key_length` (1 or 2) tokens."""
 
     def __init__(self, key_length: int) -> None:
         self.key_length = key_length
         self.first = 0
-        """Position of the oldest token that is kept."""
+        """Position of the oldest stored token."""
         self._tokens = array("i")
         self._before = array("q")
-        """Of each position the one before it with the same key."""
+        """For each position, the previous one with the same key."""
         self._newest: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Tokens that are kept, separators included."""
+        """Number of stored tokens, with separators."""
         return len(self._tokens)
 
     @property
@@ -40,7 +40,7 @@ class Corpus:
         return self.first + len(self._tokens)
 
     def append(self, token_ids: Iterable[int]) -> None:
-        """Go on with the newest text."""
+        """Append tokens to the newest text."""
         tokens, before, newest = self._tokens, self._before, self._newest
         last = tokens[-1] if tokens else SEPARATOR
         position = self.end
@@ -57,17 +57,17 @@ class Corpus:
             position += 1
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """Take in what is new of a text that only grows, and is all there is; of much that is new, the next part."""
+        """Append the new tokens of the only, growing text; at most `_MOST_AT_ONCE` per call."""
         start = len(self._tokens)
         if start < len(token_ids):
             self.append(islice(token_ids, start, start + _MOST_AT_ONCE))
 
     def matches(self, context: Sequence[int], most_length: int, most_matches: int) -> list[tuple[int, int]]:
-        """Where the end of `context` occurred, with something behind it.
+        """Earlier occurrences of the end of `context` that have a next token.
 
         Returns:
-            Pairs of the position behind the occurrence and the number of tokens that agree, at least `key_length` and
-            at most `most_length`; newest first, no more than `most_matches`.
+            At most `most_matches` pairs, newest first: the position after the occurrence, and the number of agreeing
+            tokens (`key_length` to `most_length`).
         """
         key_length = self.key_length
         if len(context) < key_length:
@@ -80,7 +80,7 @@ class Corpus:
         found: list[tuple[int, int]] = []
         while position >= first and len(found) < most_matches:
             index = position - first
-            # Of the first pair that is left one token may be gone.
+            # The oldest pair may have lost its first token.
             if key_length - 1 <= index < last and tokens[index + 1] != SEPARATOR:
                 length = key_length
                 while length < len(tail) and index >= length and tokens[index - length] == tail[-1 - length]:
@@ -90,12 +90,12 @@ class Corpus:
         return found
 
     def token(self, position: int) -> int:
-        """The token there; `SEPARATOR` at the end of a text and past all of them."""
+        """The token at a position; `SEPARATOR` at the end of a text and outside the stored range."""
         index = position - self.first
         return self._tokens[index] if 0 <= index < len(self._tokens) else SEPARATOR
 
     def drop(self, num_tokens: int) -> None:
-        """Forget the oldest tokens. Cost: as of appending them, and a copy of the rest."""
+        """Forget the oldest tokens. Cost: that of appending them, plus a copy of the rest."""
         num_tokens = min(num_tokens, len(self._tokens))
         tokens, newest = self._tokens, self._newest
         last = SEPARATOR
@@ -105,7 +105,7 @@ class Corpus:
             if newest.get(key, _NOWHERE) == self.first + index:
                 del newest[key]
             last = token
-        # The first pair that is left begins with a token that is gone.
+        # The oldest remaining pair begins with a dropped token.
         if self.key_length == 2 and 0 < num_tokens < len(tokens):
             key = last << 32 | tokens[num_tokens]
             if newest.get(key, _NOWHERE) == self.first + num_tokens:

@@ -1,4 +1,4 @@
-"""What a drafter is: it is told of a session once, and asked for a tree below its last committed token."""
+"""The interface of drafters: opened once per session, asked for trees below the last committed token."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ ROOT = -1
 
 
 class OfNoUse(Exception):
-    """A drafter has found out that it brings nothing: it is not asked any more, which is no fault."""
+    """Raised by a drafter that has found itself useless. It is not asked again; this is no fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a drafter needs and gives, as its registry entry states it."""
+    """A drafter's needs and abilities."""
 
     needs_hidden_states: bool = False
-    """Of the target, for every committed token."""
+    """Reads the target's hidden states of every committed token."""
     needs_engine: bool = False
-    """It computes with the target's own weights and blocks, for all sessions at once."""
+    """Computes with the target's weights and blocks, for all sessions at once."""
     reads_drawn: bool = False
-    """What the target draws at every row of a step."""
+    """Reads the token that the target samples at every row of a step."""
     is_serial: bool = False
-    """It computes one token after the other, so that its time grows with depth."""
+    """Computes one token after the other, so that its time grows with depth."""
     makes_trees: bool = True
-    """Else chains only."""
+    """False: chains only."""
     gives_distribution: bool = False
-    """Its tokens are drawn from a q that it tells; else each is a point mass."""
+    """Reports the distribution q from which it samples; False: tokens are point masses."""
     has_target_vocabulary: bool = True
-    """Its ids are the target's."""
+    """Uses the target's token ids."""
     places: frozenset[Place] = frozenset({"target"})
-    """Where it can run."""
+    """Processes in which it can run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +46,36 @@ class Offer:
     token_ids: list[int]
     parents: list[int]
     scores: list[float]
-    """Of each, in [0, 1]: estimated probability that the target takes it if it took its parent."""
+    """Each token's estimated probability in [0, 1] that the target takes it after its parent."""
     first_window_node: int | None = None
-    """From here on nodes are computed, however unlikely, for what the target draws there; None: there are none."""
+    """First node of the window, whose nodes are computed only to see the target's tokens there; None: no window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much of an offer may be of use."""
+    """Bounds on a useful offer."""
 
     num_nodes: int
     depth: int
     is_chain: bool = False
-    """Branches are of no use."""
+    """Whether only a chain can be used."""
 
 
 @dataclass(slots=True)
 class Context:
-    """Prompt and output of one session, and what drafters share that look things up in it."""
+    """One session's prompt and output, with indexes that look-up drafters share."""
 
     token_ids: Sequence[int]
     """Committed tokens; only ever appended to."""
     num_prompt_tokens: int
     salt: bytes = b""
-    """Of the tenant: nothing is shared between two."""
+    """The tenant's salt; drafters share nothing across salts."""
     prediction: Sequence[int] = ()
     """Text that the client expects."""
     _indexes: dict[int, Corpus] = field(default_factory=dict)
 
     def index(self, key_length: int) -> Corpus:
-        """The committed tokens, to be searched by their last 1 or 2. A long prompt is taken in over several calls."""
+        """An index of the committed tokens by their last 1 or 2. A long prompt is indexed over several calls."""
         index = self._indexes.get(key_length)
         if index is None:
             index = self._indexes[key_length] = Corpus(key_length)
@@ -84,35 +84,35 @@ class Context:
 
 
 class SessionDrafter(Protocol):
-    """A drafter's part of one session. Used from one thread."""
+    """A drafter's part of one session. Not thread-safe."""
 
     def propose(self, context: Context, room: Room) -> Offer | None:
-        """A tree below the last committed token; None where nothing comes to mind."""
+        """A tree below the last committed token, or None."""
 
     def close(self, context: Context) -> None:
         """The session has ended."""
 
 
 class DrawReader(Protocol):
-    """What a session's drafter has besides, where `capabilities.reads_drawn`."""
+    """An additional method of session drafters with `capabilities.reads_drawn`."""
 
     def drawn(self, tokens: Mapping[tuple[int, ...], int]) -> None:
-        """In the step that it was asked for the target drew these, by the uncommitted tokens before each."""
+        """Take the target's samples of the proposed step, by the uncommitted tokens before each."""
 
 
 class Drafter(Protocol):
     """One source of proposals for all sessions."""
 
     name: str
-    """Of its method, in settings, metrics and origins."""
+    """Name of its method in settings, metrics and origins."""
     capabilities: Capabilities
 
     def open(self, context: Context) -> SessionDrafter | None:
-        """Begin with a session; None: there is nothing it could do for it."""
+        """Begin a session; None: the drafter has nothing to offer for it."""
 
 
 class GrowingOffer:
-    """An offer under construction: nodes are added while there is room; equal children of one parent are one node."""
+    """An offer under construction. Equal tokens below one parent are one node."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -124,11 +124,11 @@ class GrowingOffer:
 
     @property
     def is_full(self) -> bool:
-        """Whether no node can be added."""
+        """Whether no more nodes can be added."""
         return len(self._token_ids) >= self._room.num_nodes
 
     def add(self, parent: int, token_id: int, score: float) -> int | None:
-        """The node of a token below `parent`, there already or new; None where there is no room for it."""
+        """Find or add a token below `parent`. Returns its node; None if the room is exhausted."""
         node = self._children.get((parent, token_id))
         if node is not None:
             return node

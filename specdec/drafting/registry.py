@@ -1,4 +1,4 @@
-"""All drafters without weights by name: what each can do, and how one is made from its options."""
+"""All drafters without weights by name: their capabilities, and how to make one."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
         "lookahead": lookahead.CAPABILITIES,
     }
 )
-"""Of every one that there is; heads are in `specdec.drafting.heads.methods.registry`."""
+"""Capabilities by method; those of heads are in `specdec.drafting.heads.methods.registry`."""
 DRAFT_MODEL_CAPABILITIES = Capabilities(
     is_serial=True, gives_distribution=True, places=frozenset({"target", "draft_service"})
 )
-"""Of `draft_model`, with the target's tokenizer; a drafter's part of it is `specdec.drafting.role`."""
+"""Capabilities of `draft_model` (`specdec.drafting.role`) with the target's tokenizer."""
 
 
 def make_drafter(options: PlainOptions) -> Drafter:
-    """The drafter that these options describe."""
+    """Make the drafter of these options."""
     match options:
         case NgramOptions():
             return ngram.Ngram(options)
         case SuffixOptions():
             return suffix.Suffix(options)
         case PredictionOptions():
-            return prediction.Prediction(options)
+            return prediction.PredictionDrafter(options)
         case LookaheadOptions():
             return lookahead.Lookahead(options)

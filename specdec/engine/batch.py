@@ -33,11 +33,11 @@ class Batch:
     input_ids: torch.Tensor
     """[T] int64."""
     position_ids: torch.Tensor
-    """[T] int64; a tree node's is that of a token at its depth."""
+    """[T] int64; a tree node's position follows from its depth."""
     slot_mapping: torch.Tensor
-    """[T] int64, the physical slot (block * block_size + offset) that the row writes; no two rows share one."""
+    """[T] int64, the physical slot (block * block_size + offset) that the row writes; unique."""
     row_seq: torch.Tensor
-    """[T] int32, the row's line of `block_tables`; never decreases."""
+    """[T] int32, the row's line of `block_tables`, ascending."""
     context_lens: torch.Tensor
     """[T] int32, leading positions read through the block table, the row itself included unless it has a path."""
     path_offsets: torch.Tensor
@@ -47,19 +47,19 @@ class Batch:
     block_tables: torch.Tensor
     """[S, max_blocks] int32, padded with zeros."""
     logits_indices: torch.Tensor
-    """[R] int64, rows whose logits are wanted, ascending."""
+    """[R] int64, rows with logits, ascending."""
     num_seqs: int
     """Equals S."""
     tap: HiddenTap | None = None
-    """Hidden states that the pass is to hand out, too."""
+    """Hidden states that the pass must also return."""
 
 
 @dataclass(slots=True)
 class ItemRows:
-    """Which rows of the logits are an item's: ``[row_start, row_start + num_rows)`` of ``[R, V]``.
+    """An item's rows of the logits ``[R, V]``: ``[row_start, row_start + num_rows)``.
 
-    They are [last pending token, node 0, node 1, ...] if the item completes, and before them every other
-    token of the chunk if the sequence wants prompt logits.
+    They are [last pending token, node 0, node 1, ...] if the item completes. If the sequence wants prompt logits, the
+    chunk's other tokens come before them.
     """
 
     item: ScheduledItem
@@ -68,9 +68,9 @@ class ItemRows:
 
 
 def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str) -> tuple[Batch, list[ItemRows]]:
-    """Lay a non-empty step out as tensors on `device`.
+    """A non-empty step as tensors on `device`.
 
-    Cost: one host-to-device copy, and a fixed number of array operations whatever the number of sequences.
+    Cost: one host-to-device copy, and a number of array operations that does not depend on the number of sequences.
     """
     items = step.items
     if _are_single(items):
@@ -82,7 +82,7 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
 
     block_tables = _block_tables(items)
     row_seq = np.repeat(np.arange(len(items)), num_rows)
-    # Nodes' slots follow the tokens' without a gap: an item's rows write one run of logical slots.
+    # An item's rows write one run of logical slots, nodes after tokens.
     logical_slots = np.arange(total) + np.repeat(starts - row_ends + num_rows, num_rows)
     blocks = block_tables[row_seq, logical_slots // block_size].astype(np.int64)
     slot_mapping = blocks * block_size + logical_slots % block_size
@@ -124,7 +124,7 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
 
 
 def _are_single(items: list[ScheduledItem]) -> bool:
-    """Whether each item is one token whose logits are wanted, as in most steps of a draft and in plain decoding."""
+    """Whether each item is one token with logits, as in plain decoding and most steps of a draft."""
     return all(
         item.num_new_tokens == 1 and item.num_tree_nodes == 0 and item.completes and item.seq.wants_logits
         for item in items
@@ -134,7 +134,7 @@ def _are_single(items: list[ScheduledItem]) -> bool:
 def _build_single(
     items: list[ScheduledItem], block_size: int, device: torch.device | str
 ) -> tuple[Batch, list[ItemRows]]:
-    """What `build_batch` makes of such items, with few array operations: beside a small model these are what costs."""
+    """`build_batch` of single-token items with fewer array operations, which matter beside a small model."""
     num_rows = len(items)
     num_blocks = max(len(item.seq.block_ids) for item in items)
     rows = range(num_rows)
@@ -171,7 +171,7 @@ def _build_single(
 
 
 def _is_in_place(item: ScheduledItem) -> bool:
-    """Whether the scheduled nodes form a chain: their slots are then where the block table has them."""
+    """Whether the scheduled nodes form a chain, which is read through the block table."""
     tree = item.seq.tree
     return tree is None or item.num_tree_nodes <= tree.num_in_place
 
@@ -198,7 +198,7 @@ def _block_tables(items: list[ScheduledItem]) -> Int32Array:
 def _lay_out_paths(
     items: list[ScheduledItem], position_ids: Int64Array, context_lens: Int32Array, slot_mapping: Int64Array
 ) -> tuple[Int32Array, Int32Array]:
-    """Give nodes off the leading chain their position by depth; returns their paths as offsets and slots."""
+    """Set positions, by depth, of nodes off the leading chain. Returns their paths as offsets and slots."""
     path_lens = np.zeros(len(position_ids) + 1, np.int32)
     path_rows: list[int] = []
     row = 0
@@ -219,7 +219,7 @@ def _lay_out_paths(
 def to_device(
     wide: list[Int64Array], narrow: list[Int32Array], device: torch.device | str
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Arrays ``wide`` and ``narrow`` as tensors, by a single copy of all of them if the device is not the CPU."""
+    """Arrays as tensors on a device, by a single copy unless the device is the CPU."""
     if torch.device(device).type == "cpu":
         return [torch.from_numpy(array) for array in wide], [torch.from_numpy(array) for array in narrow]
     packed = torch.from_numpy(np.concatenate([*(array.view(np.int32) for array in wide), *narrow]))
@@ -229,6 +229,6 @@ def to_device(
 def unpacked(
     packed: torch.Tensor, wide_lens: list[int], narrow_lens: list[int]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Views of a copy of int32 words: first so many int64 numbers of each array, then int32 ones."""
+    """Views of packed int32 words: first int64 arrays of `wide_lens`, then int32 arrays of `narrow_lens`."""
     num_wide = 2 * sum(wide_lens)
     return packed[:num_wide].view(torch.int64).split(wide_lens), packed[num_wide:].split(narrow_lens)

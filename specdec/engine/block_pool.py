@@ -1,8 +1,7 @@
 """Reference-counted KV blocks, the prefix cache over them, and copy-on-write.
 
-A block is in exactly one state: free (no owner, no content worth keeping), cached (no owner, but hashed:
-found again by prefix, evicted when blocks run out) or used (one owner or more). Only block numbers live here,
-no keys or values.
+A block has one state: free (no owner, no content), cached (no owner, but hashed: found again by prefix, evicted when
+blocks run out) or used (one or more owners). The pool holds block numbers only, no keys or values.
 """
 
 from __future__ import annotations
@@ -30,21 +29,20 @@ class BlockStats:
 class BlockPool:
     """The physical blocks of one KV cache.
 
-    Guarantee: a block is handed out only when nobody owns it, and a hashed block keeps its content until it
-        is evicted.
+    Guarantee: only blocks without an owner are allocated, and a hashed block keeps its content until it is evicted.
     """
 
     def __init__(self, num_blocks: int, block_size: int, identity: bytes = b"") -> None:
-        """`identity` (weights digest, dtype) is part of every hash: different models never match."""
+        """`identity` (weights digest, dtype) is part of every hash, so that different models never match."""
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool needs blocks and slots, not {num_blocks} blocks of {block_size}")
+            raise ValueError(f"num_blocks {num_blocks} and block_size {block_size} must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._identity = identity
         self._ref_counts = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # unowned hashed blocks, the next to evict first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # blocks without owner; the next to evict is first
         self._by_digest: dict[bytes, int] = {}
 
     # --- ownership
@@ -60,10 +58,10 @@ class BlockPool:
         return BlockStats(used=self.num_blocks - free - cached, cached=cached, free=free)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Hand out blocks with one owner each, evicting the least recently used cached ones when free ones run out.
+        """Allocate blocks with one owner each; evicts the least recently used cached blocks when free ones run out.
 
         Raises:
-            OutOfBlocks: fewer are free; none is handed out then.
+            OutOfBlocks: fewer are free; none is allocated then.
         """
         if num_blocks > self.num_free:
             raise OutOfBlocks(num_blocks, self.num_free)
@@ -88,8 +86,7 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one owner of each block. The last blocks are evicted first, so that a prefix outlives what
-        hangs from it.
+        """Drop one owner of each block. The last block is evicted first, so that a prefix outlives its continuations.
 
         Raises:
             KVInvariantError: a block has no owner.
@@ -116,21 +113,21 @@ class BlockPool:
     # --- writing
 
     def is_writable(self, block: int) -> bool:
-        """Whether a slot of this block may be written: it is unhashed and has one owner."""
+        """Whether the block may be written: it is unhashed and has one owner."""
         return self._ref_counts[block] == 1 and self._digests[block] is None
 
     def check_write(self, block: int) -> None:
-        """The check at the write itself.
+        """Check that a block may be written.
 
         Raises:
-            KVInvariantError: the block is hashed or has not exactly one owner.
+            KVInvariantError: the block is hashed, or its number of owners is not one.
         """
         if self._ref_counts[block] != 1 or self._digests[block] is not None:
             state = "hashed" if self._digests[block] is not None else f"owned {self._ref_counts[block]} times"
             raise KVInvariantError(f"write to block {block}, which is {state}")
 
     def num_blocks_to_write(self, block_ids: Sequence[int], first_slot: int, num_slots: int) -> int:
-        """Blocks that `ensure_writable` would allocate. Cost: the blocks written, not the context."""
+        """Blocks that `ensure_writable` would allocate. Cost: linear in the written blocks, not in the context."""
         if num_slots <= 0:
             return 0
         end = (first_slot + num_slots - 1) // self.block_size + 1
@@ -142,11 +139,10 @@ class BlockPool:
         return needed
 
     def ensure_writable(self, block_ids: array[int], first_slot: int, num_slots: int) -> list[tuple[int, int]]:
-        """Make logical slots ``[first_slot, first_slot + num_slots)`` writable, growing and unsharing
-        `block_ids` in place.
+        """Make logical slots ``[first_slot, first_slot + num_slots)`` writable; changes `block_ids` in place.
 
-        Returns: (source, destination) block copies to make before anything is written; only a first block
-            with slots before `first_slot` needs one, as the rest of what was shared is overwritten.
+        Returns: (source, destination) block copies to make before the write: only of a shared first block with slots
+        before `first_slot`, as other shared blocks are overwritten.
 
         Raises:
             OutOfBlocks: not enough are free; `block_ids` is unchanged then.
@@ -171,7 +167,7 @@ class BlockPool:
     # --- prefix cache
 
     def extend_digests(self, digests: list[bytes], token_ids: Sequence[int], salt: bytes, num_blocks: int) -> None:
-        """Continue a sequence's hash chain in place until it covers `num_blocks` full blocks.
+        """Extend a sequence's hash chain in place to `num_blocks` full blocks.
 
         A digest covers the parent block's digest, the block's tokens, the model's identity and the salt
         (blake2b, 128 bits).
@@ -189,10 +185,9 @@ class BlockPool:
         digests: list[bytes] | None = None,
         max_blocks: int | None = None,
     ) -> list[int]:
-        """Blocks of the longest cached prefix of full blocks; they gain no owner, so `share` them before anything else.
+        """Blocks of the longest cached prefix of full blocks. They gain no owner: `share` them at once.
 
-        `digests` is the sequence's hash chain if it has one: it is continued as far as the search goes, and
-        not recomputed.
+        `digests`: the sequence's hash chain, which the search extends.
         """
         chain = [] if digests is None else digests
         blocks: list[int] = []
@@ -206,10 +201,10 @@ class BlockPool:
         return blocks
 
     def register(self, block: int, digest: bytes) -> bool:
-        """Hash a used block, whose slots must all be final; returns false if an equal block is hashed already.
+        """Hash a used block, whose slots must all be final. Returns False if an equal block is hashed already.
 
         Raises:
-            KVInvariantError: nobody owns the block, or it has another hash.
+            KVInvariantError: the block has no owner, or another hash.
         """
         if self._ref_counts[block] == 0:
             raise KVInvariantError(f"block {block} is hashed without an owner")
@@ -222,7 +217,7 @@ class BlockPool:
         return True
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Take blocks out of the prefix cache, so that nobody finds them any more; their owners keep them."""
+        """Remove blocks from the prefix cache; their owners keep them."""
         for block in blocks:
             if (digest := self._digests[block]) is not None:
                 del self._by_digest[digest]

@@ -1,4 +1,4 @@
-"""One inference engine: schedule, run, postprocess. Nothing in it says draft or target."""
+"""One inference engine, for draft and target: schedule, run, postprocess."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from specdec.engine.tap import HiddenTap
 class Engine:
     """Sequences, their KV cache and the steps over them.
 
-    Guarantee: whatever the order of appends, trees, rollbacks, forks, preemptions and evictions, a row's
-    logits are those of its own tokens computed afresh. Not thread-safe: one thread drives one engine.
+    Guarantee: after any order of appends, trees, rollbacks, forks, preemptions and evictions, a row's logits equal
+    those of its own tokens computed afresh. Not thread-safe.
     """
 
     def __init__(self, runner: Runner, block_pool: BlockPool, scheduler: Scheduler) -> None:
@@ -30,22 +30,21 @@ class Engine:
         self.block_pool = block_pool
         self.scheduler = scheduler
         self.ahead = AheadSlots(block_pool)
-        """What roles draw ahead between steps."""
+        """Slots that roles compute between steps."""
         self.before_pass: Callable[[list[Sequence]], None] = lambda sequences: None
-        """Told, before anything is computed, for which sequences a step is."""
+        """Called with a step's sequences before it computes."""
         self.beside_pass: Callable[[list[ScheduledItem]], None] = lambda items: None
-        """Told what a forward pass computes, right before it: to start on another thread what can be done meanwhile."""
+        """Called with a pass's items right before it, to start work on another thread."""
         self.launch_pass: Callable[[Batch], LaunchedPass] | None = None
-        """Begins passes that a device computes while others do something else; None: the runner's `forward` computes
-        them when a step is launched."""
+        """Starts a pass asynchronously; None: `launch` computes it by the runner's `forward`."""
         self.tap_ids: tuple[int, ...] = ()
-        """Hidden states that steps hand out, by the ids of `specdec.engine.tap`; none cost nothing."""
+        """Hidden states that steps return, by the ids of `specdec.engine.tap`."""
         self.after_copies: Callable[[list[tuple[int, int]]], None] = lambda pairs: None
-        """Told which blocks were copied (source, destination), in order, before anything is computed."""
+        """Called with copied blocks (source, destination), in order, before the pass."""
         self._ids = itertools.count()
-        self._flight: Flight | None = None  # the step that is launched and not collected
+        self._flight: Flight | None = None  # launched and not collected
         self._unaccepted: list[Sequence] = []  # verified in the last step
-        self._in_step: list[Sequence] | None = None  # who is in the last step; None: it is not decided
+        self._in_step: list[Sequence] | None = None  # the last step's sequences; None: not scheduled yet
         self._rollbacks = 0
         self._rollback_tokens = 0
 
@@ -61,10 +60,10 @@ class Engine:
         prompt_logits: bool = False,
         prompt_logits_from: int = 0,
     ) -> Sequence:
-        """Take in a sequence of committed tokens: all of them are final.
+        """Add a sequence of committed tokens, which are all final.
 
         Raises:
-            SequenceTooLong: it is longer than the context or the pool, and so could never run.
+            SequenceTooLong: it exceeds the context or the pool, so it could never run.
             SequenceStateError: it is empty, or its prompt is longer than its tokens.
         """
         tokens = list(token_ids)
@@ -101,10 +100,10 @@ class Engine:
         return child
 
     def free(self, seq: Sequence) -> None:
-        """Let a sequence go; its hashed blocks stay in the prefix cache.
+        """Remove a sequence; its hashed blocks stay in the prefix cache.
 
-        While a step is launched and not collected it keeps its blocks, which nobody else gets before the device is
-        done; what that step computes for it is not used.
+        Between `launch` and `collect` it keeps its blocks until the device is done; that step's result for it is
+        dropped.
 
         Raises:
             SequenceStateError: it was freed before.
@@ -117,14 +116,14 @@ class Engine:
             self._flight.freed.append(seq)
 
     def distrust(self, seq: Sequence) -> None:
-        """What was computed for a sequence may be wrong: no other one finds it in the prefix cache any more."""
+        """Remove a sequence's blocks from the prefix cache, as their content may be wrong."""
         self._check_held(seq)
         self.block_pool.forget(seq.block_ids)
 
     def append(self, seq: Sequence, token_ids: Ids[int]) -> None:
         """Add tokens, to be computed by the next steps.
 
-        Verified nodes are forgotten, and a waiting tree is dropped as it hung from another token.
+        Verified nodes are forgotten, and a waiting tree is dropped, as it was below another token.
 
         Raises:
             SequenceTooLong: the context or the pool cannot hold them; nothing is added then.
@@ -140,11 +139,11 @@ class Engine:
     def rollback(self, seq: Sequence, num_tokens: int) -> None:
         """Cut a sequence to its first `num_tokens` tokens; whole blocks past the end are freed.
 
-        When the cut falls where a chunk of a prefill happened to end, no step has given the last token's logits; it
-        is computed once more for them. Cost: what is dropped, whatever the length of what stays.
+        If the cut is at the end of a prefill chunk, no step has given the last token's logits, so that it is computed
+        again. Cost: linear in the dropped tokens.
 
         Raises:
-            SequenceStateError: that would drop final tokens, the sequence is shorter, or a step is launched and not
+            SequenceStateError: final tokens would be dropped, the sequence is shorter, or a step is launched and not
                 collected.
         """
         self._check_landed()
@@ -164,10 +163,10 @@ class Engine:
         self._rollback_tokens += num_dropped
 
     def finalize(self, seq: Sequence, num_final_tokens: int) -> None:
-        """Declare the first `num_final_tokens` tokens final, and offer newly full blocks to the prefix cache.
+        """Declare the first `num_final_tokens` tokens final, and add newly full blocks to the prefix cache.
 
         Raises:
-            SequenceStateError: fewer than are final already, or more than there are.
+            SequenceStateError: `num_final_tokens` is below the present number, or above the sequence's length.
         """
         if not seq.num_final_tokens <= num_final_tokens <= len(seq.token_ids):
             lengths = f"{seq.num_final_tokens} final tokens, {len(seq.token_ids)} in all"
@@ -176,10 +175,10 @@ class Engine:
         self._hash_final_blocks(seq)
 
     def accept(self, seq: Sequence, node_indices: Ids[int]) -> None:
-        """Append the accepted path (root down) of the tree that the last step verified; forget its other nodes.
+        """Append the accepted path, from the root, of the tree that the last step verified; forget its other nodes.
 
-        Keys and values of the path move to where their tokens belong, in depth order; a chain is there
-        already. Must come before anything else is done to the sequence and before the next step.
+        Keys and values of the path move to their tokens' slots; those of a chain are there already. Call it before any
+        other change of the sequence and before the next step.
 
         Raises:
             TreeError: not a path from the root, or a node that was not verified.
@@ -202,20 +201,20 @@ class Engine:
     # --- steps
 
     def step(self, only: Container[int] | None = None) -> StepOutput | None:
-        """Run one batch; None if nothing can run. Sequences that complete have no token pending afterwards.
+        """Run one batch; None if nothing can run. Completed sequences have no pending token afterwards.
 
-        Trees verified by the step before are forgotten unless accepted. With `only`, no other sequences (by id) run. If
-        it raises, no sequence has advanced, and `abandon_step` must come before anything else.
+        Trees of the previous step are forgotten unless accepted. `only`: ids of the sequences that may run. If it
+        raises, no sequence has advanced, and `abandon_step` must be called next.
         """
         return self.collect() if self.launch(only) else None
 
     def launch(self, only: Container[int] | None = None) -> bool:
-        """The first half of `step`: choose a batch, and begin to compute it; false if nothing can run.
+        """The first half of `step`: choose a batch and start to compute it. Returns False if nothing can run.
 
-        Until `collect` no sequence has advanced, and sequences may be added and freed, but not changed.
+        Until `collect` no sequence advances; sequences may be added and freed, but not changed.
 
         Raises:
-            SequenceStateError: the step before was not collected.
+            SequenceStateError: the previous step was not collected.
         """
         self._check_landed()
         self._in_step = None
@@ -241,16 +240,16 @@ class Engine:
         return True
 
     def is_done(self) -> bool:
-        """Whether the device is done with the step that was launched, so that to collect it waits for nothing."""
+        """Whether the device has finished the launched step, so that `collect` does not wait."""
         return self._flight is None or self._flight.is_done()
 
     @property
     def num_launched_rows(self) -> int:
-        """Rows of the batch that is launched and not collected; 0 where none is."""
+        """Rows of the launched batch; 0 if none is launched."""
         return 0 if self._flight is None else self._flight.scheduled.num_tokens
 
     def collect(self) -> StepOutput:
-        """The second half of `step`: what was launched, once it is computed.
+        """The second half of `step`: wait for the launched batch and return its output.
 
         Raises:
             SequenceStateError: nothing is launched.
@@ -268,16 +267,15 @@ class Engine:
         return flight.output(logits)
 
     def num_waiting_tokens(self) -> int:
-        """Tokens of sequences that may run and whose first logits are still to come, and that are not computed."""
+        """Tokens to compute of ready sequences that have had no logits yet."""
         return sum(
             seq.num_pending_tokens for seq in self.scheduler.sequences if seq.is_ready and not seq.num_served_tokens
         )
 
     def abandon_step(self) -> list[Sequence]:
-        """A step raised: whoever was in it gives up its blocks and is computed anew, as what they hold is not known.
+        """Preempt the sequences of a step that raised, as the content of their blocks is unknown.
 
-        Returns the sequences that were in it, some of which may have been freed since: all that could run when not even
-        that was decided.
+        Returns the step's sequences, some of which may have been freed since; all ready ones if it was not scheduled.
         """
         flight, self._flight = self._flight, None
         for seq in () if flight is None else flight.freed:
@@ -309,7 +307,7 @@ class Engine:
         )
 
     def _check_writes(self, scheduled: ScheduledStep) -> None:
-        """Every write goes into an unhashed block with one owner, past what is computed."""
+        """Check that every write goes into an unhashed block with one owner, behind the computed tokens."""
         block_size = self.block_pool.block_size
         for item in scheduled.items:
             end = item.start + item.num_new_tokens + item.num_tree_nodes
@@ -331,7 +329,7 @@ class Engine:
         self._hash_final_blocks(seq)
 
     def _move_nodes(self, seq: Sequence, nodes: Ids[int]) -> bool:
-        """Move the path's keys and values behind the tokens; false if a fork shares the place to write."""
+        """Move the path's keys and values behind the tokens. Returns False if a fork shares the destination."""
         length = len(seq.token_ids)
         moves = [(node, place) for place, node in enumerate(nodes) if node != place]
         if moves:
@@ -352,7 +350,7 @@ class Engine:
         return -(-num_tokens // self.block_pool.block_size)
 
     def _forget_nodes(self, seq: Sequence) -> None:
-        """Forget verified nodes and free the blocks past what is computed."""
+        """Forget verified nodes and free blocks behind the computed tokens."""
         seq.verified_tree, seq.num_verified_nodes = None, 0
         self.ahead.trim(seq)
 

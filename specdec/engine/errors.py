@@ -1,15 +1,15 @@
 """Errors of the engine.
 
 EngineError
-├── OutOfBlocks           more blocks asked for than are free (the scheduler prevents it)
-├── SequenceTooLong       a sequence that could never run: longer than the context or than the whole pool
-├── SequenceStateError    an operation that the sequence's state does not allow: rolling back final tokens, say
+├── OutOfBlocks           fewer blocks are free than needed (the scheduler prevents it)
+├── SequenceTooLong       a sequence that could never run: it exceeds the context or the pool
+├── SequenceStateError    an operation that the sequence's state forbids, such as rolling back final tokens
 ├── TreeError             a malformed proposal tree: carries the field and the reason
-├── NonFiniteLogits       a row of logits from which no token can be drawn: a fault of the model or of its numerics
+├── NonFiniteLogits       a row of logits without a token to sample: a fault of the model or of its numerics
 ├── KVInvariantError      a broken invariant of the KV cache: always a bug, never bad input
 └── ModelLoadError        a model that could not be loaded
-    ├── TapRefused           hidden states that are wanted of a model which does not hand them out
-    └── ModelNotSupported    one that loads, but that the engine cannot run correctly: carries the reason
+    ├── TapRefused           hidden states that the model does not provide
+    └── ModelNotSupported    a model that loads, but does not run correctly in the engine: carries the reason
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class EngineError(Exception):
 
 
 class OutOfBlocks(EngineError):
-    """More blocks were asked for than are free."""
+    """Fewer blocks are free than needed."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed} blocks needed, {free} free")
@@ -29,7 +29,7 @@ class OutOfBlocks(EngineError):
 
 
 class SequenceTooLong(EngineError):
-    """A sequence that can never be scheduled, however empty the pool."""
+    """A sequence that can never run, even in an empty pool."""
 
     def __init__(self, num_tokens: int, max_tokens: int, limit: str) -> None:
         super().__init__(f"a sequence of {num_tokens} tokens exceeds the {max_tokens} that the {limit} holds")
@@ -39,7 +39,7 @@ class SequenceTooLong(EngineError):
 
 
 class SequenceStateError(EngineError):
-    """An operation that the sequence's state does not allow."""
+    """An operation that the sequence's state forbids."""
 
 
 class TreeError(EngineError):
@@ -52,7 +52,7 @@ class TreeError(EngineError):
 
 
 class NonFiniteLogits(EngineError):
-    """A row of logits holds NaN or plus infinity, or leaves no token that may be sampled."""
+    """A row of logits holds NaN or plus infinity, or leaves no token to sample."""
 
     def __init__(self) -> None:
         super().__init__("the model's logits hold NaN or infinity, or leave no token to sample")
@@ -67,11 +67,11 @@ class ModelLoadError(EngineError):
 
 
 class TapRefused(ModelLoadError):
-    """Hidden states are wanted of layers that the model has not, or of a model that cannot hand them out."""
+    """Hidden states of layers that the model lacks, or of a model that cannot provide them."""
 
 
 class ModelNotSupported(ModelLoadError):
-    """A model that loads, but that the engine cannot page; ``reason`` says why."""
+    """A model that loads, but does not run correctly in the engine; ``reason`` says why."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"{model} cannot be served: {reason}")

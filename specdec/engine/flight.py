@@ -1,4 +1,4 @@
-"""A step between its launch and its collection: what a device computes meanwhile, and for whom."""
+"""A step between its launch and its collection."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from specdec.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Flight:
-    """A step that is launched. Until it is collected no sequence has advanced, and no block changes hands."""
+    """A launched step. Until it is collected no sequence advances and no block changes its owner."""
 
     scheduled: ScheduledStep
     item_rows: list[ItemRows]
     batch: Batch
     computed: torch.Tensor | LaunchedPass
-    """The logits, where nothing is left to wait for."""
+    """The logits, or the pass that will give them."""
     freed: list[Sequence] = field(default_factory=list)
-    """Sequences that were freed since, in it or not; they keep their blocks until it is over."""
+    """Sequences freed since the launch, in the step or not; they keep their blocks until it ends."""
 
     def is_done(self) -> bool:
         """Whether the pass is over."""
         return isinstance(self.computed, torch.Tensor) or self.computed.is_done()
 
     def logits(self) -> torch.Tensor:
-        """Of the pass; raises what it has raised."""
+        """The pass's logits; waits for them. Raises the pass's error."""
         return self.computed if isinstance(self.computed, torch.Tensor) else self.computed.logits()
 
     def output(self, logits: torch.Tensor) -> StepOutput:
-        """What the step gives back, which says nothing of sequences that were freed since."""
+        """The step's output, without sequences freed since."""
         items: list[ItemOutput] = []
         first, freed = 0, self.freed
         for rows in self.item_rows:

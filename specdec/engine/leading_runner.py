@@ -1,4 +1,4 @@
-"""Runs every pass on all ranks: the leading one sends, the others follow."""
+"""Runs every pass on all ranks: rank 0 sends, the others follow."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from specdec.engine.runner import LaunchedPass
 class LeadingRunner:
     """The runner of rank 0, as the engine sees it (``specdec.engine.engine.Runner``).
 
-    A call returns when this rank has done its part; the others may be up to some frames behind. Sending to them costs
-    one copy of the batch and one system call per rank.
+    A call returns when this rank is done; the others may be some frames behind. Sending costs one copy of the batch and
+    one system call per rank.
 
-    Raises ``OSError`` where a rank is gone or does not read for longer than its connection's timeout.
+    Raises ``OSError`` if a rank is gone or does not read within its connection's timeout.
     """
 
     def __init__(self, runner: ModelRunner, followers: Sequence[socket.socket]) -> None:
-        self.device = torch.device("cpu")  # batches are sent from there, and to this rank's device from there
+        self.device = torch.device("cpu")  # batches are sent from the CPU, also to this rank's device
         self._runner = runner
         self._followers = tuple(followers)
 
@@ -41,7 +41,7 @@ class LeadingRunner:
         return self._runner.forward(self._sent(batch))
 
     def launch(self, batch: Batch) -> LaunchedPass:
-        """See ``ModelRunner.launch``: the other ranks have been told, and nobody waits for them, either."""
+        """See ``ModelRunner.launch``. Does not wait for the other ranks."""
         return self._runner.launch(self._sent(batch))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -55,13 +55,13 @@ class LeadingRunner:
         self._runner.copy_slots(src, dst)
 
     def _sent(self, batch: Batch) -> Batch:
-        """The batch on this rank's device, after the others were told of it."""
+        """Send the batch to the other ranks; returns it on this rank's device."""
         if self._runner.device.type == "cpu":
-            # The residual stream is the same on all ranks: only this one's is handed out.
+            # All ranks have the same residual stream, so only this one taps it.
             self._send(forward_frame(replace(batch, tap=None)))
             return batch
-        # What is tapped is a part of a captured step: all ranks capture it at the same time, or their collectives,
-        # which a capture runs more than once, do not meet.
+        # Taps are a part of captured steps. All ranks must capture at the same time, as a capture runs its collectives
+        # more than once.
         frame = forward_frame(batch)
         self._send(frame)
         tap = batch.tap
@@ -76,7 +76,7 @@ class LeadingRunner:
 
 
 def follow(runner: ModelRunner, connection: socket.socket) -> None:
-    """Run what the leading rank sends, until it says stop. Raises ``LeaderGone`` when it is gone."""
+    """Run what rank 0 sends until it says stop. Raises ``LeaderGone`` if its connection ends."""
     while True:
         frame = receive_frame(connection)
         match frame.kind:

@@ -1,4 +1,4 @@
-"""What a step of the engine gives back, and the engine's gauges."""
+"""Outputs of the engine's steps, and its statistics."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ class ItemOutput:
 
     seq: Sequence
     rows: slice
-    """Its rows of the logits: [last token, node 0, ...] if it completes, after every other row of the chunk if it wants
-    prompt logits."""
+    """Its rows of the logits: [last token, node 0, ...] if it completes; with prompt logits, after the chunk's other
+    rows.
+    """
     start: int
     """Position of the first token computed."""
     num_new_tokens: int
-    """Tokens computed; zero only for a tree below a token that was computed before, whose row is then missing from
-    `rows`."""
+    """Number of computed tokens. Zero only for a tree below an already computed token, whose row is missing in
+    `rows`.
+    """
     tree_nodes: int
-    """Leading nodes of the sequence's tree that were verified."""
+    """Number of leading nodes of the sequence's tree that were verified."""
     completes: bool
-    """No token of the sequence was pending afterwards."""
+    """Whether no token of the sequence is pending afterwards."""
     batch_rows: slice
     """Its rows of the batch: its new tokens, then its nodes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepOutput:
-    """What one step computed. On a GPU its kernels may still run."""
+    """The output of one step. On a GPU its kernels may still run."""
 
     logits: torch.Tensor
     """[R, V] float32 on the runner's device."""
     items: list[ItemOutput]
-    """Whose they are."""
+    """Shares of the sequences."""
     preempted: list[Sequence]
     """Sequences that gave up their blocks for the step."""
     num_tokens: int
     """Rows of the batch."""
     hidden: torch.Tensor | None = None
-    """[num_tokens, layers of the tap, hidden size], of all rows of the batch; None without a tap."""
+    """[num_tokens, layers of the tap, hidden size] hidden states of all rows; None without a tap."""
     gap_s: Callable[[], float | None] = lambda: None
-    """`LaunchedPass.gap_s` of the pass, where it was one."""
+    """`LaunchedPass.gap_s` of a launched pass; otherwise returns None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot: gauges of now, and counters since the start."""
+    """Present gauges, and counters since the start."""
 
     blocks_used: int
     blocks_cached: int

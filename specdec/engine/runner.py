@@ -1,4 +1,4 @@
-"""What the engine needs of a model."""
+"""The engine's interface to a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Runner(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where batches have to be."""
+        """Device of the batches."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [R, V] float32 of ``batch.logits_indices``; writes the rows' keys and values."""
@@ -23,22 +23,22 @@ class Runner(Protocol):
         """Copy whole blocks (source, destination), in order."""
 
     def copy_slots(self, src: list[int], dst: list[int]) -> None:
-        """Copy physical slots in all layers; every source is read before any destination is written."""
+        """Copy physical slots in all layers, as if all were read before any is written."""
 
 
 class LaunchedPass(Protocol):
-    """A forward pass that a device computes, or has computed."""
+    """A forward pass on a device, running or done."""
 
     def is_done(self) -> bool:
-        """Whether it is over. Never waits."""
+        """Whether it is done. Never waits."""
 
     def logits(self) -> torch.Tensor:
-        """As `Runner.forward` gives them. On a device what reads them may be launched at once, and waits there.
+        """Logits as of `Runner.forward`. On a device, kernels that read them may be launched at once.
 
-        Raises what the pass has raised.
+        Raises the pass's error.
         """
 
     def gap_s(self) -> float | None:
-        """From the end of the pass before to the begin of this one, on the device's clock: what it idled between two
-        steps, and drew tokens. None: not known, or the pass has not begun. Never waits.
+        """Seconds from the previous pass's end to this one's start, by the device's clock: idle time and sampling.
+        None: not known, or not started. Never waits.
         """

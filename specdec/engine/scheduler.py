@@ -1,4 +1,4 @@
-"""Which rows run in the next step, and who gives up blocks for them."""
+"""Decides which rows run in the next step, and which sequences lose blocks for them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class ScheduledItem:
 
     seq: Sequence
     start: int
-    """Its computed tokens before the step."""
+    """Number of computed tokens before the step."""
     num_new_tokens: int
-    """Pending tokens computed now; zero only for a tree below a token that is computed already."""
+    """Number of pending tokens to compute; zero only for a tree below an already computed token."""
     num_tree_nodes: int
-    """Nodes verified now, a prefix of ``seq.tree``; node ``i`` writes logical slot ``len(token_ids) + i``."""
+    """Number of nodes to verify, a prefix of ``seq.tree``; node ``i`` writes logical slot ``len(token_ids) + i``."""
     completes: bool
-    """No token is pending afterwards."""
+    """Whether no token is pending afterwards."""
 
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """One ragged batch: its items, the block copies to make before it, and who was preempted for it."""
+    """One ragged batch: items, block copies to make before it, and preempted sequences."""
 
     items: list[ScheduledItem] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class ScheduledStep:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What happened since the start."""
+    """Counters since the start."""
 
     preemptions: int = 0
     prefix_query_tokens: int = 0
@@ -51,14 +51,13 @@ class SchedulerCounters:
 class Scheduler:
     """Continuous batching by recomputation.
 
-    Within one priority, decodes come before prefills and earlier arrivals before later ones; no priority
-    takes tokens from the decodes, and trees leave at least half of what is left to a waiting prefill. When
-    blocks run out, those who rank worse than the one who needs them are preempted: paused first, then the
-    lowest priority, then the latest arrival.
+    Within a priority, decodes come before prefills and earlier arrivals before later ones. No priority takes rows from
+    decodes, and trees leave at least half of the remaining rows to a waiting prefill. When blocks run out, sequences
+    that rank below the one in need are preempted: paused first, then the lowest priority, then the latest arrival.
     """
 
     def __init__(self, block_pool: BlockPool, max_batch_tokens: int, max_batch_seqs: int, max_model_len: int) -> None:
-        """Bounds: rows of a step, sequences of a step, tokens of a sequence."""
+        """Bounds are rows of a step, sequences of a step and tokens of a sequence."""
         self.block_pool = block_pool
         self.max_batch_tokens = max_batch_tokens
         self.max_batch_seqs = max_batch_seqs
@@ -76,10 +75,10 @@ class Scheduler:
         return self._sequences.values()
 
     def check_length(self, num_tokens: int) -> None:
-        """Refuse a length that could never be scheduled.
+        """Check that a sequence of this length could run.
 
         Raises:
-            SequenceTooLong: the context or the whole pool is smaller.
+            SequenceTooLong: it exceeds the context or the pool.
         """
         if num_tokens > self.max_model_len:
             raise SequenceTooLong(num_tokens, self.max_model_len, "context")
@@ -92,34 +91,34 @@ class Scheduler:
         return self._sequences.get(seq.seq_id) is seq
 
     def add(self, seq: Sequence) -> None:
-        """Take in a sequence; it runs as soon as a step has room.
+        """Add a sequence; it runs as soon as a step has room.
 
         Raises:
-            SequenceTooLong: it never could.
+            SequenceTooLong: it could never run.
         """
         self.check_length(len(seq.token_ids))
         self._sequences[seq.seq_id] = seq
 
     def remove(self, seq: Sequence) -> None:
-        """Let a sequence go and free its blocks; hashed ones stay in the prefix cache."""
+        """Remove a sequence and free its blocks; hashed ones stay in the prefix cache."""
         self.forget(seq)
         self.release(seq)
 
     def forget(self, seq: Sequence) -> None:
-        """Let a sequence go whose blocks a device may still read and write: `release` must follow."""
+        """Remove a sequence whose blocks a device may still use; call `release` later."""
         del self._sequences[seq.seq_id]
 
     def preempt(self, seq: Sequence) -> None:
-        """Free a sequence's blocks, to be recomputed later; tokens and tree survive."""
+        """Free a sequence's blocks, to be recomputed later; its tokens and tree stay."""
         self.release(seq)
         self.counters.preemptions += 1
 
     def schedule(self, only: Container[int] | None = None) -> ScheduledStep:
-        """Choose the next step's rows and give them blocks; an empty step means that nothing can run.
+        """Choose the next step's rows and allocate their blocks; an empty step: nothing can run.
 
-        With `only` no other sequences run, though they may give up blocks.
+        `only`: ids of sequences that may run; others may still lose blocks.
 
-        Cost: grows with the sequences and with the blocks written, not with the context.
+        Cost: linear in sequences and written blocks, not in contexts.
         """
         step = ScheduledStep()
         decodes, prefills = self._ready(only)
@@ -140,7 +139,7 @@ class Scheduler:
         return step
 
     def _ready(self, only: Container[int] | None) -> tuple[list[Sequence], list[Sequence]]:
-        """Sequences that one short chunk finishes, and the others with something to compute, each by turn."""
+        """Ready sequences that one short chunk completes (decodes), and the others (prefills), in order."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for seq in self._sequences.values():
@@ -159,7 +158,7 @@ class Scheduler:
     def _place_all(
         self, step: ScheduledStep, decodes: list[Sequence], prefills: list[Sequence], prefill_budget: int
     ) -> None:
-        """Give pending tokens their rows and blocks, in order of (priority, decodes first)."""
+        """Give pending tokens rows and blocks, by priority, decodes first."""
         budget = self.max_batch_tokens
         order = decodes if not prefills else sorted(decodes + prefills, key=lambda seq: seq.priority)
         waiting = {seq.seq_id for seq in prefills}
@@ -173,22 +172,21 @@ class Scheduler:
             num_new = self._place(seq, step, limit)
             if num_new is None:
                 if is_prefill:
-                    prefill_budget = 0  # nobody overtakes a prefill that waits for blocks
+                    prefill_budget = 0  # no prefill overtakes one that waits for blocks
                 continue
             budget -= num_new
             if is_prefill:
                 prefill_budget -= num_new
 
     def _place(self, seq: Sequence, step: ScheduledStep, limit: int) -> int | None:
-        """Add an item of at most `limit` tokens, preempting for it; returns its tokens, or None."""
+        """Add an item of at most `limit` tokens, with preemption. Returns its number of tokens, or None."""
         was_waiting = not seq.block_ids and seq.num_computed_tokens == 0
         if was_waiting:
             self._share_cached_prefix(seq)
         start = seq.num_computed_tokens
         pending = len(seq.token_ids) - start
         num_new = min(pending, limit)
-        # One that holds nothing yet starts only when all of it fits: half-done prefills would preempt each
-        # other in turn.
+        # A sequence without blocks starts only if all of it fits: unfinished prefills would preempt each other.
         if not self._make_room(seq, step, pending if was_waiting else num_new):
             if was_waiting:
                 self.release(seq)
@@ -200,7 +198,7 @@ class Scheduler:
         return num_new
 
     def _make_room(self, seq: Sequence, step: ScheduledStep, num_slots: int) -> bool:
-        """Preempt until `num_slots` more slots of `seq` can be written; false if that cannot be."""
+        """Preempt until `num_slots` more slots of `seq` can be written. Returns False if that is impossible."""
         pool = self.block_pool
         while pool.num_blocks_to_write(seq.block_ids, seq.num_computed_tokens, num_slots) > pool.num_free:
             victim = self._victim(seq, step)
@@ -208,15 +206,15 @@ class Scheduler:
                 return False
             self.preempt(victim)
             step.preempted.append(victim)
-            # A victim that is in the step has nothing there but a tree.
+            # A victim in the step has only a tree there.
             step.items = [item for item in step.items if item.seq is not victim]
         return True
 
     def _victim(self, seq: Sequence, step: ScheduledStep) -> Sequence | None:
-        """Who gives up blocks for `seq`: the worst-ranked holder below it that is not part of this step.
+        """The sequence to preempt for `seq`: the worst-ranked holder of blocks below it, outside this step.
 
-        If the step would otherwise be empty, a better-ranked holder with nothing to compute gives way too: a
-        sequence that waits for its client or its network must not stop the engine.
+        If the step would be empty, a better-ranked holder with nothing to compute is preempted, too: a sequence that
+        waits for its client or network must not stop the engine.
         """
         taken = {item.seq.seq_id for item in step.items if item.num_new_tokens}
         holders = [
@@ -233,7 +231,7 @@ class Scheduler:
         return max(idle, key=lambda other: other.rank, default=None)
 
     def _place_trees(self, step: ScheduledStep) -> None:
-        """Hang trees on items that complete, cut to what is left of rows, context and free blocks."""
+        """Add trees to items that complete, within the remaining rows, context and free blocks."""
         pool = self.block_pool
         budget = self.max_batch_tokens - step.num_tokens
         for item in step.items:
@@ -252,7 +250,7 @@ class Scheduler:
     # --- prefix cache and release
 
     def _share_cached_prefix(self, seq: Sequence) -> None:
-        """Take over cached blocks of final tokens, short of the first token whose logits are to be computed."""
+        """Share cached blocks of final tokens before the first token with logits."""
         pool = self.block_pool
         limit = min(seq.num_final_tokens, len(seq.token_ids) - 1)
         if seq.prompt_logits:
@@ -274,7 +272,7 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_hashed_blocks * self.block_pool.block_size
 
     def release(self, seq: Sequence) -> None:
-        """Free a sequence's blocks; nothing of it is computed then."""
+        """Free a sequence's blocks; none of its tokens is computed then."""
         self.block_pool.free(seq.block_ids)
         del seq.block_ids[:]
         seq.num_computed_tokens = 0

@@ -1,4 +1,4 @@
-"""A session's tokens, and the blocks that hold their keys and values."""
+"""A sequence's tokens, and the blocks of their keys and values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from specdec.engine.tree import TokenTree
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """Tokens of one session inside one engine, and how much of them is in the KV cache.
+    """Tokens of a sequence in an engine, and their place in the KV cache.
 
-    Three lengths order every sequence: ``num_final_tokens`` and ``num_computed_tokens``, each at most
-    ``len(token_ids)``. Tokens past the final ones are speculation: they may be rolled back, so their blocks are never
-    hashed. Tokens past the computed ones are pending: the next steps compute them. Logical slot ``i`` (of block
-    ``block_ids[i // block_size]``) holds the keys and values of token ``i``; while a tree is verified, slot
-    ``len(token_ids) + i`` holds those of node ``i``.
+    ``num_final_tokens`` and ``num_computed_tokens`` are each at most ``len(token_ids)``. Tokens past the final ones are
+    speculative: they may be rolled back, so their blocks are never hashed. Tokens past the computed ones are pending:
+    the next steps compute them. Logical slot ``i`` (of block ``block_ids[i // block_size]``) holds the keys and values
+    of token ``i``; while a tree is verified, slot ``len(token_ids) + i`` holds those of node ``i``.
     """
 
     seq_id: int
@@ -24,18 +23,19 @@ class Sequence:
     token_ids: list[int]
     """Prompt, output and speculative chain."""
     num_prompt_tokens: int
-    """How many of them are the prompt."""
+    """Number of prompt tokens."""
     num_final_tokens: int = 0
-    """Tokens that are never rolled back; only full blocks of these are hashed."""
+    """Number of leading tokens that are never rolled back; only their full blocks are hashed."""
     num_computed_tokens: int = 0
-    """Slots ``[0, n)`` are valid; a slot past it is overwritten before it is read."""
+    """Number of valid slots; later ones are overwritten before they are read."""
     num_served_tokens: int = 0
-    """Tokens up to which steps have given their logits. A sequence that is preempted when all are served does not run
-    again, and gives no logits twice, before there are more tokens or a tree."""
+    """Number of tokens for which steps have returned logits. If all are served, a preempted sequence runs again only
+    with more tokens or a tree, so that no logits are returned twice.
+    """
     num_cached_tokens: int = 0
-    """Tokens that the prefix cache supplied when the sequence was first scheduled."""
+    """Number of tokens from the prefix cache when the sequence was first scheduled."""
     block_ids: array[int] = field(default_factory=lambda: array("i"))
-    """Physical blocks in logical order (int32, so that a step copies it in one go)."""
+    """Physical blocks in logical order (int32, for fast copies to a step's tensors)."""
     priority: int = 0
     """Lower runs first and is preempted last."""
     arrival: int = 0
@@ -47,11 +47,11 @@ class Sequence:
     tree: TokenTree | None = None
     """Nodes to verify in the step that computes the last pending token; cleared by that step."""
     prompt_logits: bool = False
-    """Logits are wanted for every token from `prompt_logits_from` on, so the prefix cache supplies none of these."""
+    """Whether every token from `prompt_logits_from` on needs logits, so that it is not taken from the prefix cache."""
     prompt_logits_from: int = 0
-    """Position of the first token whose logits are wanted; rows of tokens before it may be given all the same."""
+    """Position of the first token with logits; earlier rows may be returned, too."""
     wants_logits: bool = True
-    """Logits are wanted for the last token; false only warms the cache."""
+    """Whether the last token needs logits; False only fills the cache."""
 
     # Bookkeeping of the engine itself; roles leave these alone.
     block_digests: list[bytes] = field(default_factory=list)
@@ -59,22 +59,20 @@ class Sequence:
     num_hashed_blocks: int = 0
     """Leading blocks already offered to the prefix cache."""
     admitted: bool = False
-    """It has been scheduled at least once."""
+    """Whether it has been scheduled."""
     last_turn: int = 0
-    """Grows with every step that it was part of, for turns among too many decodes."""
+    """Number of its last turn, for turns among too many decodes."""
     verified_tree: TokenTree | None = None
     """The tree of the last step, until accepted or forgotten."""
     num_verified_nodes: int = 0
-    """Its leading nodes whose keys and values are in the slots past the tokens."""
+    """Number of its leading nodes whose keys and values are behind the tokens."""
     ahead_token_ids: list[int] = field(default_factory=list)
-    """Tokens whose keys and values are in the slots past the computed ones, whether they are appended or not
-    (`specdec.engine.ahead`)."""
+    """Tokens whose keys and values are behind the computed slots, appended or not (`specdec.engine.ahead`)."""
 
     def forked(self, seq_id: int, num_blocks: int) -> Sequence:
-        """A sequence of the same tokens that starts out on this one's first `num_blocks` blocks.
+        """A sequence with the same tokens and this one's first `num_blocks` blocks.
 
-        It has all but what is asked of this one for its next step: pause, tree, verified nodes and prompt logits. The
-        caller shares the blocks.
+        Pause, tree, verified nodes and prompt logits are not copied. The caller shares the blocks.
         """
         return replace(
             self,
@@ -99,15 +97,15 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step has anything to give to this sequence."""
+        """Whether a step can compute something for this sequence."""
         return not self.paused and not self.is_idle
 
     @property
     def is_idle(self) -> bool:
-        """Whether all tokens are served and no tree waits: nothing to do before its role says so."""
+        """Whether all tokens are served and no tree waits."""
         return len(self.token_ids) <= self.num_served_tokens and not self.tree
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """Preemption order: the highest rank gives up its blocks first."""
+        """Preemption order: the highest rank is preempted first."""
         return (self.paused, self.priority, self.arrival)

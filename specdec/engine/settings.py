@@ -1,4 +1,4 @@
-"""Settings of one engine: which model, on which device, in which numerics, with how much KV memory."""
+"""Settings of one engine: model, device, numerics and memory."""
 
 from typing import Annotated, Literal, Self
 
@@ -8,13 +8,13 @@ from pydantic_settings import NoDecode
 from specdec.engine.sublayers import read_layers
 
 Layers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(read_layers)]
-"""Numbers of layers, or text such as `3-6,8`."""
+"""Layer numbers, or text such as `3-6,8`."""
 
 
 class EngineSettings(BaseModel):
-    """What a role must decide to run a model; everything else follows from the model's config.
+    """Settings to run a model; the rest follows from the model's config.
 
-    ``None`` means "derive it": see each field. Invalid values raise ``pydantic.ValidationError``.
+    ``None``: derived, see each field. Invalid values raise ``pydantic.ValidationError``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -27,64 +27,66 @@ class EngineSettings(BaseModel):
     )
     weight_quantization: Literal["none", "int8", "int4"] = Field(
         default="none",
-        description="Round linear weights to 8 bits, a scale per output, or 4 bits, a scale per output and 32 inputs. "
-        "On CPU float32 with native kernels and one rank. At a draft it changes no output, at a target it does.",
+        description="Rounds linear weights to 8 bits, a scale per output, or 4 bits, a scale per output and 32 inputs. "
+        "Needs float32 on a CPU, native kernels and one rank. Changes the output at a target, not at a draft.",
     )
     exit_layer: int | None = Field(
         default=None,
         ge=1,
-        description="End the model after so many layers: a draft of the target's own weights, for models trained for "
-        "it. At a draft this and what follows change no output, at a target they do.",
+        description="Layers after which the model ends: a draft with the target's weights, for models trained for "
+        "early exit. Like the skipped layers it changes the output at a target, not at a draft.",
     )
     skip_attention_layers: Layers = Field(
-        default=(), description="Leave out the attention of these layers, numbered from 0, such as 3-6,8."
+        default=(), description="Layers without attention, numbered from 0, such as 3-6,8."
     )
-    skip_mlp_layers: Layers = Field(default=(), description="Leave out the MLPs of these layers.")
+    skip_mlp_layers: Layers = Field(default=(), description="Layers without MLP, numbered from 0, such as 3-6,8.")
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="auto takes cuda:0 where there is one.",
+        description="Device of the model; auto: cuda:0 if there is one, else cpu.",
     )
     tensor_parallel_size: int = Field(
         default=1,
         ge=1,
         le=64,
-        description="Ranks that share every layer of the model: GPUs of this machine from device on, or "
+        description="Number of ranks that share every layer: GPUs of this machine from `device` on, or "
         "processes on CPU. Must divide the attention heads and the KV heads.",
     )
     collective_timeout_s: float = Field(
         default=120.0,
         gt=0,
-        description="With several ranks: how long one waits for another within a step before the replica gives up.",
+        description="Seconds that a rank waits for another within a step before the replica gives up.",
     )
-    num_threads: int = Field(default=1, ge=1, le=256, description="Threads of the CPU kernels, of each rank.")
+    num_threads: int = Field(default=1, ge=1, le=256, description="Threads of the CPU kernels, per rank.")
     block_size: int = Field(default=16, ge=1, le=1024, description="KV slots per block.")
     num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; null: as many as the budget holds.")
     kv_cache_memory_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="KV budget of each rank; null: 1 GiB on CPU; on CUDA 90 % of what the weights, the largest step, "
-        "captured steps and configured heads leave free.",
+        description="KV cache of each rank in bytes; null: 1 GiB on a CPU; on CUDA 90 % of what weights, the largest "
+        "step, captured steps and configured heads leave free.",
     )
     gpu_memory_fraction: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Share of a GPU's memory that the process is to stay within, weights included, where others use "
-        "it, too; null: all that is free.",
+        description="Greatest share of a GPU's memory for the process, with weights, if others use the GPU; "
+        "null: all that is free.",
     )
-    max_model_len: int | None = Field(default=None, ge=1, description="Longest sequence; null: what the model allows.")
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="Tokens of the longest sequence; null: the model's limit."
+    )
     max_batch_tokens: int = Field(default=512, ge=1, description="Rows of one step.")
     max_batch_seqs: int = Field(default=64, ge=1, description="Sequences of one step.")
     deterministic: bool | None = Field(
         default=None,
-        description="Row invariance: true demands it (loading fails without it), on GPUs by matrix products that are "
-        "slower with many rows. Otherwise it is there where it costs nothing, on CPU float32.",
+        description="Row invariance. true: required (loading fails without it), on GPUs by matrix products that are "
+        "slower with many rows. Otherwise only CPU float32 has it, where it is free.",
     )
     trust_remote_code: bool = Field(default=False, description="Allow code from the model's repository.")
     native: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="C++ CPU kernels: auto uses the wheel's or a compiler's, where there are any, on fails without.",
+        description="C++ kernels for CPUs. auto: those of the wheel or a compiler, if any; on: fail without them.",
     )
     fused: Literal["auto", "off"] = Field(
         default="auto", description="One native call per step for Llama-like models on CPU float32."
@@ -105,7 +107,7 @@ class EngineSettings(BaseModel):
     @model_validator(mode="after")
     def _check_skipping(self) -> Self:
         if self.skips_sublayers and self.tensor_parallel_size > 1:
-            raise ValueError("exit_layer and skipped layers need tensor_parallel_size 1")
+            raise ValueError("exit_layer, skip_attention_layers and skip_mlp_layers need tensor_parallel_size 1")
         return self
 
     @model_validator(mode="after")

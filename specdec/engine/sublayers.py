@@ -1,4 +1,4 @@
-"""Which attention and MLP sublayers of a model a pass leaves out: a draft made of the target's own weights."""
+"""Attention and MLP sublayers that a pass skips: a draft with the target's own weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class SkippedSublayers:
-    """Layers by number, from 0, whose attention or MLP is not there."""
+    """Numbers of layers, from 0, whose attention or MLP is skipped."""
 
     attention: frozenset[int] = frozenset()
     mlp: frozenset[int] = frozenset()
     layers: frozenset[int] = field(init=False)
-    """Those of which nothing is left."""
+    """Layers that are skipped as a whole."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", self.attention & self.mlp)
@@ -22,13 +22,13 @@ class SkippedSublayers:
         return f"attention {_ranges(self.attention)}, mlp {_ranges(self.mlp)}"
 
     def check(self, num_layers: int) -> None:
-        """Raise ValueError unless these are layers of a model of so many, and leave some attention and some MLP."""
+        """Raise ValueError unless a model of `num_layers` has these layers and keeps some attention and some MLP."""
         for name, skipped in (("skip_attention_layers", self.attention), ("skip_mlp_layers", self.mlp)):
             strange = [layer for layer in skipped if not 0 <= layer < num_layers]
             if strange:
-                raise ValueError(f"{name}: the model has layers 0 to {num_layers - 1}, and not {_ranges(strange)}")
+                raise ValueError(f"{name}: the model has layers 0 to {num_layers - 1}, not {_ranges(strange)}")
             if len(skipped) == num_layers:
-                raise ValueError(f"{name}: a model without any is none")
+                raise ValueError(f"{name}: must leave at least one layer")
 
     def left(self, num_layers: int) -> float:
         """The share of sublayers that still run."""
@@ -38,12 +38,12 @@ class SkippedSublayers:
 def skipped_sublayers(
     num_layers: int, exit_layer: int | None, attention: Iterable[int], mlp: Iterable[int]
 ) -> SkippedSublayers:
-    """What is left out where a model ends after `exit_layer` layers (None: all), or lacks these sublayers.
+    """The sublayers to skip if a model ends after `exit_layer` layers (None: all) and lacks these sublayers.
 
-    Raises ValueError for layers that the model does not have, and where nothing would be left.
+    Raises ValueError for layers outside the model, and if nothing would be left.
     """
     if exit_layer is not None and not 0 < exit_layer < num_layers:
-        raise ValueError(f"exit_layer: {exit_layer} is not between 1 and {num_layers - 1}, the model's layers but one")
+        raise ValueError(f"exit_layer: {exit_layer} is not between 1 and {num_layers - 1}")
     late = frozenset(range(num_layers if exit_layer is None else exit_layer, num_layers))
     skipped = SkippedSublayers(frozenset(attention) | late, frozenset(mlp) | late)
     skipped.check(num_layers)
@@ -51,7 +51,7 @@ def skipped_sublayers(
 
 
 def read_layers(value: object) -> object:
-    """Numbers and ranges with commas between them, `3-6,8`, as a list; anything else unchanged.
+    """Parse numbers and ranges such as `3-6,8` into a list; other types are returned unchanged.
 
     Raises ValueError for other text.
     """

@@ -1,4 +1,4 @@
-"""Proposed tokens as a tree hung from the last committed token."""
+"""Proposed tokens as a tree below the last committed token."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from operator import lt
 from specdec.engine.errors import TreeError
 
 ROOT = -1
-"""The parent of a node that hangs from the last committed token."""
+"""The parent of nodes directly below the last committed token."""
 
 MAX_TREE_NODES = 64
-"""Most nodes that one proposal or one step may carry."""
+"""Greatest number of nodes of a proposal, or of a sequence's step."""
 
 
 def check_tree(
     token_ids: Sequence[int], parents: Sequence[int], vocab_size: int, max_nodes: int = MAX_TREE_NODES
 ) -> None:
-    """Check lists off the wire.
+    """Check a tree from a message.
 
     Raises:
         TreeError: too many nodes, lists of unequal length, an id outside the vocabulary, or a parent that does not come
-            before its child (which is how a cycle would have to look).
+            before its child.
     """
     if len(token_ids) > max_nodes:
         raise TreeError("token_ids", f"{len(token_ids)} nodes, at most {max_nodes} allowed")
     if len(parents) != len(token_ids):
         raise TreeError("parents", f"{len(parents)} parents for {len(token_ids)} tokens")
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size and _come_before(parents)):
-        return  # in calls that loop in C; who is at fault is asked below
+        return  # fast checks in C; the loop below finds the fault
     for index, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
         if not 0 <= token < vocab_size:
             raise TreeError(f"token_ids[{index}]", f"{token} is outside the vocabulary of {vocab_size}")
@@ -50,15 +50,15 @@ class TokenTree:
     __slots__ = ("_children", "depths", "num_in_place", "parents", "token_ids")
 
     def __init__(self, token_ids: Iterable[int] = (), parents: Iterable[int] | None = None) -> None:
-        """Build from lists that `check_tree` would pass; without parents, a chain.
+        """Build from lists that pass `check_tree`; without parents, a chain.
 
-        Equal children of one parent stay apart here (`child` finds the first); `add` returns the one that is there.
+        Equal children of one parent stay separate nodes (`child` finds the first); `add` returns an existing one.
         """
         self.token_ids: list[int] = []
         self.parents: list[int] = []
         self.depths: list[int] = []
         self.num_in_place = 0
-        """Leading nodes that form a chain: accepted, their slots already are those of committed tokens."""
+        """Number of leading nodes that form a chain, whose slots are those of the tokens if accepted."""
         self._children: dict[tuple[int, int], int] = {}
         tokens = list(token_ids)
         self._extend(tokens, range(-1, len(tokens) - 1) if parents is None else parents)
@@ -71,15 +71,15 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node hangs from the one before it."""
+        """Whether every node is a child of the one before it."""
         return self.num_in_place == len(self.token_ids)
 
     def depth(self, node: int) -> int:
-        """Distance from the last committed token, 1 for its children; 0 for `ROOT`."""
+        """Depth of a node, 1 below the last committed token; 0 for `ROOT`."""
         return self.depths[node] if node >= 0 else 0
 
     def path(self, node: int) -> list[int]:
-        """Nodes from depth 1 down to `node`, itself included; empty for `ROOT`."""
+        """Nodes from depth 1 down to `node`; empty for `ROOT`."""
         path = []
         while node >= 0:
             path.append(node)
@@ -88,11 +88,11 @@ class TokenTree:
         return path
 
     def child(self, parent: int, token_id: int) -> int | None:
-        """The child of `parent` (or of `ROOT`) that carries `token_id`."""
+        """The child of `parent` (or `ROOT`) with `token_id`, or None."""
         return self._children.get((parent, token_id))
 
     def add(self, parent: int, token_id: int) -> int:
-        """Hang a token below `parent` and return its node; an equal child that is there already is returned instead.
+        """Add a token below `parent`, unless an equal child exists. Returns its node.
 
         Raises:
             TreeError: there is no such parent.
@@ -103,7 +103,7 @@ class TokenTree:
         return self._append(parent, token_id) if existing is None else existing
 
     def subtree(self, root: int) -> tuple[TokenTree, dict[int, int]]:
-        """What hangs below `root`, re-hung from `ROOT`; and where each of those nodes went."""
+        """The tree below `root`, with `ROOT` in its place, and the new index of each node."""
         below, mapping = TokenTree(), {root: ROOT}
         tokens: list[int] = []
         parents: list[int] = []
@@ -118,19 +118,19 @@ class TokenTree:
         return below, mapping
 
     def check_path(self, nodes: Sequence[int]) -> None:
-        """Check that `nodes` walk down from a child of `ROOT`.
+        """Check that `nodes` are a path from a child of `ROOT`.
 
         Raises:
-            TreeError: a node does not exist or does not hang from the one before it.
+            TreeError: a node does not exist, or is no child of the one before it.
         """
         above = ROOT
         for node in nodes:
             if not 0 <= node < len(self.token_ids) or self.parents[node] != above:
-                raise TreeError("nodes", f"{list(nodes)}: node {node} does not hang from {above}")
+                raise TreeError("nodes", f"{list(nodes)}: node {node} is no child of {above}")
             above = node
 
     def _extend(self, token_ids: Sequence[int], parents: Iterable[int]) -> None:
-        """Append to a tree that is empty: what `_append` does, without a call for each node."""
+        """Append nodes to an empty tree, without a call for each."""
         depths, children, num_in_place = self.depths, self._children, 0
         for node, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
             self.parents.append(parent)

@@ -1,4 +1,4 @@
-"""Turns what handlers raise into typed statuses: no client ever sees a traceback or a bare UNKNOWN."""
+"""Turn handlers' exceptions into typed statuses: no client sees a traceback or a bare UNKNOWN."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _OWN_METHODS = "/specdec."
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Ends a call whose handler raised: a SpecdecError with its status, all else as Internal, logged by id.
+    """Ends a call whose handler raised: a SpecdecError with its status, any other as Internal, logged with an id.
 
-    Only methods of specdec are wrapped; it costs nothing per message.
+    Only specdec's methods are wrapped. No cost per message.
     """
 
     async def intercept_service(

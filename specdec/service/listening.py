@@ -1,4 +1,4 @@
-"""The addresses a process listens on: one host for gRPC, health and metrics, over IPv4 and IPv6 alike."""
+"""Addresses a process listens on: one host for gRPC, health and metrics, over IPv4 and IPv6."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import socket
 from contextlib import ExitStack
 from typing import Any
 
-# A name such as localhost may stand for an address of a family that the machine does not have.
+# A name such as localhost may resolve to an address family that the machine lacks.
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 class StartupFailed(Exception):
-    """The service cannot start; the message says why, for people."""
+    """The service cannot start; the message names the setting and the cause."""
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a host, in brackets or not, stands for all addresses of the machine."""
+    """Whether a host, with or without brackets, means all addresses of the machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
@@ -25,10 +25,10 @@ def is_wildcard(host: str) -> bool:
 
 
 def bound_sockets(host: str, port: int, *options: int) -> list[socket.socket]:
-    """Sockets with all addresses of a host and one port, a free one for port 0. None of them listens yet.
+    """Bind sockets to all addresses of a host and one port, a free one for port 0. No socket listens yet.
 
-    They are those that gRPC listens on: a wildcard is one socket for IPv4 and IPv6, whichever it is written in, where
-    the kernel has both. `options` of SOL_SOCKET are switched on. Raises OSError when an address cannot be had.
+    The addresses equal gRPC's: a wildcard in either form is one socket for IPv4 and IPv6, if the kernel has both. Sets
+    `options` of SOL_SOCKET to 1. Raises OSError if an address is not available.
     """
     missing: OSError | None = None
     with ExitStack() as undo:

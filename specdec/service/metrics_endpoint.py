@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from specdec.service.listening import StartupFailed, bound_sockets
 from specdec.service.metrics_server import MetricsServer
 from specdec.telemetry import scrape_registry
-from specdec.wire.addresses import join_address
+from specdec.wire.settings import join_address
 from specdec.wire.tls import ServesTls, server_tls_files
 from specdec.wire.tls_files import TlsFiles
 
@@ -35,9 +35,9 @@ class ServesMetrics(ServesTls, Protocol):
 def metrics_endpoint(
     settings: ServesMetrics, registry: CollectorRegistry, tls: TlsFiles | None = None
 ) -> Iterator[int | None]:
-    """Serve /metrics where the settings say; yields the port, None if metrics are off. Raises StartupFailed.
+    """Serve /metrics at `metrics_port`; yields the port, None if metrics are off. Raises StartupFailed.
 
-    `tls` are the server's files, for who has them already: with `metrics_tls` they are used here, too.
+    `tls`: the server's files if the caller has them; `metrics_tls` uses them here, too.
     """
     if settings.metrics_port is None:
         yield None

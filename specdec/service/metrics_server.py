@@ -1,8 +1,8 @@
-"""The HTTP server of a /metrics page, which anyone who reaches the port may talk to.
+"""The HTTP server of a /metrics page, which may face hostile clients.
 
-A connection has a thread, and no more than `_LONGEST_S` in all, whatever it sends or leaves out; of too many the oldest
-one is ended. A request has no more than `_MOST_REQUEST_BYTES`. One page is rendered at a time: it takes the interpreter
-from whatever else the process does.
+A connection has one thread and at most `_LONGEST_S`, whatever it sends; above `_MOST_CONNECTIONS` the oldest is closed.
+A request has at most `_MOST_REQUEST_BYTES`. One page is rendered at a time, because rendering takes the interpreter
+from the process's other work.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from specdec.wire.tls_files import TlsFiles
 
 _LONGEST_S = 10.0
 _MOST_CONNECTIONS = 128
-"""Scrapers are few. In the way of each there may be so many others who began after it."""
+"""Open connections, at most; scrapers are few."""
 _MOST_REQUEST_BYTES = 64 * 1024
 _MOST_WAITING = 16
-"""For the page. A thread that waits for it does not notice that its connection was ended."""
+"""Requests that wait for the page, at most: a waiting thread does not notice that its connection was closed."""
 _ACCEPTABLE = re.compile(r"[\w\-+*/.,;= ]{0,1024}", re.ASCII)
 _VERSION = re.compile(r"version=\d{1,3}(\.\d{1,3}){0,2}(?![\w.])")
 _log = structlog.get_logger(__name__)
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Shows a registry at one address, over TLS if there are files for it.
+    """Serves a registry's page at one address, over TLS if there are files for it.
 
     The thread that accepts makes no handshake, so a silent client holds up no other.
     """
@@ -50,7 +50,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self.socket = listener
         self._tls = tls
         self._began_s: dict[socket.socket, float] = {}
-        """Of open connections, the oldest first."""
+        """Start times of open connections, the oldest first."""
         self._lock = threading.Lock()
         self.server_name, self.server_port = listener.getsockname()[:2]
         self.setup_environ()
@@ -58,7 +58,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self.server_activate()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """The next connection, with the certificate of this moment."""
+        """Accept a connection, with the current certificate."""
         connection, peer = super().get_request()
         if self._tls is not None:
             context = self._tls.current().ssl_context
@@ -70,51 +70,51 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         return connection, peer
 
     def service_actions(self) -> None:
-        """Twice a second: end what takes too long."""
+        """Close connections that take too long; called twice a second."""
         self._cut_off(0, before_s=time.monotonic() - _LONGEST_S)
 
     def close_request(self, request: Any) -> None:
-        """A connection is done with."""
+        """Forget a closed connection."""
         with self._lock:
             self._began_s.pop(request, None)
         super().close_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A connection failed, such as by its handshake; not worth a traceback on stderr."""
+        """A connection failed, for example in its handshake: log it without a traceback on stderr."""
         _log.debug("metrics_connection_failed", peer=str(client_address), exc_info=True)
 
     def _cut_off(self, num_surplus: int, before_s: float) -> None:
-        """Have the threads of the oldest connections find theirs at its end."""
+        """Shut down the oldest connections, so that their threads see the end."""
         with self._lock:
             began = list(self._began_s.items())
             for connection, began_s in began:
                 if began_s > before_s and num_surplus <= 0:
                     break
                 num_surplus -= 1
-                # Not a TLS connection's own, which another thread may be in.
+                # The plain socket's shutdown: another thread may be inside the TLS connection.
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
                 self._began_s.pop(connection, None)
 
 
 class _Handler(WSGIRequestHandler):
-    """Answers without a log, and reads no more than a request may have."""
+    """Answers without a log, and reads at most `_MOST_REQUEST_BYTES`."""
 
     timeout = _LONGEST_S
     rfile: Any
 
     def setup(self) -> None:
-        """Read within bounds."""
+        """Bound the reader."""
         super().setup()
         self.rfile = io.BufferedReader(_Bounded(self.rfile.detach()))
 
     def finish(self) -> None:
-        """End; the peer may have gone."""
+        """End the answer; the peer may have gone."""
         with contextlib.suppress(OSError):
             super().finish()
 
     def get_stderr(self) -> Any:
-        """Where the library writes tracebacks of connections that fail: nowhere."""
+        """Discard the library's tracebacks of failed connections."""
         return io.StringIO()
 
     def log_message(self, format: str, *args: Any) -> None:  # the base class's name
@@ -122,24 +122,24 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Bounded(io.RawIOBase):
-    """At its end after as many bytes as a request may have."""
+    """A reader that ends after `_MOST_REQUEST_BYTES`."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
         self._raw = raw
         self._num_left = _MOST_REQUEST_BYTES
 
     def readable(self) -> bool:
-        """It is."""
+        """Always."""
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        """As the other's, till the bound."""
+        """Read from the wrapped reader, up to the bound."""
         num_read = self._raw.readinto(memoryview(buffer)[: self._num_left]) if self._num_left else 0
         self._num_left -= num_read or 0
         return num_read
 
     def close(self) -> None:
-        """Close the other, too."""
+        """Close the wrapped reader, too."""
         self._raw.close()
         super().close()
 
@@ -148,7 +148,7 @@ _App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 def _tolerant(app: _App) -> _App:
-    """The app, without what it stumbles over: what it is to accept may be anything, and is a wish."""
+    """The app, with malformed Accept headers dropped, on which the library fails."""
 
     def tolerant(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         accept = environ.get("HTTP_ACCEPT", "")
@@ -172,7 +172,7 @@ def _one_at_a_time(app: _App) -> _App:
     def alone(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if not places.acquire(blocking=False):
             start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
-            return [b"too many ask at once\n"]
+            return [b"too many requests at once\n"]
         try:
             with lock:
                 return app(environ, start_response)

@@ -1,4 +1,4 @@
-"""What a process tells of itself: health, at its own port and at one without TLS, and its state in the registry."""
+"""Report a process's state: health at its own port and at one without TLS, and in the registry."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from specdec.service.listening import StartupFailed
 from specdec.service.settings import ServiceSettings
 from specdec.store.announcer import AnnouncedState, Announcer
-from specdec.wire.addresses import join_address
+from specdec.wire.settings import join_address
 
 
 class Readiness:
-    """What others are told: health of all gRPC services of a process and of the empty name, and its registration."""
+    """The health of all gRPC services of a process and of the empty name, and its state in the registry."""
 
     def __init__(self, names: Sequence[str], announcer: Announcer | None = None) -> None:
         self._names = ("", *names)
@@ -33,7 +33,7 @@ class Readiness:
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
 
     async def set_serving(self, is_serving: bool) -> None:
-        """Say SERVING or NOT_SERVING; without effect after `shut_down`."""
+        """Report SERVING or NOT_SERVING; no effect after `shut_down`."""
         if self._is_shut_down:
             return
         self._announce(AnnouncedState.READY if is_serving else AnnouncedState.LOADING)
@@ -44,7 +44,7 @@ class Readiness:
                 await servicer.set(name, self._status)
 
     async def shut_down(self) -> None:
-        """Say NOT_SERVING from now on, whatever is set."""
+        """Report NOT_SERVING for good."""
         self._is_shut_down = True
         self._announce(AnnouncedState.DRAINING)
         for servicer in self._servicers:
@@ -57,7 +57,7 @@ class Readiness:
 
 @contextlib.asynccontextmanager
 async def plaintext_health(settings: ServiceSettings, readiness: Readiness) -> AsyncIterator[int | None]:
-    """Serve health where `health_port` says; yields the port, None if it is off. Raises StartupFailed."""
+    """Serve health at `health_port`; yields the port, None if it is off. Raises StartupFailed."""
     if settings.health_port is None:
         yield None
         return

@@ -3,12 +3,12 @@
 listening    gRPC, health (NOT_SERVING), reflection and /metrics answer; calls get UNAVAILABLE with RetryInfo
 ready        Service.start returned (for a replica: the model is loaded and warmed); health is SERVING
 draining     SIGTERM or SIGINT: health is NOT_SERVING, Service.drain lets running work end
-stopped      open calls are cut off after a grace period; a second signal comes straight here
+stopped      open calls are cut off after a grace period; a second signal leads here at once
 
-A process that shares its port with others listens only once it is ready: the kernel gives connections to any process
-that listens.
+A process that shares its port with others listens only once it is ready, because the kernel gives connections to any
+process that listens.
 
-With a shared store the process is registered there meanwhile, as loading, ready and draining.
+With a shared store the process registers there as loading, ready and draining.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from specdec.service.settings import ServiceSettings
 from specdec.service.tls_watch import TlsUses, TlsWatch
 from specdec.store.announcer import Announcer
 from specdec.telemetry import TlsMetrics
-from specdec.wire.addresses import join_address
 from specdec.wire.channel import wire_options
+from specdec.wire.settings import join_address
 from specdec.wire.tls import ClientNameInterceptor, server_credentials, server_tls_files
 from specdec.wire.tls_files import TlsFiles, TlsFilesBroken
 
 _MIN_PEER_PING_INTERVAL_MS = 1000
 _HANDSHAKE_MS = 20_000
-"""For TLS and the first frames of HTTP/2: then a connection that says nothing is closed. By default two minutes."""
-# Over the drain's own limit: a drain that hangs must not hold the process.
+"""Milliseconds for TLS and the first HTTP/2 frames before a silent connection is closed; gRPC's default is 2 min."""
+# Seconds beyond the drain's own limit, so that a hanging drain cannot hold the process.
 _DRAIN_MARGIN_S = 5.0
-# Calls that have arrived by the end of a drain are refused with a reason: those that a server has not looked at when it
-# stops are CANCELLED. A drain's end keeps the event loop busy.
+# Seconds for which calls that have already arrived are refused with a reason after a drain, whose end keeps the event
+# loop busy: a stopping server cancels calls that it has not read.
 _REFUSING_S = 0.1
 _log = structlog.get_logger(__name__)
 SetServing = Callable[[bool], Awaitable[None]]
 
 
 class Service(Protocol):
-    """What run_service needs of a service."""
+    """A service that run_service can run."""
 
     @property
     def name(self) -> str:
@@ -64,28 +64,28 @@ class Service(Protocol):
         """Full names of its gRPC services, for health and reflection."""
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds its handlers. They answer at once, with NotReady until `start` has returned."""
+        """Add its handlers. They answer NotReady until `start` has returned."""
 
     async def start(self) -> None:
-        """Becomes ready. Raises StartupFailed. May be cancelled."""
+        """Become ready. Raises StartupFailed. May be cancelled."""
 
     async def wait_failed(self) -> str:
-        """Returns a reason when the service can no longer work; runs from the start of `start` on."""
+        """Wait until the service can no longer work; returns the reason. It runs from the beginning of `start`."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes no new work, waits at most `timeout_s` for running work, ends the rest with a status."""
+        """Take no new work, wait at most `timeout_s` for running work, end the rest with a status."""
 
     async def stop(self) -> None:
-        """Releases everything. Called once, whatever happened before."""
+        """Release everything. Called once, also after errors."""
 
 
 def build_server(
     settings: ServiceSettings, tls: TlsFiles | None, *, shares_port: bool = False
 ) -> tuple[grpc.aio.Server, int]:
-    """A server that is not started, and the port it has; it is bound unless it is to share that port.
+    """A server that is not started, and its port; it is bound unless it shares that port.
 
-    It has keepalive, explicit message limits, TLS with `tls`, and turns errors of handlers into typed statuses. Raises
-    StartupFailed, which names the setting, when the port cannot be used.
+    It has keepalive, message limits and typed statuses for errors, and TLS with `tls`. Raises StartupFailed, which
+    names the setting, if the port cannot be used.
     """
     options: list[tuple[str, int]] = [
         *wire_options(settings.wire_to_callers()),
@@ -93,7 +93,7 @@ def build_server(
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-        # By default it is on, and two servers on one port share its connections without a word.
+        # gRPC's default is on: two servers would silently share one port's connections.
         ("grpc.so_reuseport", int(shares_port)),
     ]
     interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
@@ -116,12 +116,19 @@ async def run_service(
     tls_uses: TlsUses = dict,
     watch_serving: Callable[[SetServing], None] | None = None,
 ) -> int:
-    """Runs a service until a signal ends it or it fails; returns the process's exit code (0 or 1).
+    """Run a service until a signal or a failure ends it; returns the process's exit code (0 or 1).
 
-    `registry` is what /metrics shows when metrics are not in multiprocess mode. `announcer` registers the process
-    from listening to stopped. With `shares_port` other processes of ours may have the same port. `on_serving` is called
-    once. `watch_serving` gets what the service calls when it cannot work for a while, and when it can again. `tls_uses`
-    are TLS files beside the server's, for metrics. Logs `listening` with the ports and `ready` once health is SERVING.
+    Logs `listening` with the ports, and `ready` once health is SERVING.
+
+    Args:
+        service: the service.
+        settings: its settings.
+        registry: shown at /metrics if metrics are not in multiprocess mode.
+        announcer: registers the process from listening to stopped.
+        shares_port: other processes of ours may have the same port.
+        on_serving: called once, when health is SERVING.
+        tls_uses: TLS files besides the server's, for metrics.
+        watch_serving: gets the callback that the service calls when it cannot work for a while, and when it can again.
     """
     stopping = asyncio.Event()
     aborting = asyncio.Event()
@@ -150,7 +157,7 @@ async def run_service(
             health_port = await stack.enter_async_context(plaintext_health(settings, readiness))
             _log.info(
                 "starting" if shares_port else "listening", host=settings.host, port=port, metrics_port=metrics_port,
-                health_port=health_port, tls=settings.tls_cert_file is not None, version=__version__,
+                health_port=health_port, tls=settings.serves_tls, version=__version__,
             )  # fmt: skip
             if announcer is not None:
                 announcer.start(advertised_address(settings, port))
@@ -181,7 +188,7 @@ async def run_service(
 
 
 def advertised_address(settings: ServiceSettings, port: int) -> str:
-    """host:port under which others reach a process that listens on `port`."""
+    """host:port at which others reach a process that listens on `port`."""
     if settings.advertise_address is not None:
         return settings.advertise_address
     return join_address(socket.gethostname() if is_wildcard(settings.host) else settings.host, port)
@@ -190,7 +197,7 @@ def advertised_address(settings: ServiceSettings, port: int) -> str:
 async def _serve(
     service: Service, on_started: Callable[[], Awaitable[None]], failure: asyncio.Task[str], stopping: asyncio.Event
 ) -> int:
-    """From listening until a signal (0) or a failure (1)."""
+    """Serve until a signal (0) or a failure (1)."""
     stop = asyncio.create_task(stopping.wait())
     start = asyncio.create_task(service.start())
     try:
@@ -222,7 +229,7 @@ async def _drain(service: Service, drain_s: float, aborting: asyncio.Event, fail
 
 
 def install_signals(stopping: asyncio.Event, aborting: asyncio.Event) -> None:
-    """SIGTERM and SIGINT set the first event, those that follow the second."""
+    """Let the first SIGTERM or SIGINT set `stopping`, later ones `aborting`."""
 
     def on_signal(number: signal.Signals) -> None:
         _log.info("signal", signal=number.name)

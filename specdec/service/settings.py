@@ -1,17 +1,16 @@
-"""Settings that every service has: where it listens, logs, TLS, keepalive, message limits, shutdown."""
+"""Settings that every service has: address, logs, TLS, keepalive, message limits, shutdown."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
-from specdec.service.affinity import parse_cores
+from specdec.service.process import parse_cores
 from specdec.store.settings import StoreSettings
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.wire.settings import WireSettings, check_files
+from specdec.wire.settings import ServerTlsSettings, WireSettings
 
 
 def _check_cores(value: str) -> str:
@@ -30,8 +29,8 @@ Cores = Annotated[str, BeforeValidator(_check_cores)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 
 
-class ServiceSettings(WireSettings, StoreSettings, TracingSettings):
-    """What every service has. Invalid values raise pydantic.ValidationError, which names the setting."""
+class ServiceSettings(WireSettings, ServerTlsSettings, StoreSettings, TracingSettings):
+    """Settings of every gRPC service. Invalid values raise pydantic.ValidationError, which names the setting."""
 
     host: str = Field(default="0.0.0.0", min_length=1, description="Address to listen on.")
     port: int = Field(default=50051, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one.")
@@ -45,56 +44,43 @@ class ServiceSettings(WireSettings, StoreSettings, TracingSettings):
         default=None,
         ge=0,
         le=65535,
-        description="Plaintext port with gRPC health only, for probes, which cannot speak TLS; null is off.",
+        description="Plaintext port with gRPC health only, for probes that cannot speak TLS; null is off.",
     )
     reflection: bool = Field(default=True, description="Serve gRPC reflection.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level that is logged."
+    )
     log_format: Literal["json", "console"] = Field(default="json", description="One JSON object a line, or text.")
 
     drain_s: float = Field(
-        default=30.0, ge=0, description="On SIGTERM: how long running work may go on before it is cut off."
+        default=30.0, ge=0, description="Seconds that running work may go on after SIGTERM before it is cut off."
     )
-    stop_grace_s: float = Field(default=2.0, ge=0, description="After draining: how long open calls may still take.")
+    stop_grace_s: float = Field(default=2.0, ge=0, description="Seconds that open calls may still take after draining.")
 
-    tls_cert_file: Path | None = Field(default=None, description="PEM certificate chain; set it to serve TLS.")
-    tls_key_file: Path | None = Field(default=None, description="PEM private key of the certificate.")
-    tls_client_ca_file: Path | None = Field(
-        default=None, description="PEM authorities; set it to demand and verify client certificates (mTLS)."
-    )
     tls_allowed_client_names: Names = Field(
         default=(),
-        description="DNS or common names in client certificates that may call, separated by commas; "
-        "none: any certificate of tls_client_ca_file.",
-    )
-    metrics_tls: bool = Field(
-        default=False, description="Serve /metrics over TLS, with the same certificate and client check."
+        description="DNS or common names of client certificates that may call, separated by commas; "
+        "none: any that tls_verify_clients accepts.",
     )
 
     @model_validator(mode="after")
-    def _check_tls(self) -> Self:
-        if (self.tls_cert_file is None) != (self.tls_key_file is None):
-            raise ValueError("tls_cert_file and tls_key_file must be set together")
-        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
-            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
-        if self.tls_allowed_client_names and self.tls_client_ca_file is None:
-            raise ValueError("tls_allowed_client_names needs tls_client_ca_file")
-        if self.metrics_tls and self.tls_cert_file is None:
-            raise ValueError("metrics_tls needs tls_cert_file and tls_key_file")
-        check_files(self, ("tls_cert_file", "tls_key_file", "tls_client_ca_file"))
+    def _check_client_names(self) -> Self:
+        if self.tls_allowed_client_names and not self.verifies_clients:
+            raise ValueError("tls_allowed_client_names needs tls_verify_clients")
         return self
 
     @property
     def most_concurrent_calls(self) -> int | None:
-        """Calls that the server takes at once; None: any number."""
+        """Most calls that the server takes at once; None: no limit."""
         return None
 
     def wire_to_callers(self) -> WireSettings:
-        """What the server's own connections are set to."""
+        """Message limits and keepalive of the server's connections."""
         return self
 
 
 class ReplicaServiceSettings(ServiceSettings):
-    """What a service with an engine process has on top."""
+    """Settings of a service with an engine process."""
 
     engine_cores: Cores = Field(
         default="auto",
@@ -102,29 +88,26 @@ class ReplicaServiceSettings(ServiceSettings):
         "one, to the servicer; off pins nothing.",
     )
     load_timeout_s: float = Field(
-        default=1800.0, gt=0, description="Give up when the model is not loaded and warmed after this long."
-    )
-    engine_silence_s: float = Field(
-        default=4.0,
-        ge=1,
-        description="An engine process without a sign of life for this long is killed and started again.",
+        default=1800.0,
+        gt=0,
+        description="Seconds in which the model must be loaded and warmed up; then the service exits.",
     )
     engine_stall_s: float | None = Field(
         default=None,
         ge=1,
-        description="The same for one whose loop stands in one turn (a step, mostly) for this long; null: 6 s, or 20 "
-        "times the longest turn so far, or 4 times what warming up says of a full step, whichever is most.",
+        description="Longest turn of an engine's loop, mostly a step, before the engine is killed and started again; "
+        "null: 6 s, 20 times the longest turn before it, or 4 times a full step's time at warm-up, whichever is most.",
     )
     engine_restarts: int = Field(
         default=5,
         ge=0,
         le=1000,
-        description="How often in ten minutes an engine that was ready once is started again; then the service exits "
-        "with 1. 0: at its first end.",
+        description="Most restarts in ten minutes of an engine that was ready once; then the service exits with 1. 0: "
+        "it exits when the engine first ends.",
     )
     stream_buffer_bytes: int = Field(
         default=32 * 1024 * 1024,
         ge=64 * 1024,
-        description="Most responses kept for a coordinator that does not read. At half of it its sessions wait; when "
-        "nothing is read for 30 s its stream is aborted.",
+        description="Most bytes of responses kept for a coordinator that does not read. At half of them its sessions "
+        "wait; when it reads nothing for 30 s its stream is aborted.",
     )

@@ -1,4 +1,4 @@
-"""Keeps the metrics of TLS files true: connections read the files when they begin, which may be seldom."""
+"""Keep the metrics of TLS files current: connections read the files only when they begin."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from specdec.telemetry.tls_metrics import TlsMetrics
 from specdec.wire.tls_files import TlsFiles
 
 INTERVAL_S = 5.0
+"""Seconds between two looks at the files."""
 TlsUses = Callable[[], Mapping[str, TlsFiles | None]]
-"""The files in use by what they are used for; None where there is no TLS, or not yet."""
+"""The files by use; None without TLS, or before it is set up."""
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """From when until when, in seconds since 1970."""
+    """Validity of a certificate, in Unix time."""
 
     not_before_s: float
     not_after_s: float
 
     @property
     def lifetime_s(self) -> float:
-        """How long it is good in all."""
+        """Total time of validity."""
         return self.not_after_s - self.not_before_s
 
 
 def validity_of(chain: bytes) -> Validity:
-    """Return the validity of that certificate of a PEM chain which expires first. Raises ValueError."""
-    from cryptography import x509  # 10 MB of memory, for those who use TLS
+    """Validity of the certificate in a PEM chain that expires first. Raises ValueError."""
+    from cryptography import x509  # takes 10 MB of memory, only with TLS
 
     return min(
         (
@@ -44,7 +45,7 @@ def validity_of(chain: bytes) -> Validity:
 
 
 class TlsWatch:
-    """Looks at all TLS files of a process every INTERVAL_S: what is renewed, or refused, shows without a connection."""
+    """Checks all TLS files of a process every INTERVAL_S, so that renewals and refusals show without a connection."""
 
     def __init__(self, metrics: TlsMetrics, uses: TlsUses) -> None:
         self._metrics = metrics
@@ -53,7 +54,7 @@ class TlsWatch:
         self._num_refusals: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Look until cancelled. In a thread: files may be on a network."""
+        """Check until cancelled, in a thread: files may be on a network."""
         while True:
             for use, files in self._uses().items():
                 if files is not None:
@@ -61,7 +62,7 @@ class TlsWatch:
             await asyncio.sleep(INTERVAL_S)
 
     def look(self, use: str, files: TlsFiles) -> None:
-        """Take in renewed files and show what they are now."""
+        """Load renewed files, and update the metrics."""
         chain = files.current().chain
         counter = self._metrics.failures.labels(use)
         counter.inc(files.num_refusals - self._num_refusals.get(use, 0))
@@ -72,7 +73,7 @@ class TlsWatch:
         self._shown[use] = chain
         try:
             validity = validity_of(chain)
-        except ValueError as error:  # OpenSSL is less strict, and it is OpenSSL that uses the file
+        except ValueError as error:  # OpenSSL, which uses the file, is less strict
             _log.warning("certificate_not_read", use=use, error=str(error))
             return
         self._metrics.expiry.labels(use).set(validity.not_after_s)

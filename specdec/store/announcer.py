@@ -1,4 +1,4 @@
-"""A process registers itself, and keeps its registration alive."""
+"""A process's registration, renewed while the process lives."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from enum import StrEnum
 
 import structlog
 
-from specdec.store.errors import StoreError, StoreUnavailable
-from specdec.store.interface import ReplicaRecord, Store
+from specdec.store.interface import ReplicaRecord, Store, StoreError, StoreUnavailable
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
 
 _RENEWALS_PER_TTL = 3
@@ -20,7 +19,7 @@ _log = structlog.get_logger("specdec.store")
 
 
 class AnnouncedState(StrEnum):
-    """What a process says of itself in the registry."""
+    """State of a process in the registry."""
 
     LOADING = "loading"
     READY = "ready"
@@ -30,8 +29,8 @@ class AnnouncedState(StrEnum):
 class Announcer:
     """Keeps one process in the registry from `start` to `stop`.
 
-    The registration is renewed three times per TTL, and at once when the state changes. A store that is down only
-    delays that: it is asked again about once a second, and nothing here raises or holds anybody up for it.
+    The registration is renewed three times per TTL, and at once when the state changes. While the store is down the
+    renewal is retried about once a second; no method raises or waits for it.
     """
 
     def __init__(
@@ -46,12 +45,12 @@ class Announcer:
         """Announce nothing yet.
 
         Args:
-            store: where; closed by its owner, after `stop`.
-            ttl_s: how long a registration lasts that is not renewed, in seconds.
+            store: the registry; its owner closes it after `stop`.
+            ttl_s: seconds that a registration lasts without renewal.
             role: target, draft or coordinator.
-            instance_id: of the process.
-            describe: what is served, with the latest load; asked at every renewal.
-            on_failure: called for every renewal that failed. Must not raise.
+            instance_id: id of the process.
+            describe: returns the replica's info with the latest load; called at every renewal.
+            on_failure: called at every failed renewal. Must not raise.
         """
         self._store = store
         self._ttl_s = ttl_s
@@ -71,7 +70,7 @@ class Announcer:
         self._task = asyncio.create_task(self._run(), name="announcer")
 
     def set_instance(self, instance_id: str) -> None:
-        """Announce under another instance id from the next time on."""
+        """Announce another instance id from the next renewal on."""
         self._instance_id = instance_id
 
     def set_state(self, state: AnnouncedState) -> None:
@@ -80,10 +79,10 @@ class Announcer:
         self._changed.set()
 
     async def stop(self) -> None:
-        """Withdraw the registration; if the store is down it expires by itself. Does nothing before `start`."""
+        """Withdraw the registration; while the store is down it expires by itself. Does nothing before `start`."""
         if self._task is None:
             return
-        # Not cancelled: a renewal that is under way must not arrive after the withdrawal. The store bounds its time.
+        # Not cancelled: a renewal under way must not arrive after the withdrawal. The store bounds its time.
         self._is_stopping = True
         self._changed.set()
         await self._task
@@ -96,7 +95,7 @@ class Announcer:
             interval_s = self._ttl_s / _RENEWALS_PER_TTL
             if not await self._announce():
                 interval_s = min(interval_s, _MOST_RETRY_S)
-            # Spread, so that a fleet that was started together does not renew together.
+            # Random, so that a fleet that was started together does not renew together.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), interval_s * random.uniform(0.8, 1.0))
 
@@ -106,7 +105,7 @@ class Announcer:
             await self._store.announce(record, self._ttl_s)
         except StoreError as error:
             self._on_failure()
-            if not isinstance(error, StoreUnavailable):  # that one is logged where it is found out
+            if not isinstance(error, StoreUnavailable):  # the guarded store logs that one
                 _log.error("announcement_refused", address=self._address, reason=str(error))
             return False
         return True

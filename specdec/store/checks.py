@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from specdec.store.errors import LimitExceeded
-from specdec.store.interface import JournalWrite, NewRequest, StoreLimits
+from specdec.store.interface import JournalWrite, LimitExceeded, NewRequest, StoreLimits
 
 MAX_DIGEST_BYTES = 64
 MAX_NAME_CHARACTERS = 512
@@ -19,7 +18,7 @@ MAX_DURATION_S = 366 * 24 * 3600.0
 def check_name(what: str, name: str) -> None:
     """Raise LimitExceeded for a name (an address, an owner) that is empty, too long or not printable."""
     _require(0 < len(name) <= MAX_NAME_CHARACTERS, f"{what} must have 1 to {MAX_NAME_CHARACTERS} characters")
-    # Neither what no encoding can hold, nor the separator of keys.
+    # Not half a surrogate pair, which no encoding holds, and not the separator of keys.
     _require(name.isprintable(), f"{what} must be printable")
 
 
@@ -34,7 +33,7 @@ def check_keep(keep_s: float) -> None:
 
 
 def check_digests(digests: Sequence[bytes], limits: StoreLimits) -> None:
-    """Raise LimitExceeded for too many digests, or one that is none."""
+    """Raise LimitExceeded for too many digests, or one of a wrong length."""
     _require(len(digests) <= limits.max_digests, f"more than {limits.max_digests} digests in one call")
     _require(
         all(0 < len(digest) <= MAX_DIGEST_BYTES for digest in digests),
@@ -59,13 +58,13 @@ def check_writes(writes: Sequence[JournalWrite], limits: StoreLimits) -> None:
         _require(
             write.start + len(write.token_ids) <= limits.max_tokens, f"more than {limits.max_tokens} tokens in a choice"
         )
-        _require(len(write.origins) == len(write.token_ids), "as many origins as tokens are needed")
+        _require(len(write.origins) == len(write.token_ids), "origins must be as many as token ids")
         _require(all(0 <= token <= MAX_TOKEN_ID for token in write.token_ids), "a token id must have 32 bits")
         _require(all(0 <= origin <= MAX_ORIGIN for origin in write.origins), "an origin must have 8 bits")
 
 
 def check_bucket(amount: float, rate_per_s: float, burst: float, force: bool) -> None:
-    """Raise LimitExceeded for a bucket that never fills, what is not finite, or a negative amount without force."""
+    """Raise LimitExceeded for a bucket that never fills, an infinite number, or a negative amount without force."""
     _require(math.isfinite(amount), "amount must be finite")
     _require(amount >= 0 or force, "amount must not be negative without force")
     for name, value in (("rate_per_s", rate_per_s), ("burst", burst)):

@@ -1,4 +1,4 @@
-"""A store that costs next to nothing while it is down."""
+"""A circuit breaker for a store: it costs next to nothing while the store is down."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from typing import TypeVar
 
 import structlog
 
-from specdec.store.errors import RequestHeld, StoreUnavailable, TooManyConcurrent
 from specdec.store.interface import (
     Appended,
-    Begun,
+    BegunRequest,
     JournalRecord,
     JournalWrite,
     Lease,
     NewRequest,
     ReplicaRecord,
+    RequestHeld,
     RequestKey,
     Store,
+    StoreUnavailable,
+    TooManyConcurrent,
 )
 from specdec.wire.backoff import Backoff
 from specdec.wire.tls_files import TlsFiles
 
 _Result = TypeVar("_Result")
 _BACKOFF = Backoff(first_s=0.25, longest_s=10.0, spread=(0.5, 1.0))
-# Called after each operation that reached the store: its name, how long it took in seconds, whether the store answered.
+# Called after each operation that reached the store, with its name, its seconds, and whether the store answered.
 OperationObserver = Callable[[str, float, bool], None]
-# Called when the store goes down or comes back: whether it is up.
+# Called when the store goes down or comes back, with whether it is up.
 StateObserver = Callable[[bool], None]
 
 
 class GuardedStore:
-    """A Store in front of another one, that stops asking it for a while after it failed (a circuit breaker).
+    """A Store in front of another one; after a failure it does not call that one for a while (a circuit breaker).
 
     After a failure each operation raises StoreUnavailable at once until the back-off is over. Then one operation at a
     time is let through as a probe: its success heals the store, its failure begins a longer back-off. Each change
@@ -51,13 +53,13 @@ class GuardedStore:
 
         Args:
             store: the store.
-            observe: told of each operation that reached the store. Must not raise.
-            on_change: told whether the store is up, when that changes. Must not raise.
-            backoff: how long the store is left alone.
+            observe: called after each operation that reached the store. Must not raise.
+            on_change: called with whether the store is up, when that changes. Must not raise.
+            backoff: waits before the store is tried again.
             clock: monotonic seconds.
         """
         self.tls_files: TlsFiles | None = None
-        """Those that connections to the store follow, for metrics."""
+        """TLS files of connections to the store, for metrics."""
         self._store = store
         self._observe = observe
         self._on_change = on_change
@@ -94,7 +96,7 @@ class GuardedStore:
         """See Store."""
         return await self._call("prefix_holders", lambda: self._store.prefix_holders(digests))
 
-    async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
+    async def begin(self, key: RequestKey, request: NewRequest) -> BegunRequest:
         """See Store."""
         return await self._call("begin", lambda: self._store.begin(key, request))
 
@@ -151,7 +153,7 @@ class GuardedStore:
             self._finish(operation, started_s, None)
             raise
         except Exception:
-            # An argument beyond a limit: the store was not asked.
+            # An argument beyond a limit: the store was not called.
             if is_probe:
                 self._retry_at_s = self._clock()
             else:
@@ -178,7 +180,7 @@ class GuardedStore:
 
     def _failed(self, operation: str, started_s: float, now: float, error: StoreUnavailable) -> None:
         if self._down_since_s is not None and started_s < self._down_since_s:
-            # One of several that were under way when the first one failed: known already.
+            # One of several operations that were under way when the first one failed: the failure is known.
             return
         self._num_failures += 1
         self._retry_at_s = now + self._backoff.wait_s(self._num_failures)

@@ -1,4 +1,4 @@
-"""What coordinators share: the registry of replicas, who caches which prefix, the journal of requests, and quotas."""
+"""The store that coordinators share: registry of replicas, prefix map, journal of requests, quotas; and its errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,38 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
+
+
+class StoreError(Exception):
+    """Base of a store's errors."""
+
+
+class StoreUnavailable(StoreError):
+    """The store is gone, too slow, or refuses to work. The operation may have taken effect or not."""
+
+
+class RequestHeld(StoreError):
+    """Another owner holds a live lease on the request."""
+
+    def __init__(self, owner_id: str) -> None:
+        super().__init__(f"the request is held by {owner_id}")
+        self.owner_id = owner_id
+
+
+class TooManyConcurrent(StoreError):
+    """The tenant has reached its limit of running requests."""
+
+    def __init__(self, num_running: int) -> None:
+        super().__init__(f"{num_running} requests of this tenant are running")
+        self.num_running = num_running
+
+
+class LimitExceeded(StoreError, ValueError):
+    """An argument exceeds a bound of StoreLimits. Nothing was written."""
+
+
+class StoreUrlError(StoreError, ValueError):
+    """The setting `redis_url`, or one that goes with it, is wrong. Never holds a password."""
 
 
 class RequestKey(NamedTuple):
@@ -21,9 +53,9 @@ class RequestKey(NamedTuple):
 class StoreLimits:
     """Bounds on what is stored. A call beyond one raises LimitExceeded, unless said otherwise."""
 
-    # Replicas in the registry; the ones that expire first make room.
+    # Replicas in the registry; the first to expire makes room.
     max_replicas: int = 4096
-    # Replicas remembered per prefix; the ones that expire first make room.
+    # Replicas remembered per prefix; the first to expire makes room.
     max_holders: int = 16
     # Digests in one call.
     max_digests: int = 4096
@@ -33,43 +65,43 @@ class StoreLimits:
     max_choices: int = 128
     # Tokens of one choice.
     max_tokens: int = 1 << 20
-    # Ended requests that a store in memory keeps; the ones that ended first make room. Redis has its own limit.
+    # Ended requests that a store in memory keeps; the first that ended makes room. Redis has its own limit.
     max_ended: int = 1024
-    # How long a request that was not ended stays after its lease ran out, in seconds.
+    # Seconds that a request without an end is kept after its lease has run out.
     abandoned_keep_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
-    """One replica of a service, as it last announced itself."""
+    """One replica of a service, as of its last announcement."""
 
     # target, draft or coordinator.
     role: str
-    # HOST:PORT, as others reach it. With the role it identifies the replica.
+    # HOST:PORT at which others reach the replica. With the role it identifies the replica.
     address: str
-    # Of the process: changes with each start.
+    # Id of the process: it changes with each start.
     instance_id: str
-    # In the words of the one who announces, for example ready or draining.
+    # State in the announcer's words, for example ready or draining.
     state: str
     info: GetReplicaInfoResponse
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """What an owner wants to journal."""
+    """A request that an owner wants to journal."""
 
     owner_id: str
     seed: int
-    # Opaque; read back by whoever takes the request over.
+    # Opaque to the store; the next owner reads them.
     params: bytes
     num_choices: int
-    # The request is the owner's for this long after each append or renewal, in seconds.
+    # Seconds of the lease, from each append or renewal on.
     lease_s: float
-    # Refuse when the tenant has this many requests with a live lease, this one not counted. None: no limit.
+    # Most other requests of the tenant with a live lease; at more the request is refused. None: no limit.
     max_concurrent: int | None = None
     # Take the request from an owner whose lease is live.
     take_over: bool = False
-    # Forget what is journalled of the request, even of one that has ended, and begin it anew.
+    # Replace the journalled request, even one that has ended, by an empty one.
     restart: bool = False
 
 
@@ -85,22 +117,22 @@ class JournalRecord:
     token_ids: tuple[tuple[int, ...], ...]
     origins: tuple[tuple[int, ...], ...]
     is_ended: bool
-    # Somebody wants it to end; see Store.abort.
+    # An abort was asked for; see Store.abort.
     is_aborted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A request that is now the caller's, or that has ended before (`record.is_ended`) and is nobody's."""
+class BegunRequest:
+    """A request that the caller now owns, or that has ended before (`record.is_ended`) and has no owner."""
 
     generation: int
-    # What was journalled before; None when the request is new.
+    # The journalled request; None when it is new.
     record: JournalRecord | None
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a request's owner shows to keep it."""
+    """The proof of ownership with which a request's owner renews its lease."""
 
     key: RequestKey
     owner_id: str
@@ -109,13 +141,13 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class JournalWrite:
-    """Tokens that were committed."""
+    """Committed tokens of one choice."""
 
     key: RequestKey
     owner_id: str
     generation: int
     choice: int
-    # Index of the first in the choice's output.
+    # Index of the first token in the choice's output.
     start: int
     token_ids: Sequence[int]
     # One per token, 0 to 255.
@@ -123,10 +155,9 @@ class JournalWrite:
 
 
 class Appended(IntEnum):
-    """What became of a JournalWrite. True as a bool iff the writer is still the owner."""
+    """The result of a JournalWrite. True as a bool iff the writer is still the owner."""
 
-    # The request is another's, has ended, was aborted, or is not known (it expired, or the store lost it). Nothing was
-    # written.
+    # Nothing was written: the request has another owner, has ended, was aborted, or is unknown (expired or lost).
     NOT_OWNER = 0
     # Written, and the lease renewed.
     STORED = 1
@@ -135,15 +166,15 @@ class Appended(IntEnum):
 
 
 class Store(Protocol):
-    """A small store that coordinators and replicas share. All of it may be lost at any time: nothing depends on it.
+    """A small store that coordinators and replicas share. All of it may be lost at any time.
 
-    Every method but `close` raises StoreUnavailable when the store is gone or slow; it may have taken effect all the
-    same, and all but `take_tokens` can be repeated. Times are the store's own, durations are in seconds. Everything
-    stored expires. Methods may be called concurrently, from one event loop.
+    Every method but `close` raises StoreUnavailable when the store is gone or slow. The operation may still have taken
+    effect; all operations but `take_tokens` can be repeated. Times are the store's own, durations are in seconds. All
+    records expire. Methods may be called concurrently, from one event loop.
     """
 
     async def announce(self, replica: ReplicaRecord, ttl_s: float) -> None:
-        """Register a replica, or renew it, for `ttl_s`. The last record of a role and address stands."""
+        """Register a replica, or renew it, for `ttl_s`. A new record replaces the one of the same role and address."""
         ...
 
     async def withdraw(self, role: str, address: str) -> None:
@@ -159,17 +190,17 @@ class Store(Protocol):
         ...
 
     async def prefix_holders(self, digests: Sequence[bytes]) -> list[frozenset[str]]:
-        """Return, for each digest, the replicas that were said to cache it."""
+        """Return, for each digest, the replicas that cache it by `add_prefixes`."""
         ...
 
-    async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
+    async def begin(self, key: RequestKey, request: NewRequest) -> BegunRequest:
         """Become the owner of a request: of a new one, of one whose lease has run out, or, to take it over, of any.
 
-        Of several that begin the same request, one wins. The generation is above that of every earlier owner, and,
-        because it is not below the store's clock in milliseconds, also above those that a store which has lost its
-        data gave out. What is journalled already stands: `seed`, `params` and `num_choices` of a later NewRequest are
-        ignored, and a request that has ended is returned as it is, without a lease. With `restart` it is all replaced,
-        by an empty record.
+        Of several callers that begin the same request, one wins. The generation is above that of every earlier owner.
+        Since it is not below the store's clock in milliseconds, it is also above the generations from before a loss of
+        the store's data. A journalled request stays: `seed`, `params` and `num_choices` of a later NewRequest are
+        ignored, and a request that has ended is returned unchanged, without a lease. `restart` replaces it by an empty
+        record.
 
         Raises:
             RequestHeld: another owner's lease is live.
@@ -181,27 +212,27 @@ class Store(Protocol):
     async def append(self, writes: Sequence[JournalWrite]) -> list[Appended]:
         """Journal committed tokens, in order and in one round trip, and renew the leases. One result per write.
 
-        Writing the same tokens again changes nothing. Writes are independent: one that is refused does not undo others.
+        Writing the same tokens again changes nothing. Writes are independent: a refused one does not undo others.
         """
         ...
 
     async def renew(self, leases: Sequence[Lease]) -> list[bool]:
-        """Renew leases; for each, return whether the caller is still the owner, and the request was not aborted."""
+        """Renew leases; return for each whether the caller is still the owner and the request was not aborted."""
         ...
 
     async def end(self, key: RequestKey, owner_id: str, generation: int, keep_s: float) -> bool:
-        """End a request and keep its record for `keep_s` (0 deletes it); False: it is not the caller's."""
+        """End a request and keep its record for `keep_s` (0 deletes it); False: the caller is not its owner."""
         ...
 
     async def abort(self, key: RequestKey) -> bool:
-        """Ask the owner of a request to end it; False: there is none whose lease is live.
+        """Ask the owner of a request to end it; False: no owner has a live lease.
 
-        The owner keeps the request, but may write to it only after it has begun it again, which withdraws the abort.
+        The owner keeps the request. Before it writes again it must begin the request again, which withdraws the abort.
         """
         ...
 
     async def load(self, key: RequestKey) -> JournalRecord | None:
-        """Return a request as journalled, whoever owns it, or None."""
+        """Return the journalled request, of any owner; None where there is none."""
         ...
 
     async def take_tokens(
@@ -209,16 +240,16 @@ class Store(Protocol):
     ) -> float:
         """Take tokens from a tenant's bucket, which refills at `rate_per_s` up to `burst` and is full at first.
 
-        Returns 0 when they were taken, else the seconds until they can be; nothing was taken then. With `force` they
-        are always taken, into debt if need be, and a negative amount gives tokens back. An amount above `burst` is
-        granted by a full bucket, also into debt.
+        Returns 0 when the tokens were taken, otherwise the seconds until they can be. With `force` they are always
+        taken, into debt if need be, and a negative amount gives tokens back. A full bucket grants an amount above
+        `burst`, into debt.
         """
         ...
 
     async def ping(self) -> None:
-        """Return if the store answers."""
+        """Return once the store answers."""
         ...
 
     async def close(self) -> None:
-        """Release connections. The store is not used afterwards. Never raises StoreUnavailable."""
+        """Release connections. The store may not be used afterwards. Never raises StoreUnavailable."""
         ...

@@ -7,14 +7,14 @@ from urllib.parse import quote
 
 from specdec.store.interface import RequestKey
 
-# Part of every key: another layout gets another version, so that versions can run side by side during an upgrade.
 LAYOUT_VERSION = "v1"
+"""Part of every key: a new layout gets a new version, so that two can run side by side during an upgrade."""
 DEFAULT_PREFIX = "specdec"
 MAX_ESCAPED_CHARACTERS = 128
 
 
 class StoreKeys:
-    """Names keys below a prefix. What one script touches has one hash tag, so that it is on one node of a cluster."""
+    """Names keys below a prefix. The keys of one script have one hash tag, hence one node of a cluster."""
 
     def __init__(self, prefix: str = DEFAULT_PREFIX) -> None:
         self._prefix = f"{prefix}:{LAYOUT_VERSION}"
@@ -28,7 +28,7 @@ class StoreKeys:
         return [f"{self._prefix}:prefix:{{{digest.hex()}}}"]
 
     def request(self, key: RequestKey) -> list[str]:
-        """Return a request's keys: its head, from which those of its tokens derive, and the tenant's live ones."""
+        """Return the keys of a request's head, which its tokens' keys extend, and of the tenant's live requests."""
         tenant = self._tenant(key.tenant)
         return [f"{tenant}:request:{escape(key.request_id)}", f"{tenant}:live"]
 
@@ -37,7 +37,7 @@ class StoreKeys:
         return [f"{self._tenant(bucket)}:quota"]
 
     def _tenant(self, tenant: str) -> str:
-        # The letter keeps the tag of an empty name from being empty, which Redis would not take for a tag.
+        # With the letter the tag of an empty name is not empty; Redis ignores an empty tag.
         return f"{self._prefix}:{{t.{escape(tenant)}}}"
 
 

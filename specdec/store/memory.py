@@ -8,21 +8,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.store import checks
-from specdec.store.errors import RequestHeld, TooManyConcurrent
 from specdec.store.interface import (
     Appended,
-    Begun,
+    BegunRequest,
     JournalRecord,
     JournalWrite,
     Lease,
     NewRequest,
     ReplicaRecord,
+    RequestHeld,
     RequestKey,
     StoreLimits,
+    TooManyConcurrent,
 )
 
-# Every so many seconds all that has expired is dropped.
 SWEEP_INTERVAL_S = 30.0
+"""Seconds between two sweeps, which drop all that has expired."""
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class _Request:
     generation: int
     seed: int
     params: bytes
-    # Compact, for many requests that have ended are kept.
+    # Compact: many ended requests are kept.
     token_ids: list[array[int]]
     origins: list[bytearray]
     lease_s: float = 0.0
@@ -62,14 +63,14 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _State:
-    """Values with the time at which they expire."""
+    """The store's records, with their times of expiry."""
 
     replicas: dict[tuple[str, str], tuple[float, ReplicaRecord]] = field(default_factory=dict)
     holders: dict[bytes, dict[str, float]] = field(default_factory=dict)
     requests: dict[RequestKey, _Request] = field(default_factory=dict)
-    # Those that have ended, in that order.
+    # Requests that have ended, in the order of their ends.
     ended: dict[RequestKey, None] = field(default_factory=dict)
-    # Per tenant, the requests that have, or had, a lease.
+    # Requests with a present or former lease, per tenant.
     live: dict[str, set[RequestKey]] = field(default_factory=dict)
     buckets: dict[str, _Bucket] = field(default_factory=dict)
 
@@ -128,13 +129,13 @@ class MemoryStore:
             for digest in digests
         ]
 
-    async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
+    async def begin(self, key: RequestKey, request: NewRequest) -> BegunRequest:
         """See Store."""
         checks.check_request(request, self._limits)
         now = self._now()
         held = self._request(key, now)
         if held is not None and held.is_ended and not request.restart:
-            return Begun(held.generation, held.record())
+            return BegunRequest(held.generation, held.record())
         if (
             held is not None
             and held.owner_id != request.owner_id
@@ -163,7 +164,7 @@ class MemoryStore:
         held.is_aborted = False
         held.lease_s = request.lease_s
         self._hold(key, held, now)
-        return Begun(generation, record)
+        return BegunRequest(generation, record)
 
     async def append(self, writes: Sequence[JournalWrite]) -> list[Appended]:
         """See Store."""
@@ -268,7 +269,7 @@ class MemoryStore:
         self._state.live.setdefault(key.tenant, set()).add(key)
 
     def _num_live(self, key: RequestKey, now: float) -> int:
-        """Return how many other requests of the tenant have a live lease; forget those that have none."""
+        """Return the number of the tenant's other requests with a live lease; drop requests without one."""
         requests = self._state.requests
         live = {
             other

@@ -1,4 +1,7 @@
-"""Replicas and requests as Redis holds them."""
+"""Encoding of replicas, requests and journalled tokens in Redis.
+
+A token is its id (32 bits, little endian) and its origin (8 bits).
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,34 @@ import base64
 import binascii
 import json
 from collections.abc import Sequence
+from struct import Struct
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from specdec.store.checks import check_name
 from specdec.store.interface import JournalRecord, ReplicaRecord
-from specdec.store.packing import unpack_tokens
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
+
+_TOKEN = Struct("<IB")
+# Bytes per token.
+TOKEN_BYTES = _TOKEN.size
+
+
+def pack_tokens(token_ids: Sequence[int], origins: Sequence[int]) -> bytes:
+    """Return the tokens as bytes, TOKEN_BYTES each. Origins must be as many as token ids."""
+    return b"".join(map(_TOKEN.pack, token_ids, origins))
+
+
+def unpack_tokens(packed: bytes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the token ids and the origins. Bytes after the last whole token are ignored."""
+    whole = packed[: len(packed) // TOKEN_BYTES * TOKEN_BYTES]
+    tokens = list(_TOKEN.iter_unpack(whole))
+    return tuple(token_id for token_id, _ in tokens), tuple(origin for _, origin in tokens)
 
 
 def encode_replica(replica: ReplicaRecord) -> bytes:
-    """A replica as it is kept in the registry."""
+    """A replica's record in the registry."""
     fields = {
         "role": replica.role,
         "address": replica.address,
@@ -29,7 +48,7 @@ def encode_replica(replica: ReplicaRecord) -> bytes:
 
 
 def decode_replica(encoded: bytes) -> ReplicaRecord | None:
-    """What `encode_replica` was given; None when another version, or somebody else, wrote it in another way."""
+    """The replica of a record; None for a record in another form, as another version or another program writes it."""
     try:
         fields = json.loads(encoded)
         return ReplicaRecord(
@@ -44,7 +63,7 @@ def decode_replica(encoded: bytes) -> ReplicaRecord | None:
 
 
 def _name(fields: Any, key: str, *, may_be_empty: bool = False) -> str:
-    """Raises LimitExceeded for what cannot be shown to others: escape sequences, halves of characters, megabytes."""
+    """A field that can be shown. Raises LimitExceeded for escape sequences, halves of characters and megabytes."""
     name = str(fields[key])
     if name or not may_be_empty:
         check_name(key, name)
@@ -52,7 +71,7 @@ def _name(fields: Any, key: str, *, may_be_empty: bool = False) -> str:
 
 
 def decode_record(answer: Sequence[Any]) -> JournalRecord:
-    """A request, as the scripts return it. Raises ValueError, TypeError or AttributeError for what cannot be one."""
+    """A request from a script's answer. Raises ValueError, TypeError or AttributeError for a malformed answer."""
     owner_id, generation, seed, params, ended, tokens, aborted = answer
     if params is None:
         raise ValueError("a request has no params")

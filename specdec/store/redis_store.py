@@ -12,29 +12,30 @@ from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import NoScriptError, ReadOnlyError
 
 from specdec.store import checks, scripts
-from specdec.store.errors import RequestHeld, StoreUnavailable, TooManyConcurrent
 from specdec.store.interface import (
     Appended,
-    Begun,
+    BegunRequest,
     JournalRecord,
     JournalWrite,
     Lease,
     NewRequest,
     ReplicaRecord,
+    RequestHeld,
     RequestKey,
     StoreLimits,
+    StoreUnavailable,
+    TooManyConcurrent,
 )
 from specdec.store.keys import StoreKeys, escape
-from specdec.store.packing import TOKEN_BYTES, pack_tokens
-from specdec.store.records import decode_record, decode_replica, encode_replica
+from specdec.store.records import TOKEN_BYTES, decode_record, decode_replica, encode_replica, pack_tokens
 from specdec.store.scripts import Script
 from specdec.wire.tls_files import TlsFiles
 
-# Operations that ask Redis at the same time, hence also connections (to each node of a cluster); others wait.
 MAX_CONCURRENT_OPERATIONS = 32
-# Times its own time limit, which an operation waits for its turn at most. Many that come at once (a fleet's requests
-# that end together) take longer than one may, and Redis is not down for that.
+"""Operations under way at once, hence also connections (to each node of a cluster); other operations wait."""
 _MOST_WAITS = 8
+"""Time limits that an operation may wait for its turn. Many at once (a fleet's requests that end together) take longer
+than one may, and Redis is not down for that."""
 # Keys and arguments of one run of a script.
 _Argument = str | bytes | int | float
 _Call = tuple[Sequence[str], Sequence[_Argument]]
@@ -55,12 +56,12 @@ class RedisStore:
         """Use a client, which need not be connected yet and is closed with the store.
 
         Args:
-            client: it returns bytes.
-            keys: names the keys.
-            timeout_s: an operation that takes longer raises StoreUnavailable.
-            limits: bounds; the same in all processes that share a Redis.
-            close_others: releases what belongs to the client, but is not closed by it.
-            tls_files: those that the client follows, if any.
+            client: a client that returns bytes.
+            keys: names of the keys.
+            timeout_s: longest time of an operation in seconds; a longer one raises StoreUnavailable.
+            limits: bounds, the same in all processes that share a Redis.
+            close_others: closes connections that the client does not close itself.
+            tls_files: the files that the client follows, if any.
         """
         self.tls_files = tls_files
         self._client = client
@@ -90,7 +91,7 @@ class RedisStore:
         await self._run(scripts.WITHDRAW, self._keys.replicas(), [_member(role, address)])
 
     async def replicas(self) -> list[ReplicaRecord]:
-        """See Store. A record that cannot be read, because another version wrote it, is left out."""
+        """See Store. Records that do not parse, as another version may write them, are left out."""
         encoded = await self._run(scripts.REPLICAS, self._keys.replicas(), [])
         records = [record for record in map(decode_replica, encoded) if record is not None]
         return sorted(records, key=lambda record: (record.role, record.address))
@@ -111,7 +112,7 @@ class RedisStore:
         with _readable():
             return [frozenset(holder.decode(errors="replace") for holder in answer) for answer in answers]
 
-    async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
+    async def begin(self, key: RequestKey, request: NewRequest) -> BegunRequest:
         """See Store."""
         checks.check_request(request, self._limits)
         max_concurrent = -1 if request.max_concurrent is None else request.max_concurrent
@@ -129,7 +130,9 @@ class RedisStore:
                 raise RequestHeld(details[0].decode())
             if outcome == b"many":
                 raise TooManyConcurrent(int(details[0]))
-            return Begun(generation=int(details[0]), record=None if details[1] is None else decode_record(details[1]))
+            return BegunRequest(
+                generation=int(details[0]), record=None if details[1] is None else decode_record(details[1])
+            )
 
     async def append(self, writes: Sequence[JournalWrite]) -> list[Appended]:
         """See Store."""
@@ -183,13 +186,12 @@ class RedisStore:
     async def ping(self) -> None:
         """See Store."""
         async with self._operation():
-            # Not PING: of a cluster's client that asks all nodes, and a node that is down is the cluster's own
-            # business.
+            # Not PING: a cluster's client sends that to all nodes, and the cluster may work without some of them.
             await self._client.exists(self._keys.replicas()[0])
 
     async def close(self) -> None:
         """See Store."""
-        # What fails here is gone already.
+        # A connection that fails to close is closed.
         with suppress(Exception):
             async with asyncio.timeout(self._timeout_s):
                 await self._client.aclose()
@@ -213,8 +215,8 @@ class RedisStore:
             return []
         async with self._operation():
             answers = await self._pipeline("EVALSHA", script.sha, calls)
-            # A server that was restarted, or has just become master, does not know the script. EVAL teaches it to
-            # just that server: loading it on all of a cluster's would fail while one of them is down.
+            # A server that was restarted, or has just become master, does not have the script. EVAL loads it on that
+            # server only: loading it on all servers of a cluster would fail while one of them is down.
             unknown = [index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
             if unknown:
                 repeated = await self._pipeline("EVAL", script.source, [calls[index] for index in unknown])
@@ -234,7 +236,7 @@ class RedisStore:
 
     @asynccontextmanager
     async def _operation(self) -> AsyncIterator[None]:
-        """Bound what is done inside in time and number. Whatever fails there is StoreUnavailable."""
+        """Bound the time and number of operations. Any failure inside becomes StoreUnavailable."""
         await self._wait_for_turn()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -249,7 +251,7 @@ class RedisStore:
             self._failed()
             raise StoreUnavailable(f"Redis did not answer within {self._timeout_s:g} s") from error
         except Exception as error:
-            # Not only RedisError: redis-py lets others out, for one AttributeError where it closes a cluster's
+            # Not only RedisError: redis-py raises others, such as AttributeError where it closes a cluster's
             # connections while they are in use.
             self._failed()
             if isinstance(error, ReadOnlyError):
@@ -259,8 +261,8 @@ class RedisStore:
             self._concurrency.release()
 
     async def _leave_former_master(self) -> None:
-        # It keeps its connections, and redis-py keeps them too: where one address leads to whoever is the master now,
-        # only a new connection finds out. A cluster tells by itself who has taken its place.
+        # The former master and redis-py keep their connections: where one address leads to the present master, only a
+        # new connection reaches it. A cluster reports the new master itself.
         if isinstance(self._client, RedisCluster):
             return
         with suppress(Exception):
@@ -272,34 +274,34 @@ class RedisStore:
         self._is_topology_stale = True
 
     async def _wait_for_turn(self) -> None:
-        """Take one of the places, which the caller releases. Those that wait while an operation fails fail with it."""
+        """Take a place, which the caller releases. A failing operation fails the ones that wait."""
         num_failures, wait_s = self._num_failures, self._timeout_s * _MOST_WAITS
         try:
             async with asyncio.timeout(wait_s):
                 await self._concurrency.acquire()
         except TimeoutError as error:
-            raise StoreUnavailable(f"Redis was asked for so much that {wait_s:g} s brought no turn") from error
+            raise StoreUnavailable(f"too many Redis operations at once: no turn within {wait_s:g} s") from error
         if self._num_failures != num_failures:
             self._concurrency.release()
             raise StoreUnavailable("Redis failed while the operation waited for its turn")
 
     async def _prepare(self, client: RedisCluster) -> None:
-        # redis-py asks anew who the masters are after most errors, but not after those of a pipeline or a timeout of
-        # ours. Not while others use its connections.
+        # redis-py looks the masters up anew after most errors, but not after a pipeline's or our own time-out. Here it
+        # does so when no other operation uses its connections.
         if self._is_topology_stale and self._num_running == 1:
             await client.aclose()
             self._is_topology_stale = False
-        # Left to the first command, several at once would each be sent to any node.
+        # Without this, several first commands at once would each go to an arbitrary node.
         await client.initialize()
 
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """What others wrote, and cannot be read, is a failure of the store: requests go on without it."""
+    """Turn errors of malformed records into StoreUnavailable: requests go on without the store."""
     try:
         yield
     except (ValueError, TypeError, AttributeError) as error:
-        raise StoreUnavailable(f"Redis holds what cannot be read: {error}") from error
+        raise StoreUnavailable(f"a record in Redis does not parse: {error}") from error
 
 
 def _ms(duration_s: float) -> int:
@@ -311,5 +313,5 @@ def _member(role: str, address: str) -> str:
 
 
 def _request_member(key: RequestKey) -> str:
-    # Bounded, unlike the id.
+    # Its length is bounded, unlike the id's.
     return escape(key.request_id)

@@ -1,10 +1,10 @@
 """The Lua scripts of the Redis store: each is atomic, takes the time from Redis, and leaves no key without expiry.
 
-The keys of one script carry one hash tag. Those of a request's tokens are derived from its head's (`:tokens:CHOICE`),
-so that they need not be known to the caller; they are in the same slot. Times are in milliseconds.
+The keys of one script carry one hash tag. The keys of a request's tokens are derived from its head's
+(`:tokens:CHOICE`), so the caller need not know them; they are in the same slot. Times are in milliseconds.
 
-A Redis that is out of memory refuses a script's first write if that may need memory, and none after it. So whatever
-stores something writes that first, and cleans up afterwards; END, which frees memory, does not.
+A Redis that is out of memory refuses a script's first write if that may need memory, and no later one. So scripts that
+store write first and clean up afterwards. END, which frees memory, does not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 
 
 class Script:
-    """A Lua script, and the digest by which a Redis that has run it knows it."""
+    """A Lua script, and the digest under which a Redis that has run it keeps it."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -88,11 +88,11 @@ redis.call('PEXPIRE', KEYS[1], whole(math.max(ARGV[2], redis.call('PTTL', KEYS[1
 # KEYS: holders. Returns the replicas.
 PREFIX_HOLDERS = Script(_NOW + "return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. whole(now), '+inf')")
 
-# What is stored may be anything: a loop of its length would hold up all who share the Redis.
+# A stored number may be anything: a loop of that length would block all users of the Redis.
 _CHOICES = """
 local function choices(stored)
   local number = tonumber(stored)
-  if not number or number ~= number or number < 0 or number > 1024 then error('num_choices is no number of choices') end
+  if not number or number ~= number or number < 0 or number > 1024 then error('num_choices is out of range') end
   return number
 end
 """
@@ -123,7 +123,7 @@ local function expire(ttl)
 end
 local function hold(lease, keep, member)
   redis.call('HSET', KEYS[1], 'lease_until', whole(now + lease))
-  -- A tenth more than needed, so that most appends need not renew the expiry of every choice.
+  -- A tenth more than needed: most appends then need not renew the expiry of every choice.
   if redis.call('PTTL', KEYS[1]) < lease + keep then expire(whole(lease + keep * 1.1)) end
   redis.call('ZADD', KEYS[2], whole(now + lease), member)
   if redis.call('PTTL', KEYS[2]) < lease then redis.call('PEXPIRE', KEYS[2], whole(lease * 2)) end
@@ -190,7 +190,7 @@ return fits and 1 or 2
 """
 )
 
-# KEYS: head, live. ARGV: member, owner, generation, keep. Returns whether it is the owner's.
+# KEYS: head, live. ARGV: member, owner, generation, keep. Returns whether the owner still has the request.
 RENEW = Script(
     _NOW
     + _EXPIRE
@@ -201,7 +201,7 @@ return 1
 """
 )
 
-# KEYS: head, live. ARGV: member, owner, generation, keep. Returns whether it was the owner's.
+# KEYS: head, live. ARGV: member, owner, generation, keep. Returns whether the owner had the request.
 END = Script(
     _NOW
     + _EXPIRE
@@ -214,7 +214,7 @@ return 1
 """
 )
 
-# KEYS: head. Returns whether there is an owner to ask.
+# KEYS: head. Returns whether there is an owner with a live lease.
 ABORT = Script(
     _NOW
     + """
@@ -235,7 +235,7 @@ TAKE = Script(
 local amount, rate, burst = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local old = redis.call('HMGET', KEYS[1], 'level', 'at')
 local level, at = tonumber(old[1] or 'none'), tonumber(old[2] or 'none')
--- What is no number, or none that a bucket can have come to, is forgotten, as a bucket that Redis evicted.
+-- A value that no bucket can have is dropped, as a bucket that Redis evicted.
 if level and at and math.abs(level) < 2^53 and at == at then
   level = math.min(burst, level + math.max(0, now - at) * rate / 1000)
 else

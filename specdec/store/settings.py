@@ -1,4 +1,4 @@
-"""Settings of the store that services share, and the store they describe."""
+"""Settings of the store that services share, and the store made from them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from specdec.store.errors import StoreUrlError
 from specdec.store.guarded import GuardedStore, OperationObserver, StateObserver
+from specdec.store.interface import StoreUrlError
 from specdec.store.keys import DEFAULT_PREFIX
 from specdec.store.memory import MemoryStore
 from specdec.store.urls import RedisOptions, connect
-from specdec.wire.addresses import Address
+from specdec.wire.settings import Address, check_client_tls, client_tls_paths
 
 
 class StoreSettings(BaseModel):
-    """Where the shared store is. Without `redis_url` everything is kept in the process."""
+    """The shared store. Without `redis_url` everything is kept in the process."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -25,34 +25,37 @@ class StoreSettings(BaseModel):
         description="Redis of all services: redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB, "
         "redis+cluster://HOST:PORT,HOST:PORT, or rediss (TLS) in place of redis; null: none.",
     )
-    redis_username: str | None = Field(default=None, min_length=1, description="Redis user; wins over the URL's.")
+    redis_username: str | None = Field(default=None, min_length=1, description="Redis user; it wins over the URL's.")
     redis_password: SecretStr | None = Field(
-        default=None, min_length=1, description="Redis password; wins over the URL's."
+        default=None, min_length=1, description="Redis password; it wins over the URL's."
     )
-    redis_sentinel_username: str | None = Field(default=None, min_length=1, description="User at the sentinels.")
+    redis_sentinel_username: str | None = Field(default=None, min_length=1, description="Redis user at the sentinels.")
     redis_sentinel_password: SecretStr | None = Field(
-        default=None, min_length=1, description="Password at the sentinels."
+        default=None, min_length=1, description="Redis password at the sentinels."
     )
-    redis_tls_ca_file: Path | None = Field(
-        default=None, description="PEM authorities that Redis' certificate must come from; null: the system's."
+    redis_tls_dir: Path | None = Field(
+        default=None,
+        description="Folder with ca.crt, the authorities of Redis' certificate, and optionally tls.crt and tls.key, "
+        "the client certificate; null: the system's authorities.",
     )
-    redis_tls_cert_file: Path | None = Field(default=None, description="PEM client certificate chain for Redis.")
-    redis_tls_key_file: Path | None = Field(default=None, description="PEM private key of that certificate.")
+    redis_tls_ca_file: Path | None = Field(default=None, description="Replaced by redis_tls_dir.")
+    redis_tls_cert_file: Path | None = Field(default=None, description="Replaced by redis_tls_dir.")
+    redis_tls_key_file: Path | None = Field(default=None, description="Replaced by redis_tls_dir.")
     redis_timeout_s: float = Field(
-        default=0.25, gt=0, description="A Redis operation that takes longer counts as failed."
+        default=0.25, gt=0, description="Longest time of a Redis operation, in seconds; a longer one counts as failed."
     )
     redis_key_prefix: str = Field(
         default=DEFAULT_PREFIX, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="First part of all keys."
     )
     advertise_address: Address | None = Field(
         default=None,
-        description="host:port under which others reach this process, for the registry; null: the host name (or "
-        "host, unless that is a wildcard) and port.",
+        description="host:port at which others reach this process, for the registry; null: the setting host, or where "
+        "that is a wildcard the machine's name, and the port.",
     )
     registry_ttl_s: float = Field(
         default=15.0,
         ge=1,
-        description="A process that did not renew its registration for this long is gone; it renews every third.",
+        description="Seconds that a registration lasts without renewal; processes renew it after a third of them.",
     )
 
     @model_validator(mode="after")
@@ -62,6 +65,7 @@ class StoreSettings(BaseModel):
                 if name in _NEED_URL and getattr(self, name) is not None:
                     raise ValueError(f"{name} needs redis_url")
             return self
+        check_client_tls(self, "redis_tls", has_switch=False)
         try:
             connect(self.redis_url.get_secret_value(), self.redis_options())
         except StoreUrlError as error:
@@ -69,15 +73,13 @@ class StoreSettings(BaseModel):
         return self
 
     def redis_options(self) -> RedisOptions:
-        """How to reach Redis, apart from where it is."""
+        """Credentials, TLS and limits of connections to Redis."""
         return RedisOptions(
             username=self.redis_username,
             password=self.redis_password,
             sentinel_username=self.redis_sentinel_username,
             sentinel_password=self.redis_sentinel_password,
-            tls_ca_file=self.redis_tls_ca_file,
-            tls_cert_file=self.redis_tls_cert_file,
-            tls_key_file=self.redis_tls_key_file,
+            tls=client_tls_paths(self, "redis_tls"),
             timeout_s=self.redis_timeout_s,
             key_prefix=self.redis_key_prefix,
         )
@@ -89,6 +91,7 @@ _NEED_URL = frozenset(
         "redis_password",
         "redis_sentinel_username",
         "redis_sentinel_password",
+        "redis_tls_dir",
         "redis_tls_ca_file",
         "redis_tls_cert_file",
         "redis_tls_key_file",

@@ -1,34 +1,28 @@
-"""TLS to Redis, with files that are followed when they are renewed."""
+"""TLS to Redis, with files that are read again when they are renewed."""
 
 from __future__ import annotations
 
 import ssl
-from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.connection import RedisSSLContext, SSLConnection
 
-from specdec.store.errors import StoreUrlError
-from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
+from specdec.store.interface import StoreUrlError
+from specdec.wire.tls_files import TlsFiles, TlsFilesBroken, TlsPaths, client_context
 
 
-def redis_tls_files(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> TlsFiles:
-    """The files of the settings redis_tls_*. Raises StoreUrlError, which names the setting."""
+def redis_tls_files(paths: TlsPaths) -> TlsFiles:
+    """The files for connections to Redis. Raises StoreUrlError, which names the setting."""
     try:
-        return TlsFiles(
-            client_context,
-            certificate=TlsFile.of("redis_tls_cert_file", cert_file),
-            key=TlsFile.of("redis_tls_key_file", key_file),
-            authorities=TlsFile.of("redis_tls_ca_file", ca_file),
-        )
+        return TlsFiles(client_context, paths)
     except TlsFilesBroken as error:
         raise StoreUrlError(str(error)) from error
 
 
 def follow_files(client: Redis | RedisCluster, files: TlsFiles) -> None:
-    """Make a client that has yet to connect use the files, and no other authorities, each time it connects.
+    """Make a client, before it first connects, use the files and no other authorities at each connection.
 
     redis-py's own connections keep the certificate of their first attempt for as long as their pool lives, and trust
     the system's authorities beside those of a file.

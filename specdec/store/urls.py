@@ -1,10 +1,9 @@
-"""From a URL to a store."""
+"""A store on Redis, made from its URL."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -15,12 +14,11 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
-from specdec.store.errors import StoreUrlError
-from specdec.store.interface import StoreLimits
+from specdec.store.interface import StoreLimits, StoreUrlError
 from specdec.store.keys import DEFAULT_PREFIX, StoreKeys
 from specdec.store.redis_store import RedisStore
 from specdec.store.tls import follow_files, redis_tls_files
-from specdec.wire.tls_files import TlsFiles
+from specdec.wire.tls_files import TlsFiles, TlsPaths
 
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 REDIS_PORT = 6379
@@ -29,18 +27,16 @@ SENTINEL_PORT = 26379
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """How to reach Redis, apart from where it is. Credentials here win over those in the URL."""
+    """Credentials, TLS and limits of connections to Redis. Credentials here win over those in the URL."""
 
     username: str | None = None
     password: SecretStr | None = None
-    # Credentials of the sentinels, which are not those of the servers.
+    # Credentials at the sentinels, which differ from those at the servers.
     sentinel_username: str | None = None
     sentinel_password: SecretStr | None = None
-    # PEM files, for rediss only. Without a CA file the system's authorities are trusted.
-    tls_ca_file: Path | None = None
-    tls_cert_file: Path | None = None
-    tls_key_file: Path | None = None
-    # An operation that takes longer counts as failed.
+    # For rediss only. Without a file of authorities the system's are trusted.
+    tls: TlsPaths = field(default_factory=TlsPaths)
+    # Seconds of the longest operation; a longer one counts as failed.
     timeout_s: float = 0.25
     key_prefix: str = DEFAULT_PREFIX
 
@@ -58,7 +54,7 @@ class _Target:
 
 
 def connect(url: str, options: RedisOptions | None = None, limits: StoreLimits | None = None) -> RedisStore:
-    """Return a store on the Redis at `url`. Connections are made when they are needed, so Redis may be down.
+    """Return a store on the Redis at `url`. It connects when it is first used, so Redis may be down.
 
     Args:
         url: `redis://HOST[:PORT][/DATABASE]`, `redis+sentinel://HOST[:PORT],.../SERVICE[/DATABASE]` or
@@ -92,15 +88,15 @@ def connect(url: str, options: RedisOptions | None = None, limits: StoreLimits |
         nodes = [ClusterNode(host, port) for host, port in target.hosts]
         client = RedisCluster(
             startup_nodes=nodes,
-            # Of nodes found once none may be left, while a name in the URL leads to those of today.
+            # Known nodes may all be gone; a name in the URL leads to the present ones.
             dynamic_startup_nodes=False,
-            # A slot that moved is noted; closing all connections for it would break what others are doing.
+            # A moved slot is noted; closing all connections for it would break other operations.
             reinitialize_steps=0,
             **arguments,
         )
     elif target.scheme.endswith("+sentinel"):
         secret = options.sentinel_password
-        # Sentinels are asked one after the other; those that hang must leave time for the last one, and the master.
+        # Sentinels are asked in turn; hanging ones must leave time for the last one, and for the master.
         share_s = options.timeout_s / (len(target.hosts) + 1)
         sentinel = Sentinel(
             target.hosts,
@@ -135,10 +131,10 @@ def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
     except ValueError:
-        # Its message may quote the URL.
+        # The error's message may quote the URL.
         raise StoreUrlError("redis_url: not a URL") from None
     if parts.scheme not in SCHEMES:
-        # Not quoted: of a URL without a scheme the password may be what is parsed as one.
+        # Not quoted: in a URL without a scheme the password may be parsed as the scheme.
         raise StoreUrlError(f"redis_url: must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)}")
     if parts.query or parts.fragment:
         raise StoreUrlError("redis_url: takes no ?query and no #fragment (percent-encode them in a password)")
@@ -176,19 +172,11 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
 
 
 def _tls(target: _Target, options: RedisOptions) -> TlsFiles | None:
-    files = {
-        "redis_tls_ca_file": options.tls_ca_file,
-        "redis_tls_cert_file": options.tls_cert_file,
-        "redis_tls_key_file": options.tls_key_file,
-    }
-    if not target.has_tls:
-        for name, path in files.items():
-            if path is not None:
-                raise StoreUrlError(f"{name}: needs a redis_url that begins with rediss")
-        return None
-    if (options.tls_cert_file is None) != (options.tls_key_file is None):
-        raise StoreUrlError("redis_tls_cert_file: certificate and key need each other")
-    return redis_tls_files(options.tls_ca_file, options.tls_cert_file, options.tls_key_file)
+    if target.has_tls:
+        return redis_tls_files(options.tls)
+    for file in options.tls:
+        raise StoreUrlError(f"{file.setting}: needs a redis_url that begins with rediss")
+    return None
 
 
 def _decoded(text: str | None) -> str | None:

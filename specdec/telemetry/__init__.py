@@ -1,10 +1,10 @@
 """Structured logs, and the metrics of each service.
 
-Every metric is named specdec_<service>_..., or specdec_tls_... and specdec_build_info where all services have it (the
-gateway has some under vLLM's names, too), is
-defined here and only here with the query that uses it, and is exported by the process that constructs its group.
-A target or draft is two processes, and a coordinator can be several, so their
-metrics go through prometheus_client's multiprocess files (`enable_multiprocess_metrics`), and /metrics merges them
+Metrics are named specdec_<service>_..., or specdec_tls_... and specdec_build_info where all services have them; the
+gateway exports some under vLLM's names, too. Each is defined here, and only here, with a query that uses it. The
+process that constructs a group exports it.
+A target or draft is two processes, and a coordinator can be several, so their metrics go through prometheus_client's
+multiprocess files (`enable_multiprocess_metrics`), and /metrics merges them
 (`scrape_registry`).
 `python -m specdec.telemetry.catalogue` writes docs/metrics.md.
 """

@@ -1,4 +1,4 @@
-"""Everything the services export, and the page about it: `python -m specdec.telemetry.catalogue > docs/metrics.md`."""
+"""All metrics, and their page: `python -m specdec.telemetry.catalogue > docs/metrics.md`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _HEAD = """# Metrics
 
 Each service serves its metrics at `/metrics` on its metrics port. Names, labels and queries below are those of the
 code, and a test fails when this page is out of date. A histogram exports `_bucket` (with the label `le`), `_sum` and
-`_count`; the name in the table is without them. Prometheus adds `job` and `instance`. The values of a label are listed
-where a section has them first.
+`_count`; the name in the table is without them. Prometheus adds `job` and `instance`. A section lists the values of
+a label where it names the label first.
 
 A burst of n tokens counts as n intervals of 1/n of its gap. Acceptance at a depth is the share of the steps that
 verified a draft token there which accepted one; a tree with several tokens at a depth counts once.
 """
 _SERVICES = {
-    "all": ("All services", "Exported by the coordinator, targets, drafts and gateways alike."),
-    "coordinator": ("Coordinator", "What clients see, and the state of the fleet."),
+    "all": ("All services", "Coordinators, targets, drafts and gateways export them."),
+    "coordinator": ("Coordinator", "Requests as clients see them, and the state of the fleet."),
     "target": ("Target", "Verification and plain decoding."),
     "draft": ("Draft", "Drafting."),
-    "gateway": ("Gateway", "What HTTP clients see. It serves them at /metrics of its only port."),
+    "gateway": ("Gateway", "Requests of HTTP clients. The gateway serves the metrics at /metrics of its main port."),
 }
 
 
 def catalogue() -> dict[str, list[MetricDoc]]:
-    """What each service exports, by service; "all" holds what every service exports."""
+    """The metrics of each service; "all" holds those of every service."""
     registry = CollectorRegistry()
     target, draft = TargetMetrics(registry), DraftMetrics(registry)
     return {
@@ -49,7 +49,7 @@ def catalogue() -> dict[str, list[MetricDoc]]:
 
 
 def exported_series() -> dict[str, frozenset[str]]:
-    """Every series that a query may name, with the labels the services give it (without job and instance)."""
+    """All series that a query may name, with the services' labels (without job and instance)."""
     return {name: labels for docs in catalogue().values() for doc in docs for name, labels in doc.series.items()}
 
 

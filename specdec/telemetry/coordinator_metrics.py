@@ -1,4 +1,4 @@
-"""What a coordinator exports."""
+"""Metrics of a coordinator."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ FALLBACK_CAUSES = frozenset(
         *("session_taken_over", "deadline_exceeded", "unavailable", "internal"),
     )
 )
-"""Draft fallbacks are counted under one of these: a draft may give any reason, and each would be a series for good."""
+"""Causes of draft fallbacks in metrics: a draft may give any reason, and each would be a series for good."""
 
 
 class CoordinatorMetrics(MetricGroup):
-    """What clients see: requests, tokens, latency, admission, speculation as it reached them."""
+    """Requests, tokens, latency, admission and speculation as clients see them."""
 
     _prefix = "coordinator"
 
@@ -64,7 +64,7 @@ class CoordinatorMetrics(MetricGroup):
         )
         self.admission_rejects = self._counter(
             "admission_rejects_total",
-            "Requests not admitted.",
+            "Requests that were not admitted.",
             {
                 "cause": "want of capacity: overloaded, queue_timeout, deadline_unreachable; "
                 "limits: quota, concurrency, prompt_bytes"
@@ -74,7 +74,7 @@ class CoordinatorMetrics(MetricGroup):
         )
         self.readers_stalled = self._counter(
             "readers_stalled_total",
-            "Streams that were cut off because their client took nothing for reader_stall_s.",
+            "Streams that were cut off because their client read nothing for reader_stall_s.",
             promql="sum(rate($readers_stalled_total[5m]))",
         )
         self.speculation_shed = self._counter(
@@ -106,43 +106,43 @@ class CoordinatorMetrics(MetricGroup):
     def _make_latency_metrics(self) -> None:
         self.queue_seconds = self._histogram(
             "queue_seconds",
-            "Wait for a place.",
+            "Seconds that a request waited for a place.",
             COARSE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($queue_seconds_bucket[5m])))",
         )
         self.ttft_seconds = self._histogram(
             "time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
+            "Seconds from the request's arrival to its first token.",
             COARSE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($time_to_first_token_seconds_bucket[5m])))",
         )
         self.inter_token_seconds = self._histogram(
             "inter_token_seconds",
-            "Time between tokens of a choice; a burst of n tokens is n intervals of 1/n of its gap.",
+            "Seconds between tokens of a choice; a burst of n tokens is n intervals of 1/n of its gap.",
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($inter_token_seconds_bucket[5m])))",
         )
         self.e2e_seconds = self._histogram(
             "request_seconds",
-            "From arrival to the end of the stream, of requests that were admitted, however they ended.",
+            "Seconds from arrival to the end of the stream, of admitted requests with any outcome.",
             COARSE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($request_seconds_bucket[5m])))",
         )
         self.outside_seconds = self._histogram(
             "outside_seconds",
-            "Time outside the models: decoding time of a choice in which no step ran and none waited for a draft.",
+            "Seconds outside the models: decoding time of a choice in which no step ran or waited for a draft.",
             COARSE_S,
             promql="sum(rate($outside_seconds_sum[5m])) / sum(rate($request_seconds_sum[5m]))",
         )
         self.draft_latency_seconds = self._histogram(
             "draft_latency_seconds",
-            "Draft RPC latency: from a commit to the first proposal that knows of it.",
+            "Seconds from a commit to the first proposal that includes it (draft RPC latency).",
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($draft_latency_seconds_bucket[5m])))",
         )
         self.verify_latency_seconds = self._histogram(
             "verify_latency_seconds",
-            "Verify RPC latency: from relaying a proposal to the verdict that used it.",
+            "Seconds from relaying a proposal to the verdict that used it (verify RPC latency).",
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($verify_latency_seconds_bucket[5m])))",
         )
@@ -170,34 +170,33 @@ class CoordinatorMetrics(MetricGroup):
         )
         self.hits = self._counter(
             "hits_total",
-            "Steps of a choice that had a usable proposal at hand when they were formed.",
+            "Steps of a choice that had a usable proposal when they were formed.",
             promql='sum(rate($hits_total[5m])) / sum(rate($steps_total{kind!="prefill"}[5m]))',
         )
         self.wasted_tokens = self._counter(
             "wasted_tokens_total",
-            "Draft tokens that verdicts made worthless.",
+            "Draft tokens that verdicts made useless.",
             promql="sum(rate($wasted_tokens_total[5m]))",
         )
         self.draft_fallbacks = self._counter(
             "draft_fallbacks_total",
-            "Times a choice lost its draft and went on without one.",
+            "Choices that lost their draft and went on without one.",
             {
-                "cause": "stream_broken, draining, bad_proposal (no target would take it), stalled, slow "
-                "(rejection mode), flood, never_accepted, fault (what it sent could not be handled), or why the "
-                "draft refused; "
-                "other: a reason that no draft of ours gives"
+                "cause": "stream_broken, draining, bad_proposal (no target would accept it), stalled, slow "
+                "(rejection mode), flood, never_accepted, fault (its message could not be handled), or the reason of "
+                "the draft's refusal; other: a reason that specdec's drafts do not give"
             },
             promql="sum by (cause) (rate($draft_fallbacks_total[5m]))",
             initial=_FALLBACK_CAUSES,
         )
         self.draft_hedges = self._counter(
             "draft_hedges_total",
-            "Times a choice was opened at a second draft because its own was slow.",
+            "Choices that were opened at a second draft because their own was slow.",
             promql="sum(rate($draft_hedges_total[5m]))",
         )
         self.draft_hedges_won = self._counter(
             "draft_hedges_won_total",
-            "Times the second draft was kept.",
+            "Choices that kept their second draft.",
             promql="sum(rate($draft_hedges_won_total[5m])) / sum(rate($draft_hedges_total[5m]))",
         )
         self.draft_hedges_open = self._gauge(
@@ -205,7 +204,7 @@ class CoordinatorMetrics(MetricGroup):
         )
         self.mismatches = self._counter(
             "token_mismatches_total",
-            "Verdicts whose overlap differed from what was delivered.",
+            "Verdicts whose overlap differed from delivered tokens.",
             promql="sum(increase($token_mismatches_total[1h]))",
         )
 
@@ -229,7 +228,7 @@ class CoordinatorMetrics(MetricGroup):
         )
         self.replicas = self._gauge(
             "replicas",
-            "Replicas, by role and state; of several processes the one that sees the most in this state.",
+            "Replicas, by role and state; of several processes the largest count.",
             {
                 **_ROLE,
                 "state": "connecting, ready, draining, ejected, probation, incompatible, down",
@@ -238,42 +237,42 @@ class CoordinatorMetrics(MetricGroup):
             merge="livemax",
         )
         self.processes = self._gauge(
-            "processes", "Processes behind the port that serve.", promql="min by (instance) ($processes)"
+            "processes", "Processes behind the port that are serving.", promql="min by (instance) ($processes)"
         )
 
     def _make_store_metrics(self) -> None:
         self.journal_seconds = self._histogram(
             "journal_seconds",
-            "Time of one journal operation in Redis; without Redis nothing is observed.",
+            "Seconds of one journal operation in Redis; without Redis nothing is observed.",
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($journal_seconds_bucket[5m])))",
         )
         self.journal_errors = self._counter(
             "journal_errors_total",
-            "Journal operations that Redis failed or did not answer in time; few are tried while it is left alone.",
+            "Journal operations that Redis refused or did not answer in time; few are tried while it is down.",
             promql="sum(rate($journal_errors_total[5m]))",
         )
         self.unjournalled = self._gauge(
             "requests_unjournalled",
-            "Requests that wait or run, and are not in the journal because Redis fails.",
+            "Requests that wait or run and are not in the journal because Redis fails.",
             promql="sum($requests_unjournalled)",
         )
         self.store_up = self._gauge(
             "store_up",
-            "1 if the last operation that reached Redis was answered, else 0; without Redis always 1.",
+            "1 if the last operation that reached Redis was answered, otherwise 0; without Redis always 1.",
             promql="min($store_up)",
             merge="livemin",
         )
         self.store_operation_seconds = self._histogram(
             "store_operation_seconds",
-            "Time of one operation in Redis; without Redis nothing is observed.",
+            "Seconds of one operation in Redis; without Redis nothing is observed.",
             FINE_S,
             _OPERATION,
             promql="histogram_quantile(0.95, sum by (le, operation) (rate($store_operation_seconds_bucket[5m])))",
         )
         self.store_errors = self._counter(
             "store_errors_total",
-            "Operations that Redis failed or did not answer in time; few are tried while it is left alone.",
+            "Operations that Redis refused or did not answer in time; few are tried while it is down.",
             _OPERATION,
             promql="sum by (operation) (rate($store_errors_total[5m]))",
             initial=_OPERATIONS,
@@ -281,7 +280,7 @@ class CoordinatorMetrics(MetricGroup):
 
 
 class SupervisorMetrics(MetricGroup):
-    """What only the process that keeps several coordinator processes running knows."""
+    """Metrics of the process that keeps several coordinator processes running."""
 
     _prefix = "coordinator"
 
@@ -289,6 +288,6 @@ class SupervisorMetrics(MetricGroup):
         super().__init__(registry)
         self.process_restarts = self._counter(
             "process_restarts_total",
-            "Coordinator processes that ended without being told to; with num_processes above 1 only.",
+            "Coordinator processes that ended unasked; with num_processes above 1 only.",
             promql="sum by (instance) (increase($process_restarts_total[1h]))",
         )

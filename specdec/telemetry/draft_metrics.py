@@ -1,4 +1,4 @@
-"""What a draft's engine process exports."""
+"""Metrics of a draft's engine process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class DraftMetrics(EngineMetrics):
     _step_kinds = ("draft", "prefill")
     _outcomes = "closed"
     _ends = ("closed",)
-    _stale = "Commits that told nothing new."
-    _loop = "Time of a commit: following it in the tree, rolling back, planning."
+    _stale = "Commits whose tokens the draft already knew."
+    _loop = "Seconds of a commit: following it in the tree, rolling back, planning."
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
@@ -26,7 +26,7 @@ class DraftMetrics(EngineMetrics):
         )
         self.tokens = self._counter(
             "tokens_total",
-            "Depths by which sessions were drafted further, counted when a proposal carried them.",
+            "Depths added to sessions' drafts, counted when a proposal carries them.",
             {"kind": "main"},
             promql="sum(rate($tokens_total[5m])) / sum(rate($proposals_total[5m]))",
         )
@@ -43,13 +43,13 @@ class DraftMetrics(EngineMetrics):
         )
         self.committed_tokens = self._counter(
             "committed_tokens_total",
-            "Committed tokens, by whether the draft had them.",
+            "Committed tokens, by whether the draft had proposed them.",
             {"found": "found, missing"},
             promql='sum(rate($committed_tokens_total{found="found"}[5m])) / sum(rate($committed_tokens_total[5m]))',
         )
         self.draft_seconds = self._histogram(
             "draft_seconds",
-            "From the arrival of a commit to the first proposal after it.",
+            "Seconds from the arrival of a commit to the first proposal after it.",
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($draft_seconds_bucket[5m])))",
         )
@@ -65,7 +65,7 @@ class DraftMetrics(EngineMetrics):
         )
         self.drafters_dropped = self._counter(
             "drafters_dropped_total",
-            "Drafters that failed, and are not asked any more.",
+            "Drafters that failed and are no longer used.",
             drafter,
             promql="sum by (instance, drafter) ($drafters_dropped_total) > 0",
         )
@@ -77,12 +77,12 @@ class DraftMetrics(EngineMetrics):
         )
         self.api_cost = self._counter(
             "api_cost_total",
-            "What that costs by the prices of the settings.",
+            "Cost of these tokens by the prices of the settings.",
             promql="sum by (instance) (increase($api_cost_total[1h]))",
         )
         self.api_faults = self._counter(
             "api_faults_total",
-            "Calls of an endpoint that were of no use: after each nothing is asked for a while.",
+            "Calls of an endpoint that failed; after each the endpoint is not called for a while.",
             {"kind": "timeout, slow, redirect, status_5xx, no_json, long_line, ..."},
             promql="sum by (instance, kind) (increase($api_faults_total[15m]))",
         )

@@ -1,4 +1,4 @@
-"""What the engine processes of targets and drafts have in common."""
+"""Metrics that the engine processes of targets and drafts have in common."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from specdec.telemetry.registry import BATCH_TOKENS, COARSE_S, FINE_S, TOKENS, M
 
 
 class EngineMetrics(MetricGroup):
-    """What targets and drafts have in common: steps, KV cache, sessions."""
+    """Metrics of targets and drafts: steps, KV cache, sessions, constraints."""
 
     _kinds: str
     _step_kinds: tuple[str, ...]
@@ -28,14 +28,14 @@ class EngineMetrics(MetricGroup):
         kind = {"kind": self._kinds}
         self.steps = self._counter(
             "steps_total",
-            "Steps, by kind of their rows.",
+            "Steps, by the kind of their rows.",
             kind,
             promql="sum by (kind) (rate($steps_total[5m]))",
             initial=self._step_kinds,
         )
         self.step_seconds = self._histogram(
             "step_seconds",
-            "Time of a step, sampling included.",
+            "Seconds of a step, sampling included.",
             FINE_S,
             kind,
             promql="histogram_quantile(0.5, sum by (le, kind) (rate($step_seconds_bucket[5m])))",
@@ -61,7 +61,9 @@ class EngineMetrics(MetricGroup):
 
     def _make_session_metrics(self) -> None:
         self.sessions = self._gauge(
-            "sessions", "Sessions that are held, orphaned ones too.", promql="sum by (instance) ($sessions)"
+            "sessions",
+            "Sessions that are held, including those without a coordinator's stream.",
+            promql="sum by (instance) ($sessions)",
         )
         self.running = self._gauge(
             "sessions_running", "Sessions that take part in steps.", promql="sum by (instance) ($sessions_running)"
@@ -78,7 +80,7 @@ class EngineMetrics(MetricGroup):
         )
         self.opened = self._counter(
             "sessions_opened_total",
-            "Sessions opened, reopened ones too.",
+            "Sessions opened, including reopened ones.",
             promql="sum by (instance) (rate($sessions_opened_total[5m]))",
         )
         self.stale_proposals = self._counter(
@@ -86,12 +88,12 @@ class EngineMetrics(MetricGroup):
         )
         self.mismatches = self._counter(
             "token_mismatches_total",
-            "Messages of the peer that were malformed or contradicted what was committed.",
+            "Messages of a peer that were malformed or contradicted committed tokens.",
             promql="sum(increase($token_mismatches_total[1h]))",
         )
         self.info = self._gauge(
             "info",
-            "1, with what is served as labels.",
+            "1, with the served model as labels.",
             {
                 "model": "the name clients use",
                 "numerics_id": "equal ids give equal logits",
@@ -113,7 +115,7 @@ class EngineMetrics(MetricGroup):
             "Free KV blocks that hold a cached prefix.",
             promql="max by (instance) ($kv_blocks_cached / $kv_blocks)",
         )
-        self.kv_blocks = self._gauge("kv_blocks", "KV blocks in all.", promql="sum($kv_blocks)")
+        self.kv_blocks = self._gauge("kv_blocks", "KV blocks, used and free.", promql="sum($kv_blocks)")
         self.prefix_cache_queries = self._counter(
             "prefix_cache_queries_total",
             "Tokens looked up in the prefix cache.",
@@ -126,15 +128,15 @@ class EngineMetrics(MetricGroup):
         )
         self.preemptions = self._counter(
             "preemptions_total",
-            "Sequences whose blocks were taken away.",
+            "Sequences that lost their KV blocks to others.",
             promql="sum by (instance) (rate($preemptions_total[5m]))",
         )
         self.rollbacks = self._counter(
-            "rollbacks_total", "Times a sequence forgot tokens.", promql="sum(rate($rollbacks_total[5m]))"
+            "rollbacks_total", "Rollbacks: sequences that dropped tokens.", promql="sum(rate($rollbacks_total[5m]))"
         )
         self.rollback_tokens = self._histogram(
             "rollback_tokens",
-            "Rollback depth: tokens that a rollback forgot.",
+            "Tokens that a rollback dropped.",
             TOKENS,
             promql="histogram_quantile(0.95, sum by (le) (rate($rollback_tokens_bucket[5m])))",
         )
@@ -142,8 +144,8 @@ class EngineMetrics(MetricGroup):
     def _make_grammar_metrics(self) -> None:
         self.grammar_compile_seconds = self._histogram(
             "grammar_compile_seconds",
-            "Time of compiling a constraint, checking it in a process of its own included, or of finding out that it"
-            " does not compile; the wait for a thread is not.",
+            "Seconds of compiling a constraint, or of finding that it does not compile; the check in a process of its"
+            " own is included, the wait for a thread is not.",
             COARSE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($grammar_compile_seconds_bucket[5m])))",
         )
@@ -154,7 +156,7 @@ class EngineMetrics(MetricGroup):
         )
         self.grammar_cache_hits = self._counter(
             "grammar_cache_hits_total",
-            "Of these, those whose constraint was known, or being compiled.",
+            "Sessions opened with a constraint that was compiled, or being compiled.",
             promql="sum(rate($grammar_cache_hits_total[5m])) / sum(rate($grammar_cache_queries_total[5m]))",
         )
         self.grammars_cached = self._gauge(
@@ -162,10 +164,10 @@ class EngineMetrics(MetricGroup):
         )
         self.grammar_refusals = self._counter(
             "grammar_refusals_total",
-            "Sessions that were refused or ended for their constraint.",
+            "Sessions that were refused or ended because of their constraint.",
             {
-                "reason": "invalid; too_complex: compiling or following it would take too much; output: what was"
-                " committed is not what it allows; busy: too many others wait to be compiled; fault"
+                "reason": "invalid; too_complex: compiling or following it would exceed a limit; output: committed"
+                " tokens violate it; busy: too many others wait to be compiled; fault"
             },
             promql="sum by (reason) (rate($grammar_refusals_total[5m]))",
             initial=("invalid", "too_complex", "output", "busy", "fault"),

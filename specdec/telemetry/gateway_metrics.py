@@ -1,4 +1,4 @@
-"""What a gateway exports: its own figures, and those of speculation under the names that vLLM's clients read."""
+"""Metrics of a gateway: its own, and those of speculation under the names that vLLM's clients read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from prometheus_client import CollectorRegistry
 
 from specdec.telemetry.registry import COARSE_S, MetricDoc, MetricGroup, MetricType
 
-_ROUTE = {"route": "the path as /openapi.json has it; other: none of these"}
+_ROUTE = {"route": "the path as in /openapi.json; other: any other path"}
 
 
 class GatewayMetrics(MetricGroup):
-    """What HTTP clients see."""
+    """Requests, times and tokens of HTTP clients."""
 
     _prefix = "gateway"
 
@@ -20,23 +20,23 @@ class GatewayMetrics(MetricGroup):
         super().__init__(registry)
         self.requests = self._counter(
             "requests_total",
-            "Requests that were answered, by HTTP status; a stream by the status that it began with.",
+            "Requests that were answered, by HTTP status; for a stream the status with which it began.",
             {**_ROUTE, "status": "HTTP status; 499: the client left before an answer began"},
             promql='sum(rate($requests_total{status=~"5.."}[5m])) / sum(rate($requests_total[5m]))',
         )
         self.request_seconds = self._histogram(
             "request_seconds",
-            "From a request's headers to the end of its answer.",
+            "Seconds from a request's headers to the end of its answer.",
             COARSE_S,
             _ROUTE,
             promql="histogram_quantile(0.95, sum by (le, route) (rate($request_seconds_bucket[5m])))",
         )
         self.running = self._gauge(
-            "requests_running", "Requests that run, health and metrics left out.", promql="sum($requests_running)"
+            "requests_running", "Requests that run, except health and metrics.", promql="sum($requests_running)"
         )
         self.clients_gone = self._counter(
             "clients_gone_total",
-            "Requests whose client left before their end.",
+            "Requests whose client left before the end.",
             promql="sum(rate($clients_gone_total[5m]))",
         )
         self.stream_errors = self._counter(
@@ -46,12 +46,12 @@ class GatewayMetrics(MetricGroup):
         )
         self.failovers = self._counter(
             "failovers_total",
-            "Calls that a coordinator did not answer, or did not answer to their end.",
+            "Calls that a coordinator did not answer, or not to the end.",
             promql="sum(rate($failovers_total[5m]))",
         )
         self.first_token_seconds = self._histogram(
             "time_to_first_token_seconds",
-            "From the call of a coordinator to its first output.",
+            "Seconds from the call of a coordinator to its first output.",
             COARSE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($time_to_first_token_seconds_bucket[5m])))",
         )
@@ -68,7 +68,7 @@ class GatewayMetrics(MetricGroup):
 
 
 class VllmMetrics(MetricGroup):
-    """Speculation of the requests that ended well here, named as vLLM names it: benchmarks read the difference."""
+    """Speculation of requests that ended well, under vLLM's names: benchmarks read the differences."""
 
     _prefix = "vllm"
 
@@ -91,8 +91,8 @@ class VllmMetrics(MetricGroup):
         )
         self.accepted_per_position = self._counter(
             "num_accepted_tokens_per_pos_total",
-            "The same by position.",
-            {"position": "0, 1, ...: how many draft tokens of the step came before"},
+            "Draft tokens that were accepted, by position.",
+            {"position": "0, 1, ...: number of draft tokens before it in the step"},
             promql="sum by (position) (rate($num_accepted_tokens_per_pos_total[5m]))",
         )
 

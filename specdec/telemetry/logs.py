@@ -9,14 +9,14 @@ from typing import Any
 import structlog
 
 _FIRST_FIELDS = ("timestamp", "level", "service", "event")
-# HTTP clients of model hubs. They log each URL, and those of files are signed: who reads one may fetch the file.
+# HTTP clients of model hubs: they log each URL, and a file's URL is signed, so that its reader may fetch the file.
 _TELLS_URLS = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3")
 
 
 def setup_logging(service: str, level: str = "info", log_format: str = "json") -> None:
-    """Sends logs, those of libraries too, to standard error: one JSON object a line, or coloured text.
+    """Send all logs, including those of libraries, to standard error: one JSON object a line, or coloured text.
 
-    Every line carries time, level, event and service; ids and figures are fields, never parts of the event.
+    Every line has time, level, event and service; ids and figures are fields, never parts of the event.
     """
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,

@@ -18,20 +18,20 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from specdec import __version__
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, TlsMaterial, client_context
+from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, TlsMaterial, TlsPaths, client_context
 
 
 class Pipeline:
-    """A tracer whose spans are exported. The standard OTEL_* variables hold for what settings leave open:
+    """A tracer whose spans are exported. The standard OTEL_* variables complete the settings:
     OTEL_RESOURCE_ATTRIBUTES, OTEL_SERVICE_NAME, OTEL_BSP_*, OTEL_SPAN_*, OTEL_EXPORTER_OTLP_{HEADERS,CERTIFICATE,
     CLIENT_KEY,CLIENT_CERTIFICATE,COMPRESSION,TIMEOUT}.
     """
 
     def __init__(self, settings: TracingSettings, service: str, sample_ratio: float) -> None:
-        """Start its thread. Raises TlsFilesBroken."""
+        """Start the exporting thread. Raises TlsFilesBroken."""
         self._exporter = _FollowingExporter(settings)
         sampler = ParentBased(TraceIdRatioBased(sample_ratio))
-        # Not at exit: `flush_and_stop` is bounded, the SDK's own is not.
+        # Not at exit: `flush_and_stop` is bounded in time, the SDK's own shutdown is not.
         self._provider = TracerProvider(sampler, _resource(service), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self.tracer = self._provider.get_tracer("specdec", __version__)
@@ -42,16 +42,16 @@ class Pipeline:
         return self._exporter.files
 
     def flush_and_stop(self) -> None:
-        """Export what is queued, and end the thread. May take as long as the collector does."""
+        """Export the queued spans, and end the thread. A hanging collector makes it hang."""
         self._provider.shutdown()
 
     def cancel(self) -> None:
-        """Break off the export under way and all that wait, so that `flush_and_stop` returns."""
+        """Break off the running and the waiting exports, so that `flush_and_stop` returns."""
         self._exporter.shutdown()
 
 
 class _FollowingExporter(SpanExporter):
-    """Exports with the TLS files as they are: OpenTelemetry's exporter keeps what it was made with."""
+    """Exports with the present TLS files: OpenTelemetry's exporter keeps its first certificate."""
 
     def __init__(self, settings: TracingSettings) -> None:
         self._settings = settings
@@ -62,12 +62,12 @@ class _FollowingExporter(SpanExporter):
         self._is_shut_down = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Export them; called by one thread at a time."""
+        """Export spans; called by one thread at a time."""
         self._renew()
         return self._exporter.export(spans)
 
     def shutdown(self) -> None:
-        """Break off the export under way and refuse others. May be called by any thread, and again."""
+        """Break off the running export and refuse new ones. May be called by any thread, and again."""
         with self._lock:
             if not self._is_shut_down:
                 self._is_shut_down = True
@@ -94,15 +94,15 @@ def _exporter(settings: TracingSettings, tls: TlsMaterial | None) -> OTLPSpanExp
 
 
 def _tls_files(settings: TracingSettings) -> TlsFiles | None:
-    """The files of our setting and of OpenTelemetry's variables; None where there are none. Raises TlsFilesBroken."""
+    """The files of otlp_ca_file and of OpenTelemetry's variables; None without any. Raises TlsFilesBroken."""
     ca, chain, key = (_variable_file(name) for name in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"))
     ca = TlsFile.of("otlp_ca_file", settings.otlp_ca_file) or ca
     if not _is_encrypted(settings) or (ca, chain, key) == (None, None, None):
         return None
     alone = chain if key is None else key if chain is None else None
     if alone is not None:
-        raise TlsFilesBroken(f"{alone.setting}: certificate and key need each other")
-    return TlsFiles(client_context, certificate=chain, key=key, authorities=ca)
+        raise TlsFilesBroken(f"{alone.setting}: set the certificate and its key together")
+    return TlsFiles(client_context, TlsPaths(chain, key, ca))
 
 
 def _variable_file(name: str) -> TlsFile | None:
@@ -124,5 +124,5 @@ def _resource(service: str) -> Resource:
             "service.instance.id": f"{socket.gethostname()}-{os.getpid()}",
         }
     )
-    # What the environment says wins: operators name services as they like.
+    # The environment's attributes win: operators name services as they like.
     return own.merge(OTELResourceDetector().detect())

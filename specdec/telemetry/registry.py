@@ -1,4 +1,4 @@
-"""How metrics are declared and scraped: one prefix per group, the meaning and the query beside every name."""
+"""Declaration and scraping of metrics: one prefix per group, a meaning and a query beside every name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from specdec import __version__
 
 _MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-# Seconds. Steps of small models, and hops between processes, take well under 10 ms; steps of large ones 10 to 100 ms.
+# Steps of small models, and hops between processes, take well under 10 ms; steps of large models 10 to 100 ms.
 FINE_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04,
     0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
@@ -31,18 +31,18 @@ BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 MetricType = Literal["counter", "gauge", "histogram"]
 GaugeMerge = Literal["livesum", "livemax", "livemin"]
-"""What a page shows of a gauge that several processes set; those that have ended never count."""
+"""Value of a gauge that several processes set; processes that have ended never count."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricDoc:
-    """What operators are told of a metric.
+    """A metric's entry in docs/metrics.md.
 
     Attributes:
         name: as exported; a histogram's series add _bucket, _sum and _count to it.
         type: counter, gauge or histogram.
-        text: what it means.
-        labels: each label and its values.
+        text: its meaning.
+        labels: the values of each label.
         promql: a query that uses it.
     """
 
@@ -62,10 +62,10 @@ class MetricDoc:
 
 
 def enable_multiprocess_metrics(directory: str, process: str | None = None) -> None:
-    """Metrics made from now on, here and in processes started from here, go to files in `directory`.
+    """Send metrics made from now on, here and in processes started from here, to files in `directory`.
 
-    The files are named after `process`, which no other running process may have, or after the process's number. Under
-    a name of its own a process that is started again goes on with its counters where it ended.
+    The files are named after `process`, a name that no other running process may have, or after the process's number.
+    With a name, a process that is started again continues its counters.
     """
     os.environ[_MULTIPROCESS_VARIABLE] = directory
     identify: Callable[[], int | str] = os.getpid if process is None else lambda: process
@@ -73,18 +73,18 @@ def enable_multiprocess_metrics(directory: str, process: str | None = None) -> N
 
 
 def forget_gauges(directory: str, process: str) -> None:
-    """A process has ended: what it counted stays on the page, the gauges it set no longer do."""
+    """Drop the gauges of a process that has ended; its counters stay on the page."""
     mark_process_dead(process, directory)
 
 
 def forget_gauges_of(pid: int) -> None:
-    """The same for a process that was started from here, and whose files have its number; nothing in other modes."""
+    """Drop the gauges of a process that was started from here and has ended. Without multiprocess files, do nothing."""
     if (directory := os.environ.get(_MULTIPROCESS_VARIABLE)) is not None:
         mark_process_dead(pid, directory)
 
 
 def scrape_registry(own: CollectorRegistry) -> CollectorRegistry:
-    """What /metrics shows: in multiprocess mode the files of all processes, else the process's registry."""
+    """The registry of /metrics: in multiprocess mode the files of all processes, otherwise the process's own."""
     if _MULTIPROCESS_VARIABLE not in os.environ:
         return own
     registry = CollectorRegistry()
@@ -93,7 +93,7 @@ def scrape_registry(own: CollectorRegistry) -> CollectorRegistry:
 
 
 class _FilesCollector(MultiProcessCollector):
-    """Merges what is in the files; one that a process has made this moment is still empty, and no reason to fail."""
+    """Merges the files; a file that a process is just creating is empty, and is left out."""
 
     def collect(self) -> Iterable[Metric]:
         files = [str(path) for path in Path(self._path).glob("*.db") if _has_content(path)]
@@ -108,7 +108,7 @@ def _has_content(path: Path) -> bool:
 
 
 class MetricGroup:
-    """Makes metrics named specdec_<prefix>_... in one registry, and keeps what they mean.
+    """Makes metrics named specdec_<prefix>_... in one registry, and keeps their entries of docs/metrics.md.
 
     In a query, ``$`` stands for the prefix of this group: ``rate($tokens_total[5m])``.
     """
@@ -128,9 +128,9 @@ class MetricGroup:
         promql: str,
         initial: Iterable[str] = (),
     ) -> Counter:
-        """`initial` are values of the only label that are exported as 0 from the start.
+        """Declare a counter; `initial` are values of its only label that are exported as 0 from the start.
 
-        A series that appears at 5 has a rate of 0 to Prometheus: a burst of first failures would not be seen.
+        For Prometheus a series that appears at 5 has a rate of 0: a burst of first failures would be missed.
         """
         doc = self._document("counter", name, text, labels, promql)
         counter = Counter(doc.name, text, tuple(doc.labels), registry=self._registry)
@@ -148,7 +148,7 @@ class MetricGroup:
         merge: GaugeMerge = "livesum",
     ) -> Gauge:
         doc = self._document("gauge", name, text, labels, promql)
-        # A gauge that only one process of a replica sets is zero in the files of the others: the sum is its value.
+        # A gauge that one process of a replica sets is 0 in the other processes' files: the sum is its value.
         return Gauge(doc.name, text, tuple(doc.labels), registry=self._registry, multiprocess_mode=merge)
 
     def _histogram(
@@ -173,9 +173,9 @@ class MetricGroup:
 
 
 class BuildInfo:
-    """specdec_build_info of one service: constantly 1, with what runs as labels.
+    """specdec_build_info of one service: always 1, with the running versions as labels.
 
-    Of several processes that share their metrics each may make one: the series stays 1.
+    Each of several processes that share their metrics may make one: the series stays 1.
     """
 
     def __init__(self, registry: CollectorRegistry, service: str) -> None:

@@ -1,4 +1,4 @@
-"""What the servicer process of a target or draft exports, in front of the engine."""
+"""Metrics of the servicer process of a target or draft, in front of the engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RelayMetrics(MetricGroup):
         )
         self.store_up = self._gauge(
             "store_up",
-            "1 if the last operation that reached Redis was answered, else 0; without Redis always 1.",
+            "1 if the last operation that reached Redis was answered, otherwise 0; without Redis always 1.",
             promql="min($store_up)",
         )
         self.store_up.set(1)
@@ -50,13 +50,13 @@ class RelayMetrics(MetricGroup):
         )
         self.engine_restarts = self._counter(
             "engine_restarts_total",
-            "Engine processes that ended after they had been ready, and were started again.",
+            "Engine processes that ended after they were ready, and were started again.",
             {"cause": "exited, killed, silent, stuck"},
             promql="sum by (instance, cause) (increase($engine_restarts_total[15m]))",
             initial=("exited", "killed", "silent", "stuck"),
         )
         self.engine_silence = self._gauge(
             "engine_silence_seconds",
-            "Time since the engine process gave its last sign of life, four of which it gives a second.",
+            "Seconds since the engine process's last sign of life; it gives four a second.",
             promql="max by (instance) ($engine_silence_seconds)",
         )

@@ -1,7 +1,7 @@
-"""Sums up what a step counts, and writes each series once.
+"""Sums up the counts of a step, and writes each series once.
 
 An update of a series takes a lock, and with several processes a write to a mapped file: 1 to 3 us. A step of eight
-sessions counts some 300 times, mostly the same few series.
+sessions makes some 300 updates, mostly of the same few series.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prometheus_client import Counter, Histogram
 
 
 class Tallies:
-    """Counts for counters and histograms without labels, or with theirs given, until they are written."""
+    """Counts for counters and histograms, with their labels given, until they are written."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[Counter, float] = defaultdict(float)
@@ -24,7 +24,7 @@ class Tallies:
         self._counts[counter] += amount
 
     def observe(self, histogram: Histogram, value: float, times: int = 1) -> None:
-        """As `histogram.observe(value)` so many times."""
+        """As `histogram.observe(value)`, `times` times."""
         if times:
             self._observed[histogram][value] += times
 
@@ -40,7 +40,7 @@ class Tallies:
 
 
 def _observe_all(histogram: Histogram, values: dict[float, int]) -> None:
-    """What `Histogram.observe` does, for many values: it has no such method of its own."""
+    """As `Histogram.observe` for many values, for which it has no method."""
     buckets: defaultdict[int, int] = defaultdict(int)
     for value, times in values.items():
         buckets[bisect_left(histogram._upper_bounds, value)] += times

@@ -1,4 +1,4 @@
-"""What a target's engine process exports."""
+"""Metrics of a target's engine process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TargetMetrics(EngineMetrics):
         "stop, length; abort: closed before, by the coordinator (a stop string, a client that left), an error or expiry"
     )
     _ends = ("stop", "length", "abort")
-    _stale = "Draft tokens that came too late: verdicts had decided their positions."
-    _loop = "Time of a step's turn outside the step: merging proposals before it, verdicts after it."
+    _stale = "Draft tokens that came after a verdict on their positions."
+    _loop = "Seconds of a step's turn outside the step: merging proposals before it, verdicts after it."
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
@@ -66,12 +66,12 @@ class TargetMetrics(EngineMetrics):
         )
         self.wasted_tokens = self._counter(
             "wasted_tokens_total",
-            "Tree nodes thrown away, verified or not.",
+            "Tree nodes that were dropped, verified or not.",
             promql="sum(rate($wasted_tokens_total[5m])) / sum(rate($tokens_total[5m]))",
         )
         self.hits = self._counter(
             "hits_total",
-            "Steps of a session with a usable proposal at hand.",
+            "Steps of a session with a usable proposal.",
             promql="sum(rate($hits_total[5m])) / (sum(rate($hits_total[5m])) + sum(rate($misses_total[5m])))",
         )
         self.misses = self._counter(
@@ -108,27 +108,27 @@ class TargetMetrics(EngineMetrics):
         )
         self.verify_seconds = self._histogram(
             "verify_seconds",
-            "Time of a step that verified proposals.",
+            "Seconds of a step that verified proposals.",
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($verify_seconds_bucket[5m])))",
         )
         self.ttft_seconds = self._histogram(
             "time_to_first_token_seconds",
-            "From the session's opening to its first token.",
+            "Seconds from the session's opening to its first token.",
             COARSE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($time_to_first_token_seconds_bucket[5m])))",
         )
         self.inter_token_seconds = self._histogram(
             "inter_token_seconds",
-            "Time between committed tokens; a burst of n is n intervals of 1/n.",
+            "Seconds between committed tokens; a burst of n tokens is n intervals of 1/n of its gap.",
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($inter_token_seconds_bucket[5m])))",
         )
 
         self.device_gap_seconds = self._histogram(
             "device_gap_seconds",
-            "Between two steps that decode, on the clock of a GPU: from the end of one's pass to the begin of the next"
-            " one's. Tokens are drawn in it; the rest is idle, or hold-off.",
+            "Seconds between two decoding steps by the GPU's clock, from the end of one forward pass to the begin of "
+            "the next. Tokens are sampled in them; the rest is idle time or hold-off.",
             GAP_S,
             promql="histogram_quantile(0.5, sum by (le) (rate($device_gap_seconds_bucket[5m])))",
         )
@@ -136,13 +136,13 @@ class TargetMetrics(EngineMetrics):
     def _make_mask_metrics(self) -> None:
         self.mask_seconds = self._histogram(
             "mask_seconds",
-            "Time of filling the masks of a step's constraints, on whichever thread; of steps that had any.",
+            "Seconds of filling the masks of a step's constraints, on any thread; only of steps with constraints.",
             FINE_S,
             promql="sum(rate($mask_seconds_sum[5m])) / sum(rate($mask_seconds_count[5m]))",
         )
         self.mask_wait_seconds = self._histogram(
             "mask_wait_seconds",
-            "Time that such a step waited for its masks, or filled them itself behind the forward pass.",
+            "Seconds that a step waited for its constraints' masks, or filled them itself after the forward pass.",
             FINE_S,
             promql="sum(rate($mask_wait_seconds_sum[5m])) / sum(rate($mask_seconds_sum[5m]))",
         )
@@ -151,17 +151,17 @@ class TargetMetrics(EngineMetrics):
         speed_up = "sum(rate($plain_equivalent_seconds_total[5m])) / sum(rate($decode_seconds_total[5m]))"
         self.decode_seconds = self._counter(
             "decode_seconds_total",
-            "Time that decoding took, summed over the sessions of each step: the step's turn and the hold-off before"
-            " it. Steps that carried prefill are left out here and in plain_equivalent_seconds.",
+            "Seconds of decoding, summed over the sessions of each step: the step's turn and the hold-off before it."
+            " Steps with prefill are left out here and in plain_equivalent_seconds.",
             promql=speed_up,
         )
         self.plain_equivalent_seconds = self._counter(
             "plain_equivalent_seconds_total",
-            "Time that the same tokens would have taken by plain decoding of the same batch: by plain steps of as many"
-            " sessions as measured last, or, before there was one, by the target's model of its step time. Over"
-            " decode_seconds it is the speed-up; below 1 speculation does not pay. A draft that shares the target's"
-            " machine slows plain steps down, too; that is corrected by plain steps that ran while no draft worked (of"
-            " requests without speculation). Until there were some, the figure flatters speculation there.",
+            "Seconds that plain decoding of the same batch would have taken for the same tokens: by the last measured "
+            "plain step with as many sessions, or, before there is one, by the target's cost model. Divided by "
+            "decode_seconds it is the speed-up; below 1 speculation does not pay. A draft on the target's machine "
+            "slows plain steps down, too. Plain steps that ran while no draft worked (of requests without "
+            "speculation) correct for this; without such steps the figure flatters speculation.",
             promql=speed_up,
         )
 
@@ -174,40 +174,39 @@ class TargetMetrics(EngineMetrics):
         )
         self.drafter_verified = self._counter(
             "drafter_verified_tokens_total",
-            "Of these, those that were verified; a node that several drafters offered counts for each.",
+            "Offered tree nodes that were verified; a node that several drafters offered counts for each.",
             _DRAFTER,
             promql="sum by (drafter) (rate($drafter_verified_tokens_total[5m]))",
         )
         self.drafter_accepted = self._counter(
             "drafter_accepted_tokens_total",
-            "Of these, those that were accepted.",
+            "Verified tree nodes that were accepted.",
             {**_DRAFTER, **_DEPTH},
             promql="sum by (drafter) (rate($drafter_accepted_tokens_total[5m]))"
             " / sum by (drafter) (rate($drafter_verified_tokens_total[5m]))",
         )
         self.drafter_seconds = self._counter(
             "drafter_seconds_total",
-            "Time that proposing took. Of the target's own drafters and draft: measured, and all sessions of the step"
-            " wait for it. Of draft services: what they say that the nodes on the deepest path took, at most a second"
-            " each, summed over sessions, which they may draft for side by side and while the target works.",
+            "Seconds of proposing. For the target's own drafters and draft they are measured, and all sessions of the "
+            "step wait for them. Draft services report the time of the nodes on the deepest path, at most a second "
+            "each, summed over sessions, for which they may draft side by side and while the target works.",
             _DRAFTER,
             promql="sum by (drafter) (rate($drafter_accepted_tokens_total[5m]))"
             " / sum by (drafter) (rate($drafter_seconds_total[5m]))",
         )
         self.layer_search_seconds = self._counter(
             "layer_search_seconds_total",
-            "Time that the search for sublayers to leave out took (drafter layer_skip); it is within its share.",
+            "Seconds of the search for sublayers to leave out (drafter layer_skip), within max_search_share.",
             promql="sum by (instance) (rate($layer_search_seconds_total[5m]))",
         )
         self.layer_matchness = self._gauge(
             "layer_matchness_ratio",
-            "Share of recent tokens that the target finds again without the sublayers left out, by the search.",
+            "Share of recent tokens that the target also finds without the sublayers that are left out.",
             promql="avg by (instance) ($layer_matchness_ratio)",
         )
         self.drafters_dropped = self._counter(
             "drafters_dropped_total",
-            "Drafters of the target's own that failed, did not return, or found that they bring nothing, and are not "
-            "asked any more.",
+            "The target's own drafters that failed, did not return, or gained nothing, and are no longer used.",
             _OWN,
             promql="sum by (instance, drafter) ($drafters_dropped_total) > 0",
         )

@@ -1,4 +1,4 @@
-"""What every service exports of the TLS files that it uses."""
+"""Metrics of the TLS files that a service uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _USE = {"use": "server, replicas (of a coordinator's calls), redis, otlp"}
 
 
 class TlsMetrics(MetricGroup):
-    """Certificates in use, and those that were refused; a use without TLS files has no series."""
+    """Certificates in use, and refused ones; a use without TLS files has no series."""
 
     _prefix = "tls"
 
@@ -18,28 +18,28 @@ class TlsMetrics(MetricGroup):
         super().__init__(registry)
         self.expiry = self._gauge(
             "certificate_expiry_timestamp_seconds",
-            "When the certificate in use expires, or one of its chain that does so sooner, in seconds since 1970.",
+            "Expiry of the certificate in use, or of an earlier one in its chain, in seconds since 1970.",
             _USE,
             promql="min by (instance, use) ($certificate_expiry_timestamp_seconds) - time()",
             merge="livemin",
         )
         self.lifetime = self._gauge(
             "certificate_lifetime_seconds",
-            "For how long that certificate is good in all.",
+            "Seconds from the beginning to the end of that certificate's validity.",
             _USE,
             promql="($certificate_expiry_timestamp_seconds - time()) / $certificate_lifetime_seconds",
             merge="livemin",
         )
         self.refused = self._gauge(
             "files_refused",
-            "1 while the files on disk cannot be used, and the last good ones are; else 0.",
+            "1 while the files on disk cannot be used and the last good ones are in use; otherwise 0.",
             _USE,
             promql="max by (instance, use) ($files_refused)",
             merge="livemax",
         )
         self.failures = self._counter(
             "renewal_failures_total",
-            "Times that files were renewed with something that cannot be used.",
+            "Renewals of files that cannot be used.",
             _USE,
             promql="sum by (instance, use) (increase($renewal_failures_total[1h]))",
         )

@@ -1,8 +1,8 @@
-"""Traces: a service's tracer, and the way of its spans to a collector.
+"""Traces: a service's tracer, and the export of its spans to a collector.
 
-Spans are queued by whoever ends them and exported by a thread of their own, so neither a slow nor an absent collector
-holds anything up; what the queue cannot take is dropped. Only servicers and coordinators have one: an engine process
-sends what it knows of a session to its servicer (`specdec.replica.worker.trace`), which turns it into spans.
+Ended spans are queued, and a thread of its own exports them, so neither a slow nor an absent collector delays requests;
+a full queue drops spans. Only servicers, coordinators and gateways export: an engine process sends a session's span
+to its servicer (`specdec.replica.worker.trace`), which turns it into spans.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specdec.telemetry.otlp import Pipeline
 
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""Metadata of a call that names the trace it belongs to (W3C Trace Context)."""
+"""Metadata of a call that names its trace (W3C Trace Context)."""
 _CANCEL_S = 1.0
 _log = structlog.get_logger(__name__)
 
@@ -35,17 +35,17 @@ class Tracing:
     """A service's tracing, from its start to its stop. Off (no thread, no exporter) without `otlp_endpoint`."""
 
     def __init__(self, settings: TracingSettings, service: str, sample_ratio: float = 1.0) -> None:
-        """Start it. Raises TlsFilesBroken, which names the setting or the variable.
+        """Start tracing. Raises TlsFilesBroken, which names the setting or the variable.
 
         Args:
             service: coordinator, target or draft; exported as service.name specdec-<service>.
-            sample_ratio: share of traces recorded of those that begin here; others are decided by who began them.
+            sample_ratio: share of the traces beginning here that are recorded; the caller decides on all others.
         """
         self._pipeline: Pipeline | None = None
         self.tracer: Tracer = NoOpTracer()
         self._propagator = TraceContextTextMapPropagator()
         if settings.otlp_endpoint is not None:
-            from specdec.telemetry.otlp import Pipeline  # the SDK is loaded only where it is used
+            from specdec.telemetry.otlp import Pipeline  # the SDK is loaded only with tracing on
 
             self._pipeline = Pipeline(settings, service, sample_ratio)
             self.tracer = self._pipeline.tracer
@@ -62,7 +62,7 @@ class Tracing:
         return None if self._pipeline is None else self._pipeline.tls_files
 
     def parent(self, headers: Mapping[str, str]) -> Context:
-        """The context that W3C headers name; an empty one when they name none, do not parse, or tracing is off."""
+        """The context in W3C headers; an empty one without headers, with malformed ones, or with tracing off."""
         return self._propagator.extract(headers, Context()) if self.is_on else Context()
 
     def record(self, encoded: bytes) -> None:
@@ -85,9 +85,9 @@ class Tracing:
         span.end(told.end_unix_ns)
 
     async def close(self, timeout_s: float = 2.0) -> None:
-        """Export what is queued, for at most `timeout_s`, and stop; what is left is dropped.
+        """Export the queued spans, for at most `timeout_s`, and stop; the rest is dropped.
 
-        Returns within about a second more than that even if the collector hangs.
+        Returns within about a second more, even if the collector hangs.
         """
         if self._pipeline is None:
             return
@@ -97,13 +97,13 @@ class Tracing:
         flush.start()
         await asyncio.to_thread(flush.join, timeout_s)
         if flush.is_alive():
-            _log.warning("traces_dropped", timeout_s=timeout_s, reason="the collector did not take them in time")
+            _log.warning("traces_dropped", timeout_s=timeout_s, reason="the collector did not accept them in time")
             pipeline.cancel()
             await asyncio.to_thread(flush.join, _CANCEL_S)
 
 
 def traceparent_of(span: Span) -> str:
-    """W3C traceparent of a recorded span; empty for one that is not recorded."""
+    """W3C traceparent of a span; empty for a span that is not recorded."""
     context = span.get_span_context()
     if not context.is_valid or not context.trace_flags.sampled:
         return ""
@@ -111,7 +111,7 @@ def traceparent_of(span: Span) -> str:
 
 
 def log_fields(span: Span) -> dict[str, str]:
-    """What log lines about a span carry; nothing when tracing is off."""
+    """Fields of log lines about a span; none when tracing is off."""
     context = span.get_span_context()
     if not context.is_valid:
         return {}

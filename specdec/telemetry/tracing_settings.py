@@ -1,4 +1,4 @@
-"""Settings of tracing that every service has: where spans go, and how to get in there."""
+"""Settings of tracing that every service has: the collector, its headers and its authorities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
 
 class TracingSettings(BaseModel):
-    """Where spans go. Without `otlp_endpoint` none are made."""
+    """The collector of spans. Without `otlp_endpoint` no span is made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -27,7 +27,7 @@ class TracingSettings(BaseModel):
     )
     otlp_headers: SecretStr | None = Field(
         default=None,
-        description="Sent with every export, such as a key: NAME=VALUE, separated by commas, values URL-encoded; "
+        description="Headers of every export, such as a key: NAME=VALUE, separated by commas, values URL-encoded; "
         "null: OTEL_EXPORTER_OTLP_HEADERS.",
     )
     otlp_ca_file: Path | None = Field(
@@ -68,7 +68,7 @@ class TracingSettings(BaseModel):
 
 
 def _check_protocol() -> None:
-    """What OpenTelemetry's variables ask for is not silently something else."""
+    """Refuse a protocol that OpenTelemetry's variables ask for and that is not gRPC."""
     for name in _PROTOCOL_VARIABLES:
         if value := os.environ.get(name, "").strip():
             if value != "grpc":

@@ -1,4 +1,4 @@
-"""Ending a call with an error's status, on the server, and writing to one that the peer may have ended."""
+"""The server's side of a call that ends: writing to a peer that may be gone, and ending with an error's status."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from grpc_status import rpc_status
 
 from specdec.wire.errors import Cancelled, Unavailable, to_status
 
-# Below zero: do not call again (https://github.com/grpc/proposal/blob/master/A6-client-retries.md).
+# A negative delay: the client's gRPC must not retry (https://github.com/grpc/proposal/blob/master/A6-client-retries.md).
 _NO_RETRY = ("grpc-retry-pushback-ms", "-1")
 
 
 async def write_to(context: grpc.aio.ServicerContext, message: Any) -> None:
-    """Writes to the peer. Raises Cancelled if it has gone and the handler's task has not been cancelled for it yet."""
+    """Write to the peer. Raises Cancelled if the peer is gone before the handler's task is cancelled."""
     try:
         await context.write(message)
     except grpc.aio.InternalError:
@@ -25,8 +25,8 @@ async def write_to(context: grpc.aio.ServicerContext, message: Any) -> None:
 async def abort_with(context: grpc.aio.ServicerContext, error: BaseException) -> NoReturn:
     """Ends the call with the error's status. Never returns: raises grpc.aio.AbortError.
 
-    gRPC's own retries are called off after an error for which the service has waited, as each would wait again, and
-    after a request was ended on purpose.
+    The client's gRPC must not retry after an error for which the service has waited, since each retry would wait
+    again, and after a request was ended on purpose.
     """
     has_waited = isinstance(error, Unavailable) and error.has_waited
     may_retry = not has_waited and not isinstance(error, Cancelled)

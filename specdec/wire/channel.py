@@ -4,39 +4,38 @@ from __future__ import annotations
 
 import grpc
 
-from specdec.wire.settings import ClientSettings, WireSettings
+from specdec.wire.settings import PeerSettings, WireSettings
 from specdec.wire.tls import channel_credentials, replica_tls_files
 from specdec.wire.tls_files import TlsFiles, TlsMaterial
 
 _MAX_RECONNECT_BACKOFF_MS = 2000
 _MIN_RECONNECT_BACKOFF_MS = 100
 _CONNECT_ATTEMPT_MS = 5000
-"""gRPC gives an attempt to connect no less than this: a busy peer needs more than a second to answer."""
+"""Milliseconds of an attempt to connect, at least: a busy peer needs more than a second to answer."""
 
 
 def wire_options(settings: WireSettings) -> list[tuple[str, int]]:
     """gRPC options that clients and servers share: message limits and keepalive."""
     return [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
-        # The receiver decides: it answers RESOURCE_EXHAUSTED, where a sender's own limit ends a stream as
-        # INTERNAL.
+        # The receiver decides, with RESOURCE_EXHAUSTED; a sender's own limit would end a stream as INTERNAL.
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", round(settings.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
-        # A ping of keepalive is given up after the longer of its own time-out and this, which is a minute by default.
+        # A keepalive ping times out after the longer of its own time-out and this one, by default a minute.
         ("grpc.http2.ping_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
-        # gRPC would stop pinging after two pings without data; idle streams must notice a dead peer too.
+        # By default gRPC stops after two pings without data; idle streams must notice a dead peer too.
         ("grpc.http2.max_pings_without_data", 0),
     ]
 
 
-def open_channel(address: str, settings: ClientSettings, tls: TlsMaterial | None = None) -> grpc.aio.Channel:
+def open_channel(address: str, settings: PeerSettings, tls: TlsMaterial | None = None) -> grpc.aio.Channel:
     """A channel to host:port; connects lazily and reconnects by itself, at most two seconds apart.
 
-    Never goes through an HTTP proxy, and shares its connection with no other channel. `tls` is what it uses for as
-    long as it lives, where settings demand TLS; without it the files are read now. Raises TlsFilesBroken, which names
-    the setting, when they cannot be used.
+    It uses no HTTP proxy, and shares its connection with no other channel. Where the settings demand TLS, the channel
+    keeps `tls` for its lifetime; without `tls` the files are read now. Raises TlsFilesBroken, which names the setting,
+    where they cannot be used.
     """
     options: list[tuple[str, int | str]] = [
         *wire_options(settings),
@@ -58,21 +57,21 @@ def open_channel(address: str, settings: ClientSettings, tls: TlsMaterial | None
 class ReplicaChannel:
     """The channel to one replica, which `renew` exchanges for one with the TLS files as they are now.
 
-    gRPC's channels for Python keep the certificate that they were opened with, also when they reconnect after it has
-    expired.
+    A gRPC channel in Python keeps the certificate with which it was opened, even when it reconnects after the
+    certificate has expired.
     """
 
-    def __init__(self, address: str, settings: ClientSettings, files: TlsFiles | None = None) -> None:
-        """Open it. `files` are those of the settings, one object for all replicas; None without TLS."""
+    def __init__(self, address: str, settings: PeerSettings, files: TlsFiles | None = None) -> None:
+        """Open the channel. `files` are the settings' TLS files, one object for all replicas; None without TLS."""
         self._address = address
         self._settings = settings
         self._files = files
         self._tls = None if files is None else files.current()
         self.current = open_channel(address, settings, self._tls)
-        """The channel for calls to come."""
+        """The channel for new calls."""
 
     async def renew(self) -> bool:
-        """Exchange the channel if files have changed since it was opened; whether it was. Ends calls of the old one."""
+        """Exchange the channel, and end its calls, if the files have changed; returns whether they have."""
         latest = None if self._files is None else self._files.current()
         if latest is self._tls:
             return False
@@ -82,5 +81,5 @@ class ReplicaChannel:
         return True
 
     async def close(self) -> None:
-        """Close it; calls under way are cancelled."""
+        """Close the channel; its calls are cancelled."""
         await self.current.close()

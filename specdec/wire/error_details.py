@@ -1,10 +1,14 @@
-"""What goes along with an error on the wire: bounded when it is sent, and read as far as it can be read."""
+"""Typed details of errors on the wire: bounded when sent, and read as far as they parse.
+
+The report of an engine's end lists the sessions that it was working on by keys of fixed size.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 from google.protobuf import duration_pb2
@@ -14,18 +18,19 @@ from google.rpc import error_details_pb2, status_pb2
 STATUS_KEY = "grpc-status-details-bin"
 """The trailing metadata that carries a google.rpc.Status."""
 MAX_TEXT_BYTES = 1500
-"""Of a text about an error, as it is on the wire. gRPC's clients refuse trailers of more than 8 KiB in all, and the
-text goes along up to three times."""
+"""Bytes of an error's text on the wire: gRPC's clients refuse trailers of more than 8 KiB in all, and the text is in
+them up to three times."""
 MAX_FIELD_BYTES = 200
 _ESCAPED_BYTES = 3
-"""What gRPC makes of each byte in a status message that is not printable ASCII."""
+"""Bytes in which gRPC writes one byte of a status message that is not printable ASCII."""
 _MAX_RETRY_S = 1e9
 _MAX_FACTS = 4
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
+KEY_BYTES = 8
 
 
 class ErrorDetails(NamedTuple):
-    """The typed details of a status; what is missing, or cannot be read, is empty."""
+    """The typed details of a status; details that are missing or do not parse are empty."""
 
     info: error_details_pb2.ErrorInfo
     request: error_details_pb2.BadRequest
@@ -33,7 +38,7 @@ class ErrorDetails(NamedTuple):
 
 
 def details_of(status: status_pb2.Status) -> ErrorDetails:
-    """The details of a status of whatever maker: reasons that are none are left out, facts are few and short."""
+    """The details of a status from any sender: malformed reasons are dropped, and metadata is bounded."""
     details = ErrorDetails(error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo())
     for detail in status.details:
         for target in details:
@@ -62,7 +67,7 @@ def rich_status(trailing: Iterable[Any] | None) -> status_pb2.Status | None:
 
 
 def cut(text: str, most_bytes: int = MAX_TEXT_BYTES) -> str:
-    """The beginning of a text that takes no more than this in a header of HTTP/2."""
+    """The longest beginning of a text that takes at most `most_bytes` in a header of HTTP/2."""
     if len(text) * 4 * _ESCAPED_BYTES <= most_bytes:
         return text
     size = 0
@@ -75,7 +80,7 @@ def cut(text: str, most_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def retry_delay(seconds: float) -> duration_pb2.Duration:
-    """A delay as RetryInfo has it, whatever it is computed from."""
+    """A delay as RetryInfo has it; not a number and infinity become the longest one."""
     bounded = _MAX_RETRY_S if math.isnan(seconds) else min(max(seconds, 0.0), _MAX_RETRY_S)
     delay = duration_pb2.Duration()
     delay.FromMilliseconds(round(bounded * 1000))
@@ -83,5 +88,15 @@ def retry_delay(seconds: float) -> duration_pb2.Duration:
 
 
 def retry_seconds(delay: duration_pb2.Duration) -> float:
-    """A delay of RetryInfo in seconds, never less than none nor more than thirty years."""
+    """A delay of RetryInfo in seconds, from 0 to thirty years."""
     return min(max(delay.seconds + delay.nanos / 1e9, 0.0), _MAX_RETRY_S)
+
+
+def session_key(session_id: str) -> bytes:
+    """The key of a session in `EngineEnd.session_keys`: among a thousand sessions two share one with chance 10^-13."""
+    return hashlib.blake2b(session_id.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()
+
+
+def split_keys(joined: bytes) -> Set[bytes]:
+    """The keys in `EngineEnd.session_keys`, which joins them."""
+    return {joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)}

@@ -45,7 +45,7 @@ _log = structlog.get_logger(__name__)
 
 
 class SpecdecError(Exception):
-    """What a service tells its caller: a message for people, a code and a stable reason for programs."""
+    """An error for the caller: a message for people, a code and a stable reason for programs."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
     default_reason: ClassVar[str] = "UNKNOWN"
@@ -89,7 +89,7 @@ class InvalidRequest(SpecdecError):
 
 
 class Unauthenticated(SpecdecError):
-    """The caller did not say who it is, or not credibly."""
+    """The caller sent no key, or one that is not known."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
     default_reason = "UNAUTHENTICATED"
@@ -103,7 +103,7 @@ class PermissionDenied(SpecdecError):
 
 
 class NotFound(SpecdecError):
-    """What the request names does not exist."""
+    """The object that the request names does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
     default_reason = "NOT_FOUND"
@@ -123,7 +123,7 @@ class RequestExists(SpecdecError):
 
 
 class _Retryable(SpecdecError):
-    """Errors that say when to try again."""
+    """An error with the time after which the caller may try again."""
 
     def __init__(
         self,
@@ -142,19 +142,19 @@ class _Retryable(SpecdecError):
 
 
 class Overloaded(_Retryable):
-    """Every place, in the queue too, is taken."""
+    """All places are taken, those of the queue included."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     default_reason = "OVERLOADED"
 
 
 class Unavailable(_Retryable):
-    """The service, or one that it needs, cannot answer now; nothing was done."""
+    """The service, or another one that it needs, cannot answer now; nothing was done."""
 
     code = grpc.StatusCode.UNAVAILABLE
     default_reason = "UNAVAILABLE"
     has_waited: ClassVar[bool] = False
-    """The service has waited already for what is missing: a client's gRPC is told not to call again by itself."""
+    """Whether the service has already waited for the missing replica: the client's gRPC must then not retry."""
 
 
 class NotReady(Unavailable):
@@ -164,7 +164,7 @@ class NotReady(Unavailable):
 
 
 class NoTarget(Unavailable):
-    """No target was to be had for as long as the service waits for one."""
+    """No target became ready while the service waited for one."""
 
     default_reason = "NO_TARGET"
     has_waited = True
@@ -198,14 +198,14 @@ class DeadlineExceeded(SpecdecError):
 
 
 class DataLoss(SpecdecError):
-    """What the client holds and what was journalled cannot both be true."""
+    """The client's tokens and the journalled ones contradict each other."""
 
     code = grpc.StatusCode.DATA_LOSS
     default_reason = "DATA_LOSS"
 
 
 class Unimplemented(SpecdecError):
-    """This deployment does not offer it."""
+    """This deployment does not offer the method or the feature."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
     default_reason = "UNIMPLEMENTED"
@@ -242,7 +242,7 @@ def to_status(error: BaseException) -> status_pb2.Status:
 
 
 def internal_error(cause: BaseException) -> Internal:
-    """Logs the cause with its traceback and returns what the caller may know of it: an id."""
+    """Log the cause with its traceback, and return an error with an id, which is all that the caller learns."""
     error_id = uuid.uuid4().hex[:12]
     _log.error("internal_error", error_id=error_id, exc_info=cause)
     return Internal(f"internal error {error_id}", metadata={"error_id": error_id})
@@ -265,7 +265,7 @@ def from_status(status: status_pb2.Status) -> SpecdecError:
         if not violations.field_violations:
             return InvalidRequest("request", message, **common)
         violation = violations.field_violations[0]
-        # Replicas put the field before what they say of it.
+        # Replicas put the field before the description.
         description = violation.description.removeprefix(f"{violation.field}: ")
         return InvalidRequest(violation.field, description, **common)
     if issubclass(cls, _Retryable):
@@ -287,8 +287,8 @@ def _class_of(code: grpc.StatusCode, reason: str) -> type[SpecdecError]:
 def from_rpc_error(error: grpc.RpcError, *, is_own_end: bool = True) -> SpecdecError:
     """The error behind a failed call: from its typed details where it has them, else from its code.
 
-    `is_own_end`: the caller may have cancelled the call itself. If it has not, and CANCELLED comes without details, the
-    call was cut off between the two, as by a server that stops with calls that it has not looked at: Unavailable.
+    `is_own_end`: the caller may have cancelled the call itself. Otherwise CANCELLED without details means that the call
+    was cut off on the way, for example by a server that stops before it reads the call: Unavailable.
     """
     status = rich_status(error.trailing_metadata())
     if status is None:

@@ -1,49 +1,51 @@
-"""How large messages are, and how they are kept below what their receiver takes.
+"""Sizes of messages, and how senders keep them below the receiver's limit.
 
-The receiver of a gRPC message decides how large it may be, and ends the whole stream at one that is larger. So peers
-tell each other their limits, and who sends cuts what it sends. What is said here of sizes are upper bounds.
+The receiver of a gRPC message decides how large it may be, and ends the whole stream at a larger one. So peers exchange
+their limits, and the sender cuts its messages. All sizes here are upper bounds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 MIN_MESSAGE_BYTES = 64 * 1024
-"""No peer takes less (`max_message_bytes`), so what always fits into this needs no limit of its own."""
+"""Bytes that every peer accepts (`max_message_bytes`): smaller messages need no limit of their own."""
 MOST_MESSAGE_BYTES = 128 * 2**20
-"""No service can be set to take more, whatever a peer says of itself."""
+"""Bytes of the largest message that any service can be set to accept."""
 MOST_CONVERSATION_VALUES = 100_000
-"""In all JSON of a conversation: what it takes in memory and time goes by these rather than by its bytes."""
+"""Values in all JSON of a conversation: its memory and time depend on these rather than on its bytes."""
 MAX_PROPOSAL_BYTES = 48 * 1024
-"""64 nodes with 64 probabilities each take 38 KB."""
+"""Bytes of a proposal: 64 nodes with 64 probabilities each take 38 KB."""
 MAX_STREAM_FRAME_BYTES = 4 * 2**20
-"""A quarter of what is taken by default: what is urgent waits behind one such frame at most."""
+"""Bytes of a frame, a quarter of the default limit: an urgent message waits behind one such frame at most."""
 _FRAME_OVERHEAD_BYTES = 1024
-"""What a frame of a stream has besides its entries: the load report, tags and lengths."""
+"""Bytes of a stream's frame besides its entries: the load report, tags and lengths."""
 ENTRY_OVERHEAD_BYTES = 8
-"""Tag and length of an entry in its frame, with room to spare."""
+"""Bytes of an entry's tag and length in its frame, with room to spare."""
 _LOGPROB_BYTES = 13
-"""A TokenLogprob at most: tag, length, an id of five bytes with its tag, a float with its tag."""
+"""Bytes of the largest TokenLogprob: tag, length, an id of five bytes with its tag, a float with its tag."""
 _POSITION_BYTES = 9
-"""PositionLogprobs without alternatives: tag, length, a float with its tag."""
+"""Bytes of PositionLogprobs without alternatives: tag, length, a float with its tag."""
 _OPENING_OVERHEAD_BYTES = 2048
-"""What an entry that opens a session has besides tokens and sampling parameters: its id, names, salt, trace context."""
+"""Bytes of a session's opening besides tokens and sampling parameters: its id, names, salt, trace context."""
 USUAL_SAMPLING_BYTES = 24 * 1024
-"""Of 1024 biases and 1024 stop tokens."""
+"""Bytes of sampling parameters with 1024 biases and 1024 stop tokens."""
+UINT32_MAX = 2**32 - 1
 
 
 def most_bytes(told_bytes: int, own_bytes: int) -> int:
-    """The largest message that a peer takes, by what it told (0: nothing, so what we take ourselves)."""
+    """Bytes of the largest message that a peer accepts: `told_bytes`, or where that is 0 (not told) our own limit."""
     return min(max(MIN_MESSAGE_BYTES, told_bytes), MOST_MESSAGE_BYTES) if told_bytes else own_bytes
 
 
 def most_entry_bytes(message_bytes: int) -> int:
-    """The largest entry of a stream's frame, of a peer that takes messages of so many bytes."""
+    """Bytes of the largest entry in a stream's frame, for a peer that accepts messages of `message_bytes`."""
     return message_bytes - _FRAME_OVERHEAD_BYTES
 
 
 def frame_bytes(message_bytes: int) -> int:
-    """How many bytes of entries are put into one frame, if one entry alone is not more."""
+    """Most bytes of entries in one frame, unless a single entry is larger."""
     return min(MAX_STREAM_FRAME_BYTES, most_entry_bytes(message_bytes))
 
 
@@ -61,22 +63,22 @@ def cut(sizes: Iterable[int], most: int) -> Iterator[slice]:
 
 
 def position_bytes(num_top: int) -> int:
-    """Log-probabilities of one position, with so many alternatives."""
+    """Bytes of one position's log-probabilities, with `num_top` alternatives."""
     return _POSITION_BYTES + _LOGPROB_BYTES * num_top
 
 
 def varint_bytes(value: int) -> int:
-    """How many bytes a number below 2**64 takes."""
+    """Bytes of a number below 2**64 as a varint."""
     return max(1, -(-value.bit_length() // 7))
 
 
 def tokens_bytes(num_tokens: int, vocab_size: int) -> int:
-    """So many token ids of a vocabulary."""
+    """Bytes of `num_tokens` token ids of a vocabulary."""
     return num_tokens * varint_bytes(max(0, vocab_size - 1))
 
 
 def opening_bytes(num_tokens: int, vocab_size: int, sampling_bytes: int = USUAL_SAMPLING_BYTES) -> int:
-    """The entry that opens a session of so many tokens."""
+    """Bytes of the entry that opens a session with `num_tokens` tokens."""
     return tokens_bytes(num_tokens, vocab_size) + sampling_bytes + _OPENING_OVERHEAD_BYTES
 
 
@@ -90,3 +92,15 @@ def text_pieces(text: str, most: int) -> Iterator[str]:
             stop -= 1
         yield encoded[start:stop].decode()
         start = stop
+
+
+def uint32(value: float) -> int:
+    """The nearest value of a uint32 field; 0 for NaN. Protobuf raises for others."""
+    if math.isnan(value):
+        return 0
+    return int(min(max(value, 0), UINT32_MAX))
+
+
+def microseconds(seconds: float) -> int:
+    """A time for a uint32 field of microseconds, at most 71 minutes."""
+    return uint32(seconds * 1e6)

@@ -1,8 +1,8 @@
-"""Reading messages of peers: what one costs to parse, found without parsing it, and answers that do not parse.
+"""Reading messages of peers: the cost of parsing, found without parsing, and answers that do not parse.
 
-Time and memory go by the number of a message's parts, not by its bytes: eight million empty messages in a list are
-16 MB on the wire, and take 400 MB and a second of CPU time, in which nothing else runs. So a long message is walked
-first, up to as many parts as anyone needs, which takes some hundredths of a second at most, and no memory.
+Time and memory depend on the number of a message's parts, not on its bytes: eight million empty messages in a list are
+16 MB on the wire, and take 400 MB and a second of CPU time, in which nothing else runs. So the parts of a long message
+are counted first, up to a limit. Counting takes some hundredths of a second at most, and no memory.
 """
 
 from __future__ import annotations
@@ -13,24 +13,35 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 import grpc
+import structlog
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
 
-from specdec.wire.errors import Internal
+from specdec.wire.error_details import cut
+from specdec.wire.errors import Internal, to_status
 
 MOST_PARTS = 32_768
-"""Of a message: its fields, those of messages inside included. Thousands of chat messages have half as many."""
+"""Parts of a message: its fields and those of inner messages. Thousands of chat messages have half as many."""
 _PACKED_BYTES_PER_PART = 128
-"""Numbers in a list are parsed so much faster: 4 MiB of token ids may come in one message."""
+"""Bytes of a list of numbers that cost as much to parse as one part: 4 MiB of token ids fit into a message."""
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 _WIDTHS = {_FIXED64: 8, _FIXED32: 4, _START_GROUP: 0, _END_GROUP: 0}
 _LONGEST_VARINT_BITS = 70
 _CONTINUES = 0x80
-"""The bit of a varint's byte that says that another one follows."""
+"""Bit of a varint's byte that is set when another byte follows."""
+_T = TypeVar("_T")
+_ChannelT = TypeVar("_ChannelT", grpc.Channel, grpc.aio.Channel)
+_NEVER = {grpc.StatusCode.OK.value[0], grpc.StatusCode.UNKNOWN.value[0]}
+"""Codes that no sound engine sends: it ends a stream only with an error and a reason."""
+_ERROR_CODES = {code.value[0] for code in grpc.StatusCode} - _NEVER
+_MOST_BYTES = 4096
+"""Bytes of a status, at most: gRPC drops larger trailers."""
+_log = structlog.get_logger(__name__)
 
 
 class TooManyParts(Exception):
-    """A message has more parts than may be; `field` is the path of the field that had one too many, without indices."""
+    """A message has too many parts; `field` is the path, without indices, of the field that exceeded the limit."""
 
     def __init__(self, field: str, most: int) -> None:
         super().__init__(f"more than {most} values in one message")
@@ -43,17 +54,17 @@ class _Field:
     is_string: bool = False
     is_packed: bool = False
     message: Any = None
-    """The descriptor of what is inside."""
+    """Descriptor of the inner message."""
     is_repeated: bool = False
 
 
 def check_parts(message: Any, data: bytes, most: int = MOST_PARTS) -> None:
-    """Raise TooManyParts for what would take long to parse. What is malformed is left to the parser.
+    """Raise TooManyParts for a message that takes long to parse. Malformed messages are left to the parser.
 
     Args:
-        message: the descriptor of what `data` should be.
-        data: an encoded message.
-        most: how many parts it may have.
+        message: the descriptor of the message.
+        data: the encoded message.
+        most: the most parts that it may have.
     """
     if len(data) <= most:  # each takes a byte at least
         return
@@ -98,7 +109,7 @@ def _length_delimited(message: Any) -> Mapping[int, _Field]:
 
 
 def _count(message: Any, data: bytes, at: int, end: int, left: int, path: list[str]) -> int:
-    """How many parts are left of those that may be. Raises _Exceeded, with `path` where that was."""
+    """The parts that are left of the limit. Raises _Exceeded, with the exceeding field in `path`."""
     fields = _length_delimited(message)
     while at < end:
         tag, at = _varint(data, at) if data[at] >= _CONTINUES else (data[at], at + 1)
@@ -155,12 +166,12 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def _skip(data: bytes, at: int, wire_type: int) -> int:
-    """Where a value without a length ends. Raises KeyError for a wire type that there is not."""
+    """The index after a value without a length. Raises KeyError for an unknown wire type."""
     return _varint(data, at)[1] if wire_type == _VARINT else at + _WIDTHS[wire_type]
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of the wire format, and where the next byte is. Raises IndexError at the end of the data."""
+    """A number of the wire format, and the index of the next byte. Raises IndexError at the end of the data."""
     value = shift = 0
     while shift < _LONGEST_VARINT_BITS:
         byte = data[at]
@@ -172,10 +183,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return value, at
 
 
-_T = TypeVar("_T")
-_ChannelT = TypeVar("_ChannelT", grpc.Channel, grpc.aio.Channel)
-
-
 class Unparsable:
     """Stands in for an answer that does not parse."""
 
@@ -185,7 +192,7 @@ class Unparsable:
 
 
 def parsing(channel: _ChannelT) -> _ChannelT:
-    """The channel for stubs whose answers are looked at with `parsed`; it is closed through the original."""
+    """A channel for stubs whose answers are checked with `parsed`; close the original channel."""
     return cast(_ChannelT, _ParsingChannel(channel))
 
 
@@ -213,3 +220,19 @@ class _ParsingChannel:
             return make(path, response_deserializer=deserialize, **options)
 
         return multi_callable
+
+
+def abort_status(payload: bytes) -> status_pb2.Status:
+    """The status in a STREAM_ABORT frame, cut to the size of trailers; Internal if it is no error. Never raises."""
+    try:
+        status = status_pb2.Status.FromString(payload)
+    except DecodeError:
+        status = status_pb2.Status()
+    if status.code not in _ERROR_CODES:
+        _log.warning("abort_without_status", code=status.code, num_bytes=len(payload))
+        return to_status(Internal("the engine ended the stream without a reason", reason="MALFORMED_ANSWER"))
+    if status.ByteSize() > _MOST_BYTES:
+        status.message = cut(status.message)
+        if status.ByteSize() > _MOST_BYTES:
+            del status.details[:]
+    return status

@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 16384
-"""They are looked up in every row of every step."""
+"""Token ids of a request: each row of each step looks them up."""
 MAX_BAD_WORDS = 256
-"""Texts; each is two sequences of tokens at most, with a space before it and without."""
+"""Texts of a request; each becomes at most two token sequences, with and without a space before it."""
 MAX_BAD_WORD_BYTES = 256
 MAX_BAD_WORD_TOKENS = 64
 MAX_CACHE_SALT_BYTES = 128
@@ -33,7 +33,7 @@ class Range:
     open_low: bool = False
 
     def fault_of(self, value: float) -> str | None:
-        """What is wrong with a value, for people; None if it is inside."""
+        """The fault of a value, for people; None for a value inside."""
         if not math.isfinite(value):
             return "must be a finite number"
         if value < self.low or value > self.high or (self.open_low and value == self.low):
@@ -46,17 +46,17 @@ class Range:
 
 RANGES: Mapping[str, Range] = MappingProxyType(
     {
-        # 0 is greedy. All that is lower than MIN_TEMPERATURE of the logit processors is taken as that.
+        # 0 is greedy. The logit processors raise other values below their MIN_TEMPERATURE to it.
         "temperature": Range(0.0, 100.0),
         "top_p": Range(0.0, 1.0, open_low=True),
         "min_p": Range(0.0, 1.0),
-        # Below, its quotients leave float32's range, and long before that nothing but repetitions comes out.
+        # Below 0.01 quotients leave float32's range; the output is nothing but repetitions long before.
         "repetition_penalty": Range(0.01, 10.0),
         "presence_penalty": Range(-2.0, 2.0),
         "frequency_penalty": Range(-2.0, 2.0),
     }
 )
-"""By the name of the field in `SamplingParams` and `TokenSampling`."""
+"""Ranges by the name of the field in `SamplingParams` and `TokenSampling`."""
 LOGIT_BIAS = Range(-100.0, 100.0)
 
 
@@ -68,8 +68,8 @@ def leaves_no_token(
     Args:
         vocab_size: ids below it exist.
         min_tokens: of the choice.
-        held_back: what ends a choice.
-        allowed_token_ids: no other token is sampled; empty: all may be.
+        held_back: token ids that end a choice.
+        allowed_token_ids: the only tokens that may be sampled; empty: all tokens.
     """
     if min_tokens == 0:
         return False

@@ -1,4 +1,4 @@
-"""How the tokens of one choice are to be sampled."""
+"""The sampling parameters of one choice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RejectionMethod(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The sampling parameters of one choice, taken as legal: whoever admits a request validates them.
+    """The sampling parameters of one choice. They are valid: the service that admits a request checks them.
 
     Processing order, as in transformers: logit bias, repetition penalty (prompt and output tokens), presence and
     frequency penalty (output tokens only), min_tokens, allowed tokens, bad words, temperature, top-k, top-p, min-p,
@@ -53,9 +53,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id to what is added to its logit."""
+    """Number that is added to the logit, by token id."""
     allowed_token_ids: tuple[int, ...] = ()
-    """No other token is sampled; empty: all may be."""
+    """The only tokens that may be sampled; empty: all tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of at least one token: the last one is not sampled after the others, unless nothing else is left."""
     min_tokens: int = 0
@@ -72,21 +72,21 @@ class SamplingParams:
     needs_history: bool = field(init=False, repr=False, compare=False)
     """Some penalty is on, or bad words, so the tokens so far matter."""
     adjusts_logits: bool = field(init=False, repr=False, compare=False)
-    """Something may change logits before temperature: penalties, bias, min_tokens, allowed tokens or bad words."""
+    """Penalties, bias, min_tokens, allowed tokens or bad words may change logits before temperature."""
     has_cuts: bool = field(init=False, repr=False, compare=False)
     """Some of top-k, top-p and min-p is on and matters."""
     bias_token_ids: array[int] = field(init=False, repr=False, compare=False)
-    """Of `logit_bias`, as 64-bit integers; its values are `bias_values`, float32. Steps read these as they are."""
+    """Token ids of `logit_bias`, 64-bit integers; the values are `bias_values`, float32. Steps read both unchanged."""
     bias_values: array[float] = field(init=False, repr=False, compare=False)
     min_tokens_ids: array[int] = field(init=False, repr=False, compare=False)
-    """What `min_tokens` holds back, by rising id, as 64-bit integers."""
+    """Tokens that `min_tokens` holds back, in ascending order, as 64-bit integers."""
     allowed_ids: array[int] = field(init=False, repr=False, compare=False)
-    """`allowed_token_ids` by rising id, each once, as 64-bit integers."""
+    """`allowed_token_ids` in ascending order, each once, as 64-bit integers."""
     _bans: Mapping[int | None, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)
-    """The bad words by their last token but one; those of one token by None."""
+    """Bad words by their last token but one; bad words of one token by None."""
 
     def __post_init__(self) -> None:
-        """Work out, once per request, what the sampler asks of every row."""
+        """Derive, once per request, the values that the sampler reads for every row."""
         has_penalties = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         restricts = bool(self.allowed_token_ids) or bool(self.bad_words)
         cuts = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0

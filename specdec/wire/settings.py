@@ -1,17 +1,37 @@
-"""Settings of both ends of a connection."""
+"""Settings of both ends of a connection, and addresses as settings and messages have them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
+from specdec.wire.tls_files import FOLDER_FILES, TlsFile, TlsPaths
+
+
+def check_address(address: str) -> str:
+    """Return an address unchanged. Raises ValueError where it is not host:port."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not host:port")
+    if host.count(":") > 1 and not host.endswith("]"):
+        raise ValueError(f"{address!r}: an IPv6 address is written in brackets, such as [::1]:50052")
+    return address
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port; an IPv6 address gets brackets unless it has them."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+Address = Annotated[str, BeforeValidator(check_address)]
+"""host:port, or dns:///name:port where a setting allows it."""
 
 
 class WireSettings(BaseModel):
-    """What both ends of a connection set alike."""
+    """Message limits and keepalive, the same at both ends of a connection."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -19,44 +39,151 @@ class WireSettings(BaseModel):
         default=16 * 1024 * 1024,
         ge=MIN_MESSAGE_BYTES,
         le=128 * 1024 * 1024,
-        description="Largest gRPC message that is taken; peers are told. At a target or a draft it must hold a session "
-        "with all tokens of the context.",
+        description="Largest gRPC message that is accepted, in bytes; peers learn it. At a target or a draft it must "
+        "hold a session with all tokens of the context.",
     )
-    keepalive_time_s: float = Field(default=2.0, ge=1, description="Ping a silent peer after this long.")
+    keepalive_time_s: float = Field(default=2.0, ge=1, description="Seconds of a peer's silence before it is pinged.")
     keepalive_timeout_s: float = Field(
         default=3.0,
         ge=0.1,
-        description="A peer that owes the answer to a ping this long is gone: its silence shows after the sum of both.",
+        description="Seconds that a peer has to answer a ping; then the connection is closed.",
     )
 
 
-class ClientSettings(WireSettings):
+class PeerSettings(WireSettings):
     """How to call other services, over TLS or not."""
 
-    replica_tls: bool = Field(default=False, description="Call targets and drafts over TLS.")
-    replica_tls_ca_file: Path | None = Field(
-        default=None,
-        description="PEM authorities that replicas' certificates must come from; null: those gRPC trusts.",
+    replica_tls: bool = Field(
+        default=False,
+        description="Call targets and drafts over TLS; on with replica_tls_dir. Alone it trusts "
+        "the authorities that gRPC trusts.",
     )
-    replica_tls_cert_file: Path | None = Field(default=None, description="PEM client certificate chain (mTLS).")
-    replica_tls_key_file: Path | None = Field(default=None, description="PEM private key of the client certificate.")
+    replica_tls_dir: Path | None = Field(
+        default=None,
+        description="Folder with ca.crt, the authorities of replicas' certificates, and optionally tls.crt and "
+        "tls.key, the client certificate (mTLS).",
+    )
+    replica_tls_ca_file: Path | None = Field(default=None, description="Replaced by replica_tls_dir.")
+    replica_tls_cert_file: Path | None = Field(default=None, description="Replaced by replica_tls_dir.")
+    replica_tls_key_file: Path | None = Field(default=None, description="Replaced by replica_tls_dir.")
     replica_tls_server_name: str | None = Field(
         default=None, description="Name expected in replicas' certificates; null: the host called."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _folder_switches_tls_on(cls, values: Any) -> Any:
+        return with_tls_of_folder(values, "replica_tls")
+
     @model_validator(mode="after")
     def _check_client_tls(self) -> Self:
-        if (self.replica_tls_cert_file is None) != (self.replica_tls_key_file is None):
-            raise ValueError("replica_tls_cert_file and replica_tls_key_file must be set together")
-        if not self.replica_tls and (self.replica_tls_ca_file or self.replica_tls_cert_file):
-            raise ValueError("replica_tls_ca_file and replica_tls_cert_file need replica_tls")
-        check_files(self, ("replica_tls_ca_file", "replica_tls_cert_file", "replica_tls_key_file"))
+        check_client_tls(self, "replica_tls")
         return self
 
 
-def check_files(settings: BaseModel, names: tuple[str, ...]) -> None:
-    """Raise ValueError where one of these settings names a file that does not exist."""
-    for name in names:
-        path: Path | None = getattr(settings, name)
-        if path is not None and not path.is_file():
-            raise ValueError(f"{name}: no such file: {path}")
+class ServerTlsSettings(BaseModel):
+    """The certificate that a service serves, and whether its callers must show theirs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    tls_dir: Path | None = Field(
+        default=None,
+        description="Folder with tls.crt and tls.key (PEM), as Kubernetes mounts a secret of type kubernetes.io/tls; "
+        "set it to serve TLS.",
+    )
+    tls_verify_clients: bool = Field(
+        default=False, description="Demand client certificates from the authorities in ca.crt of tls_dir (mTLS)."
+    )
+    tls_cert_file: Path | None = Field(default=None, description="Replaced by tls_dir.")
+    tls_key_file: Path | None = Field(default=None, description="Replaced by tls_dir.")
+    tls_client_ca_file: Path | None = Field(default=None, description="Replaced by tls_dir and tls_verify_clients.")
+    metrics_tls: bool = Field(
+        default=False, description="Serve metrics_port over TLS, with the same certificate and check of clients."
+    )
+
+    @property
+    def serves_tls(self) -> bool:
+        """Whether the service's port speaks TLS."""
+        return self.tls_dir is not None or self.tls_cert_file is not None
+
+    @property
+    def verifies_clients(self) -> bool:
+        """Whether callers must show a certificate."""
+        return self.tls_verify_clients or self.tls_client_ca_file is not None
+
+    def server_tls_paths(self) -> TlsPaths | None:
+        """The files to serve; None without TLS."""
+        if self.tls_dir is not None:
+            return TlsPaths.in_folder("tls_dir", self.tls_dir, has_pair=True, has_authorities=self.tls_verify_clients)
+        if self.tls_cert_file is None:
+            return None
+        return TlsPaths(
+            TlsFile("tls_cert_file", self.tls_cert_file),
+            TlsFile.of("tls_key_file", self.tls_key_file),
+            TlsFile.of("tls_client_ca_file", self.tls_client_ca_file),
+        )
+
+    @model_validator(mode="after")
+    def _check_server_tls(self) -> Self:
+        _check_one_way(self, "tls_dir", ("tls_cert_file", "tls_key_file", "tls_client_ca_file"))
+        if self.tls_verify_clients and self.tls_dir is None:
+            raise ValueError("tls_verify_clients needs tls_dir")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        if self.metrics_tls and not self.serves_tls:
+            raise ValueError("metrics_tls needs tls_dir")
+        _check_present(self.server_tls_paths())
+        return self
+
+
+def client_tls_paths(settings: BaseModel, side: str) -> TlsPaths:
+    """The files that `<side>_dir`, or the settings that it replaces, name for calls to others."""
+    folder: Path | None = getattr(settings, f"{side}_dir")
+    if folder is not None:
+        has_pair = any((folder / name).exists() for name in FOLDER_FILES[:2])
+        return TlsPaths.in_folder(f"{side}_dir", folder, has_pair=has_pair, has_authorities=True)
+    files = (f"{side}_cert_file", f"{side}_key_file", f"{side}_ca_file")
+    return TlsPaths(*(TlsFile.of(name, getattr(settings, name)) for name in files))
+
+
+def with_tls_of_folder(values: Any, side: str) -> Any:
+    """Settings as given, with the switch `side` on where `<side>_dir` is given and the switch is not."""
+    if not isinstance(values, dict) or values.get(f"{side}_dir") is None:
+        return values
+    return {side: True, **values}
+
+
+def check_client_tls(settings: BaseModel, side: str, *, has_switch: bool = True) -> None:
+    """Raise ValueError, which names the setting, where the files for calls to others cannot be used.
+
+    Args:
+        settings: with `<side>_dir`, and the settings that it replaces.
+        side: first part of the settings' names.
+        has_switch: whether `side` is a setting too, which must be on.
+    """
+    files = (f"{side}_cert_file", f"{side}_key_file", f"{side}_ca_file")
+    _check_one_way(settings, f"{side}_dir", files)
+    if has_switch and not getattr(settings, side):
+        for name in (f"{side}_dir", *files):
+            if getattr(settings, name) is not None:
+                raise ValueError(f"{name} needs {side}")
+    _check_present(client_tls_paths(settings, side))
+
+
+def _check_one_way(settings: BaseModel, folder: str, files: tuple[str, str, str]) -> None:
+    """Raise ValueError where a folder and a file are both given, or half of a pair."""
+    given = [name for name in files if getattr(settings, name) is not None]
+    if given and getattr(settings, folder) is not None:
+        raise ValueError(f"{folder} and {given[0]}: set one of them; {folder} replaces {given[0]}")
+    certificate, key, _ = files
+    if (certificate in given) != (key in given):
+        raise ValueError(f"{certificate} and {key} must be set together")
+
+
+def _check_present(paths: TlsPaths | None) -> None:
+    for file in paths or ():
+        if file.path.is_file():
+            continue
+        if file.in_folder:
+            raise ValueError(f"{file.setting}: the folder {file.path.parent} has no file {file.path.name}")
+        raise ValueError(f"{file.setting}: no such file: {file.path}")

@@ -1,6 +1,6 @@
-"""TLS of a server and of a client, whose files are read again when they change; and who may call.
+"""TLS of servers and clients, whose files are read again when they change, and the check of clients' names.
 
-A server reads its files before every handshake. A gRPC channel keeps what it was opened with: see `ReplicaChannel`.
+A server reads its files before every handshake. A gRPC channel keeps its first certificate: see `ReplicaChannel`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -17,8 +16,8 @@ import structlog
 
 from specdec.wire.abort import abort_with
 from specdec.wire.errors import PermissionDenied
-from specdec.wire.settings import ClientSettings
-from specdec.wire.tls_files import TlsFile, TlsFiles, TlsMaterial, client_context, server_context
+from specdec.wire.settings import PeerSettings, client_tls_paths
+from specdec.wire.tls_files import TlsFiles, TlsMaterial, TlsPaths, client_context, server_context
 
 _HEALTH = "/grpc.health.v1.Health/"
 _log = structlog.get_logger(__name__)
@@ -27,41 +26,23 @@ _log = structlog.get_logger(__name__)
 class ServesTls(Protocol):
     """Settings with the files of a server."""
 
-    @property
-    def tls_cert_file(self) -> Path | None: ...
-
-    @property
-    def tls_key_file(self) -> Path | None: ...
-
-    @property
-    def tls_client_ca_file(self) -> Path | None: ...
+    def server_tls_paths(self) -> TlsPaths | None: ...
 
 
 def server_tls_files(settings: ServesTls) -> TlsFiles | None:
     """The files that a service's settings name; None without TLS. Raises TlsFilesBroken."""
-    if settings.tls_cert_file is None:
-        return None
-    return TlsFiles(
-        server_context,
-        certificate=TlsFile("tls_cert_file", settings.tls_cert_file),
-        key=TlsFile.of("tls_key_file", settings.tls_key_file),
-        authorities=TlsFile.of("tls_client_ca_file", settings.tls_client_ca_file),
-    )
+    paths = settings.server_tls_paths()
+    return None if paths is None else TlsFiles(server_context, paths)
 
 
-def replica_tls_files(settings: ClientSettings) -> TlsFiles | None:
+def replica_tls_files(settings: PeerSettings) -> TlsFiles | None:
     """The files for calls to replicas; None without TLS.
 
-    Raises TlsFilesBroken: gRPC would take broken ones and only fail to connect, again and again.
+    Raises TlsFilesBroken: gRPC would accept broken files, and fail to connect again and again.
     """
     if not settings.replica_tls:
         return None
-    return TlsFiles(
-        client_context,
-        certificate=TlsFile.of("replica_tls_cert_file", settings.replica_tls_cert_file),
-        key=TlsFile.of("replica_tls_key_file", settings.replica_tls_key_file),
-        authorities=TlsFile.of("replica_tls_ca_file", settings.replica_tls_ca_file),
-    )
+    return TlsFiles(client_context, client_tls_paths(settings, "replica_tls"))
 
 
 def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
@@ -91,10 +72,10 @@ def _grpc_configuration(material: TlsMaterial) -> grpc.ServerCertificateConfigur
 
 
 class ClientNameInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses with PERMISSION_DENIED whoever's certificate has none of the allowed names; health is for all.
+    """Refuses calls whose client certificate has none of the allowed names, with PERMISSION_DENIED. Health is exempt.
 
-    A name is a DNS name among the certificate's alternative names, or its common name. Upper and lower case are
-    the same; wildcards mean nothing.
+    A name is a DNS name among the certificate's alternative names, or its common name. Case is ignored; wildcards
+    are not supported.
     """
 
     def __init__(self, allowed_names: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ _ANSWER_BYTES_PER_TOKEN = 1024
 """Names, log-probabilities and texts of a prompt's token, several times over."""
 
 
-class Call:
+class ApiCall:
     """One call. It is over when `answer` or `fault` is there."""
 
     def __init__(self, endpoint: Endpoint, body: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class Block:
                 sampled_body(endpoint.model, whole[: len(committed) + number], params)
                 for number in range(len(drafted) + 1)
             ]
-        self.calls = [Call(endpoint, body) for body in bodies]
+        self.calls = [ApiCall(endpoint, body) for body in bodies]
 
     @property
     def is_over(self) -> bool:

@@ -15,7 +15,6 @@ from google.rpc import code_pb2
 from specdec.config import TargetSettings
 from specdec.config.endpoint_options import ApiTargetOptions
 from specdec.drafting.endpoints.calls import ApiFault, Endpoint
-from specdec.replica.worker.clamping import microseconds
 from specdec.replica.worker.errors import SessionFailure, invalid
 from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.opening import check_open, check_room, sampling_params
@@ -26,6 +25,7 @@ from specdec.target_service.tree.walk import EndOfChoice
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.backoff import Backoff
+from specdec.wire.message_sizes import microseconds
 
 _POLL_S = 0.002
 _PROGRESS_S = 1.0

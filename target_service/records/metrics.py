@@ -12,6 +12,7 @@ from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.engine.outputs import EngineStats
 from specdec.replica.worker.engine_gauges import EngineGauges
+from specdec.target_service.policy.step_clock import StepClock
 from specdec.target_service.records.step_record import Payoff, StepRecord
 from specdec.target_service.session import TargetSession
 from specdec.target_service.tree.speculation_tree import SpeculationTree
@@ -204,3 +205,23 @@ class TargetRecorder:
 
 def _alone(label: str) -> tuple[str, ...]:
     return (label,)
+
+
+class StepRecording:
+    """What a step adds to metrics waits until `write`, which costs most of it."""
+
+    def __init__(self, recorder: TargetRecorder) -> None:
+        self._recorder = recorder
+        self._waiting: tuple[StepRecord, Payoff | None] | None = None
+
+    def observe(self, step: StepRecord, clock: StepClock) -> None:
+        """A step is over, and so is its turn. `clock` knows what a plain one takes."""
+        self.write()
+        self._waiting = step, step.payoff(clock.expected_plain_s(len(step.num_committed)))
+
+    def write(self) -> None:
+        """Write what waits, if anything does."""
+        if self._waiting is not None:
+            (step, payoff), self._waiting = self._waiting, None
+            self._recorder.step(step)
+            self._recorder.turn(step.turn_s - step.elapsed_s, payoff)

@@ -20,6 +20,7 @@ NUM_CLIENTS = 4
 NUM_REQUESTS = 40
 
 
+@pytest.mark.long
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 async def test_every_answer_equals_its_undisturbed_run_whatever_breaks(tmp_path: Path) -> None:

@@ -15,7 +15,11 @@ LINE = r"item [a-z]{3,6}: [0-9]{1,3}\n"
 BEFORE = 20
 
 
-@pytest.mark.parametrize("killed", [("target",), ("draft",), ("target", "draft")], ids="-".join)
+@pytest.mark.parametrize(
+    "killed",
+    [("target",), *(pytest.param(names, marks=pytest.mark.long) for names in [("draft",), ("target", "draft")])],
+    ids="-".join,
+)
 async def test_a_constraint_holds_past_the_death_of_a_replica(killed: tuple[str, ...], whole: Cluster) -> None:
     body = make_request(max_tokens=150, temperature=1.0)
     body.sampling.constraint.regex = f"({LINE}){{12}}"

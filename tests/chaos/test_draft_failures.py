@@ -35,7 +35,7 @@ def metrics_of(cluster: Cluster) -> dict[str, float]:
     return scrape(int(match[1]))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 1.0])
 async def test_killing_the_draft_in_the_middle_of_a_stream_changes_no_token(whole: Cluster, temperature: float) -> None:
     body = make_request(temperature=temperature)
     broken = "specdec_coordinator_draft_fallbacks_total{cause=stream_broken}"

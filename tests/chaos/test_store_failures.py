@@ -12,7 +12,6 @@ from typing import TypeVar
 import pytest
 
 from specdec.commands.up.cluster import free_port
-from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import (
     Appended,
@@ -22,6 +21,7 @@ from specdec.store.interface import (
     ReplicaRecord,
     RequestKey,
     Store,
+    StoreUnavailable,
 )
 from specdec.store.keys import StoreKeys
 from specdec.store.redis_store import MAX_CONCURRENT_OPERATIONS

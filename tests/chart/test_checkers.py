@@ -140,6 +140,7 @@ def test_the_crd_checks_find_what_is_wrong(
     assert named in " ".join([*_schema_problems([spoilt]), _type_problems([spoilt], tmp_path)])
 
 
+@pytest.mark.long
 def test_checkov_finds_only_what_is_meant(render: Render, tmp_path: Path) -> None:
     skips = yaml.safe_load(Path(__file__).with_name("checkov_skips.yaml").read_text())
     for case in CASES:

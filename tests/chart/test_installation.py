@@ -22,6 +22,7 @@ from pydantic import SecretStr
 
 from specdec.commands.up.cluster import free_port
 from specdec.store.urls import RedisOptions, connect
+from specdec.wire.tls_files import TlsFile, TlsPaths
 from tests.chart.redis_process import started, until_up
 from tests.chart.rendered import ROOT, SETTINGS, WITH_REDIS, Document, Render, component, containers
 from tests.support.servers.certificates import Authority, SecretVolume
@@ -201,7 +202,9 @@ async def test_what_the_chart_renders_starts_registers_generates_and_is_scraped(
         assert (done.returncode, bool(re.search(said, done.stdout + done.stderr))) == (status, True), done.stderr
 
     authority = installed.secret("demo-specdec-redis-tls") / "ca.crt"
-    options = RedisOptions(password=SecretStr(SECRET), tls_ca_file=authority, timeout_s=5.0)
+    options = RedisOptions(
+        password=SecretStr(SECRET), tls=TlsPaths(authorities=TlsFile("redis_tls_dir", authority)), timeout_s=5.0
+    )
     store = connect(f"rediss://127.0.0.1:{redis_port}/0", options)
     addresses = {(role, f"127.0.0.1:{installed.ports[role, 'grpc']}") for role in WITH_REDIS}
 

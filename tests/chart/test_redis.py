@@ -11,10 +11,10 @@ from pydantic import SecretStr
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import JournalWrite, NewRequest, ReplicaRecord, RequestKey, Store
+from specdec.store.interface import JournalWrite, NewRequest, ReplicaRecord, RequestKey, Store, StoreUnavailable
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.tls_files import TlsFile, TlsPaths
 from tests.chart.redis_process import Started, started, until_up
 from tests.chart.rendered import ROOT, WITH_REDIS, Render, component, containers
 from tests.chart.toggles import toggle_cases
@@ -93,7 +93,9 @@ async def test_with_tls_redis_is_reached_with_its_authority_and_restarts_when_it
         assert redis.probe("livenessProbe") == 0
         url = f"rediss://127.0.0.1:{redis.port}/0"
         for trusted in (volume.authority, stranger):
-            options = RedisOptions(password=SecretStr(PASSWORD), tls_ca_file=trusted, timeout_s=5.0)
+            options = RedisOptions(
+                password=SecretStr(PASSWORD), tls=TlsPaths(authorities=TlsFile("redis_tls_dir", trusted)), timeout_s=5.0
+            )
             store = connect(url, options)
             if trusted == stranger:
                 with pytest.raises(StoreUnavailable):

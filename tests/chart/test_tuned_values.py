@@ -9,16 +9,16 @@ import pytest
 import yaml
 
 from specdec.commands.tune.advice import Advice
-from specdec.commands.tune.prediction import Choice
-from specdec.commands.tune.settings_files import Deployment, chart_file
+from specdec.commands.tune.prediction import SettingsChoice
+from specdec.commands.tune.settings_files import DeploymentFacts, chart_file
 from tests.chart.rendered import CHART, Helm, containers
 
-PLACE = Deployment(target_model="t", draft_model="d", device="cpu", target_cores=(0, 1), draft_cores=(2,))
+PLACE = DeploymentFacts(target_model="t", draft_model="d", device="cpu", target_cores=(0, 1), draft_cores=(2,))
 
 
 @pytest.mark.parametrize("speculate", [True, False])
 def test_the_chart_renders_with_tuned_values(helm: Helm, tmp_path: Path, speculate: bool) -> None:
-    choice = Choice(draft_tokens=5, num_siblings=1, max_heads=2, mode="rejection")
+    choice = SettingsChoice(draft_tokens=5, num_siblings=1, max_heads=2, mode="rejection")
     advice = Advice(choice=choice, points=(), speculate=speculate, reasons=("Speculation: pays, or not.",))
     file = tmp_path / "tuned.chart.yaml"
     file.write_text(chart_file(advice, PLACE))
@@ -28,7 +28,7 @@ def test_the_chart_renders_with_tuned_values(helm: Helm, tmp_path: Path, specula
     deployments = {
         document["metadata"]["labels"]["app.kubernetes.io/component"]: yaml.safe_dump(document)
         for document in yaml.safe_load_all(done.stdout)
-        if document and document["kind"] in ("Deployment", "StatefulSet")
+        if document and document["kind"] in ("DeploymentFacts", "StatefulSet")
     }
     assert ("draft" in deployments) is speculate
     if speculate:
@@ -40,7 +40,7 @@ def test_the_chart_renders_with_tuned_values(helm: Helm, tmp_path: Path, specula
 
 
 def test_a_draft_with_another_tokenizer_is_told_the_target_of_its_release(helm: Helm, tmp_path: Path) -> None:
-    choice = Choice(draft_tokens=5, num_siblings=1, max_heads=2, mode="coupled")
+    choice = SettingsChoice(draft_tokens=5, num_siblings=1, max_heads=2, mode="coupled")
     advice = Advice(choice=choice, points=(), speculate=True, reasons=("Speculation: pays.",))
     told = {}
     for is_translated in (False, True):

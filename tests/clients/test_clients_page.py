@@ -100,6 +100,7 @@ async def check_scores(folder: Path, client: Client, *, with_bos: bool) -> None:
     assert told == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.long
 async def test_lm_eval_scores_choices_and_generates(reader: Reader, shipped_client: Client) -> None:
     reader.run("lm-eval", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     await check_scores(reader.folder / "scored", shipped_client, with_bos=True)

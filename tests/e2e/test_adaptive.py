@@ -38,7 +38,7 @@ def request(number: int, *, speculate: bool, temperature: float) -> api.Generate
     return made
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 1.0])
 async def test_a_useless_draft_is_suspended_and_changes_nothing(useless_cluster: Cluster, temperature: float) -> None:
     async with Client(useless_cluster.address) as client:
         tokens: list[object] = []

@@ -46,11 +46,17 @@ def settings(url: str, **options: object) -> dict[str, object]:
     return {"api": json.dumps({"base_url": f"{url}/v1", "model": "target", **options}), "hold_off_ms": 100}
 
 
-@pytest.mark.parametrize("fields", ["prompt_logprobs", "echo"])
-async def test_greedy_tokens_are_the_models_own(
-    served: Cluster, url: str, make_cluster: MakeCluster, fields: str
-) -> None:
-    behind = make_cluster(target_settings=settings(url, fields=fields))
+@pytest.fixture(scope="module", params=["prompt_logprobs", "echo"])
+def behind(
+    request: pytest.FixtureRequest, url: str, tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A cluster whose target is behind that gateway."""
+    options = settings(url, fields=request.param)
+    with start_cluster(tiny_pair, tmp_path_factory.mktemp("behind"), target_settings=options) as cluster:
+        yield cluster
+
+
+async def test_greedy_tokens_are_the_models_own(served: Cluster, behind: Cluster) -> None:
     num_accepted = 0
     for number in range(2):
         own = await ask(served.address, request(number))
@@ -66,8 +72,7 @@ async def test_greedy_tokens_are_the_models_own(
     assert not model.row_invariant
 
 
-async def test_what_is_not_greedy_is_refused_with_the_reason(url: str, make_cluster: MakeCluster) -> None:
-    behind = make_cluster(target_settings=settings(url))
+async def test_what_is_not_greedy_is_refused_with_the_reason(behind: Cluster) -> None:
     with pytest.raises(SpecdecError, match="greedy requests only"):
         await ask(behind.address, request(temperature=1.0))
     asked = request()

@@ -137,10 +137,10 @@ async def test_all_combinations_are_equal_on_random_architectures(random_cluster
     await check_cases(random_cluster.address, all_cases(PARAMETERS), least_accepted=1000)
 
 
-def greedy_differences(folder: Path, prompt: str, token_ids: list[int], repetition_penalty: float) -> tuple[int, float]:
+def greedy_differences(
+    tokenizer: Any, model: Any, prompt: str, token_ids: list[int], repetition_penalty: float
+) -> tuple[int, float]:
     """First position at which transformers' greedy decoding differs, and its logit gap there; (-1, 0) when equal."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     with torch.inference_mode():
         out = model.generate(
@@ -164,6 +164,8 @@ def greedy_differences(folder: Path, prompt: str, token_ids: list[int], repetiti
 
 async def check_greedy(cluster: Cluster, folder: Path) -> None:
     differences = []
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     async with Client(cluster.address) as client:
         for penalty in (1.0, 1.3):
             for prompt in PROMPTS:
@@ -171,7 +173,7 @@ async def check_greedy(cluster: Cluster, folder: Path) -> None:
                 request.sampling.temperature, request.sampling.max_tokens = 0.0, MAX_TOKENS
                 request.sampling.repetition_penalty = penalty
                 ours = (await client.complete(request)).choices[0].token_ids
-                position, gap = greedy_differences(folder, prompt, ours, penalty)
+                position, gap = greedy_differences(tokenizer, model, prompt, ours, penalty)
                 if position >= 0:
                     differences.append(gap)
                     assert gap < NEAR_TIE, f"{prompt!r} differs at {position} by {gap}"

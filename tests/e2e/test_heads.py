@@ -41,7 +41,7 @@ def request(number: int, *, speculate: bool) -> api.GenerateRequest:
     return made
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 async def test_tokens_are_those_of_plain_decoding(num_ranks: int, tiny_pair: ModelPair, tmp_path: Path) -> None:
     settings = {
         "drafters": drafters(tiny_pair, tmp_path),

@@ -30,7 +30,7 @@ def request(temperature: float, *, speculate: bool) -> api.GenerateRequest:
     return made
 
 
-@pytest.mark.parametrize("method", ["intersection", "text"])
+@pytest.mark.parametrize("method", ["intersection", pytest.param("text", marks=pytest.mark.long)])
 async def test_a_draft_with_another_tokenizer_serves(method: str, shipped_pair: ModelPair, tmp_path: Path) -> None:
     folder = tmp_path / "draft"
     draft = permuted_draft(folder) if method == "intersection" else draft_with_fewer_tokens(folder, 700)
@@ -53,6 +53,7 @@ async def test_a_draft_with_another_tokenizer_serves(method: str, shipped_pair: 
     assert f"has {told.num_shared} of 4096 tokens" in output.export_text()
 
 
+@pytest.mark.long
 async def test_a_target_drafts_what_is_shared_by_itself(shipped_pair: ModelPair, tmp_path: Path) -> None:
     pair = ModelPair(shipped_pair.target, draft_with_fewer_tokens(tmp_path / "draft", 2500))
     with start_cluster(pair, tmp_path / "logs", placement="together") as cluster:

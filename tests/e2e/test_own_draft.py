@@ -35,7 +35,7 @@ def request(number: int, *, speculate: bool = True, temperature: float = 1.0, to
     return made
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 1.0])
 async def test_it_speculates_without_a_draft_service_and_changes_nothing(cluster: Cluster, temperature: float) -> None:
     assert set(cluster.services) == {"target", "coordinator"}
     async with Client(cluster.address) as client:

@@ -36,7 +36,7 @@ async def test_tokens_are_those_of_plain_decoding_and_origins_name_the_drafter(t
     with start_cluster(pair, tmp_path / "logs", target_settings=target, draft_settings=SKIPPED) as cluster:
         async with Client(cluster.address) as client:
             assert list((await client.model_info()).drafters) == ["draft_model", *METHODS]
-            for number in range(3):
+            for number in range(2):
                 plain = await client.complete(request(number, speculate=False))
                 for names in (METHODS, ["draft_model"], []):
                     drafted = await client.complete(request(number, speculate=True, drafters=names))
@@ -49,6 +49,7 @@ async def test_tokens_are_those_of_plain_decoding_and_origins_name_the_drafter(t
     assert records["layer_skip"].num_accepted > 0
 
 
+@pytest.mark.long
 async def test_a_set_of_no_use_is_not_among_the_drafters(tmp_path: Path) -> None:
     pair = ModelPair(MODELS / "target", MODELS / "draft")
     target = {"drafters": json.dumps([{"method": "layer_skip", **USELESS}, "ngram"])}

@@ -107,8 +107,8 @@ async def test_what_an_endpoint_says_is_verified_like_any_draft(
     ("name", "answer", "repeats"),
     [
         ("silence", b"", b""),
-        ("garbage", b"\x00" * 4096, b""),
-        ("a huge line", HEAD + b"data: ", b"x" * 65536),
+        pytest.param("garbage", b"\x00" * 4096, b"", marks=pytest.mark.long),
+        pytest.param("a huge line", HEAD + b"data: ", b"x" * 65536, marks=pytest.mark.long),
     ],
 )
 async def test_streams_go_on_without_a_hostile_endpoint(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,8 +12,11 @@ from typing import Any
 
 import grpc
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 from specdec.client import Client, Completion
+from specdec.commands.app import app
 from specdec.commands.up.cluster import Cluster
 from specdec.commands.views.failures import EXIT_CODES, EXIT_USAGE
 from specdec.v1 import common_pb2 as pb
@@ -99,7 +100,7 @@ def by_drafter(completions: list[Completion]) -> set[str]:
     return {token.drafter for each in completions for choice in each.choices.values() for token in choice.tokens} - {""}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.7])
 async def test_streams_stay_the_same_while_drafters_come_and_go(cluster: Cluster, temperature: float) -> None:
     sets: list[tuple[Any, ...]] = [
         ("suffix", "ngram"),
@@ -185,10 +186,8 @@ async def test_what_cannot_be_had_is_a_typed_error_and_changes_nothing(cluster: 
         await eventually(is_free, "the load that hung has ended")
 
 
-def run_command(address: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "-m", "specdec.commands.main", "drafters", "--target", address, *flags]
-    environment = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment, timeout=120)
+def run_command(address: str, *flags: str) -> Result:
+    return CliRunner().invoke(app, ["drafters", "--target", address, *flags], env={"COLUMNS": "200"})
 
 
 def test_the_command_lists_and_sets(cluster: Cluster) -> None:
@@ -200,13 +199,13 @@ def test_the_command_lists_and_sets(cluster: Cluster) -> None:
     shown = [f'eagle3 model="{EAGLE3["model"]}"', "ngram prompt_lookup_min=1", "suffix"]
     assert run_command(address).stdout.splitlines() == shown
     unknown = run_command(address, "--set", "unheard_of")
-    assert unknown.returncode == EXIT_USAGE
+    assert unknown.exit_code == EXIT_USAGE
     assert "unheard_of" in unknown.stderr
     misfit = run_command(address, "--set", json.dumps([{"method": "eagle3", "model": "nowhere"}]))
-    assert misfit.returncode == EXIT_CODES[FailedPrecondition.code.name]
+    assert misfit.exit_code == EXIT_CODES[FailedPrecondition.code.name]
     assert "eagle3: nowhere" in misfit.stderr
     assert run_command(address).stdout.splitlines() == shown
     assert run_command(address, "--set", "").stdout.split() == ["none"]
     elsewhere = run_command(cluster.address)
-    assert elsewhere.returncode != 0
+    assert elsewhere.exit_code != 0
     assert "what listens there is no target" in elsewhere.stderr

@@ -13,12 +13,11 @@ import pytest
 
 from specdec.coordinator.intake.prompt import PromptReader
 from specdec.coordinator.intake.resume import make_resume_token
-from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import Limits
 from specdec.coordinator.servicer import TENANT_KEY
 from specdec.coordinator.text.tokenizer import TextTokenizer
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import NewRequest, RequestKey
+from specdec.store.interface import NewRequest, RequestKey, StoreUnavailable
 from specdec.store.keys import StoreKeys
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import coordinator_pb2 as api

@@ -240,7 +240,7 @@ async def test_draining_cuts_off_what_still_runs_in_the_end_and_replicas_are_tol
 async def test_a_target_that_refuses_a_session_a_thousand_times_may_still_take_it() -> None:
     target = ScriptedTarget()
     target.refuse = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message="full")
-    waits = {"reconnect_backoff_min_s": 1e-6, "reconnect_backoff_max_s": 1e-5}
+    waits = {"reconnect_first_s": 1e-6, "reconnect_backoff_max_s": 1e-5}
     async with running([target], **waits, target_timeout_s=600.0) as harness:
         call = harness.stub.Generate(request())
         await target.until(lambda: len(target.opened) > 1100)
@@ -251,7 +251,7 @@ async def test_a_target_that_refuses_a_session_a_thousand_times_may_still_take_i
 async def test_a_session_that_is_cancelled_while_it_is_to_be_opened_again_is_closed_where_it_was() -> None:
     target = ScriptedTarget()
     target.limit = 5
-    async with running([target], reconnect_backoff_min_s=3.0, reconnect_backoff_max_s=3.0) as harness:
+    async with running([target], reconnect_first_s=3.0, reconnect_backoff_max_s=3.0) as harness:
         call = harness.stub.Generate(request(max_tokens=40))
         await read_tokens(call, 5)
         (session,) = target.sessions.values()

@@ -8,7 +8,7 @@ import pytest
 
 from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.recovery import TargetRecovery
-from specdec.coordinator.replicas.discovery import Endpoint
+from specdec.coordinator.replicas.discovery import ReplicaAddress
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import target_pb2
@@ -98,7 +98,9 @@ async def test_a_session_that_left_while_its_target_was_attached_is_closed_there
         first.may_answer = False
         first.break_streams()
         await first.until(lambda: first.answer is not None)
-        harness.service.connections.rosters["target"].update([Endpoint(first.address), Endpoint(second.address)])
+        harness.service.connections.rosters["target"].update(
+            [ReplicaAddress(first.address), ReplicaAddress(second.address)]
+        )
         await second.until(lambda: session_id in second.sessions)
         first.answer()
         await first.until(lambda: session_id not in first.sessions)
@@ -136,13 +138,13 @@ async def test_replicas_are_counted_from_when_they_are_known_to_when_they_are_go
     async with running([target]) as harness:
         await harness.replica_until("target", "ready")
         roster = harness.service.connections.rosters["target"]
-        roster.update([Endpoint(target.address), Endpoint("127.0.0.1:1")])
+        roster.update([ReplicaAddress(target.address), ReplicaAddress("127.0.0.1:1")])
         assert harness.metric("replicas", role="target", state="connecting") == 1
         link = harness.service.fleet.targets[1]
         while str(link.state) != "down":
             await harness.replica_changed()
         assert harness.metric("replicas", role="target", state="down") == 1
-        roster.update([Endpoint(target.address)])
+        roster.update([ReplicaAddress(target.address)])
         assert harness.metric("replicas", role="target", state="down") == 0
 
 

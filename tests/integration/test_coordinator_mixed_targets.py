@@ -90,7 +90,7 @@ async def test_the_longer_context_is_served_again_when_the_shorter_target_has_go
 
 @pytest.mark.parametrize(
     ("changes", "cause"),
-    [({"eos_token_ids": [EOS, 2]}, "sequences end with other ids (1; 1, 2)"), (OTHER_NUMERICS, "(n1, n2)")],
+    [({"eos_token_ids": [EOS, 2]}, "their end-of-sequence ids differ (1; 1, 2)"), (OTHER_NUMERICS, "(n1, n2)")],
 )
 async def test_a_target_whose_output_would_differ_is_incompatible_and_says_why(
     changes: dict[str, Any], cause: str

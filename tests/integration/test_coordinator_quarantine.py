@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
 from specdec.coordinator.links.link_events import LinkState
-from specdec.coordinator.replicas.discovery import Endpoint
+from specdec.coordinator.replicas.discovery import ReplicaAddress
 from specdec.coordinator.sessions.session import Session
 from specdec.wire.errors import Internal
 from tests.support.scripted.replica import ScriptedSession
@@ -165,7 +165,7 @@ async def test_of_a_target_that_is_gone_for_good_no_request_is_remembered() -> N
         other.set_limit(None)
         await finish(call, result)
         roster = harness.service.connections.rosters["target"]
-        roster.update([Endpoint(other.address)])
+        roster.update([ReplicaAddress(other.address)])
         assert [link.address for link in harness.service.fleet.targets] == [other.address]
 
         async def is_forgotten() -> bool:

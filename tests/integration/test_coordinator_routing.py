@@ -54,7 +54,7 @@ async def test_a_session_that_is_refused_for_want_of_room_is_opened_elsewhere_at
     targets = [ScriptedTarget(), ScriptedTarget()]
     for target in targets:
         target.refuse = FULL
-    async with running(targets, reconnect_backoff_min_s=30.0, reconnect_backoff_max_s=30.0) as harness:
+    async with running(targets, reconnect_first_s=30.0, reconnect_backoff_max_s=30.0) as harness:
         await harness.all_ready()
         full = min(targets, key=lambda target: target.address)
         other = max(targets, key=lambda target: target.address)

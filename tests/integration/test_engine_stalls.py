@@ -65,6 +65,7 @@ async def test_a_stream_goes_on_elsewhere_when_the_engine_of_its_target_is_stopp
             await is_replaced(cluster, frozen, engine)
 
 
+@pytest.mark.long
 async def test_a_stream_goes_on_when_the_engine_of_its_draft_is_stopped(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:

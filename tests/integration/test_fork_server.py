@@ -16,7 +16,7 @@ import pytest
 from tests.support.fork_server.popen import Forking, Template
 
 PROBE = "tests.support.fork_server.probe"
-STARTER = "specdec.commands.up.child"
+STARTER = "specdec.service.process"
 
 
 @pytest.fixture(scope="module")

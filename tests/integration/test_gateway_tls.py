@@ -30,7 +30,7 @@ async def test_new_connections_get_the_renewed_certificate(tmp_path: Path) -> No
     first, second = (authority.issue("gateway", dns_names=["localhost"]) for _ in range(2))
     volume = SecretVolume(tmp_path / "secret", first, authority.certificate)
     trusted = ssl.create_default_context(cadata=authority.certificate.decode())
-    async with gateway("127.0.0.1:1", tls_cert_file=volume.certificate, tls_key_file=volume.key) as one:
+    async with gateway("127.0.0.1:1", tls_dir=volume.folder) as one:
         assert await shown_serial(one.port, trusted) == first.serial_number
         volume.write(second, authority.certificate)
         assert await shown_serial(one.port, trusted) == second.serial_number

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 from specdec.commands.up.cluster import free_port
 from specdec.coordinator.processes.child import reserved_port
 from specdec.service.listening import bound_sockets
-from specdec.wire.addresses import join_address
+from specdec.wire.settings import join_address
 from tests.support.services.echo_process import echo_process
 from tests.support.services.secured import CALL_TIMEOUT_S, check_health, ready_server, secure
 

@@ -151,4 +151,4 @@ async def test_a_chat_that_names_no_number_goes_on_as_the_description_says() -> 
     assert answer["usage"]["total_tokens"] == 6000
     told = described["ChatRequest"]["properties"]["max_completion_tokens"]["description"]
     assert told == described["ResponsesRequest"]["properties"]["max_output_tokens"]["description"]
-    assert "Default: what the context leaves" in told
+    assert "Default: as many as fit the context" in told

@@ -49,7 +49,7 @@ def test_both_runs_have_the_text_that_any_client_gets_and_say_so(page: Browser, 
     answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
     texts = page.run("return [...document.querySelectorAll('.output')].map((one) => one.textContent);")
     assert texts == [body["prompt"] + answer["choices"][0]["text"]] * 2
-    assert page.text("#verdict").startswith("Equal: all 64 token ids are the same. With speculation")
+    assert page.text("#verdict").startswith("Equal: all 64 token ids agree. Speed with speculation")
     at_end = "(one) => one.scrollTop + one.clientHeight >= one.scrollHeight - 1"
     page.until(f"[...document.querySelectorAll('.output')].every({at_end})")
     speeds = page.run("return [...document.querySelectorAll('[data-figure=speed]')].map((one) => one.textContent);")
@@ -76,7 +76,7 @@ def test_a_round_shows_what_was_proposed_and_what_was_taken(page: Browser, url: 
     assert 1 <= num_taken == sum("draft" in names for names in marked)
     assert "draft" in page.text(".tree") and "target" in page.text(".tree")
     rows = page.run("return [...document.querySelectorAll('.round tbody tr')].map((one) => one.textContent);")
-    assert sum("✓ taken" in row for row in rows) == num_taken
+    assert sum("✓ accepted" in row for row in rows) == num_taken
     shown = page.run("return document.querySelectorAll('.bar i.draft').length;")
     assert shown == page.run("return document.querySelectorAll('.output .t.draft').length;")
 

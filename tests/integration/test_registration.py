@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import ReplicaRecord, Store
+from specdec.store.interface import ReplicaRecord, Store, StoreUnavailable
 from specdec.store.urls import RedisOptions, connect
 from tests.support.servers.redis_server import RedisServer
 from tests.support.services.echo_process import echo_process, ready_echo, verify_stream

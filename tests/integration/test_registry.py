@@ -14,9 +14,8 @@ from specdec.client import Client, Completion
 from specdec.commands.up.cluster import Cluster
 from specdec.coordinator.replicas.router import block_digests
 from specdec.store.announcer import AnnouncedState, Announcer
-from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
-from specdec.store.interface import Store
+from specdec.store.interface import Store, StoreUnavailable
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api

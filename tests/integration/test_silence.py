@@ -64,7 +64,11 @@ def stop_servicer(cluster: Cluster, name: str) -> None:
     cluster.signal(name, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize(("settings", "within_s"), [({}, WITHIN_S), (SHORT, SOON_S)], ids=["defaults", "short"])
+@pytest.mark.parametrize(
+    ("settings", "within_s"),
+    [({}, WITHIN_S), pytest.param(SHORT, SOON_S, marks=pytest.mark.long)],
+    ids=["defaults", "short"],
+)
 async def test_a_stream_goes_on_elsewhere_when_its_target_is_frozen(
     make_cluster: MakeCluster, tmp_path: Path, settings: dict[str, object], within_s: float
 ) -> None:
@@ -87,7 +91,7 @@ async def test_a_stream_goes_on_elsewhere_when_its_target_is_frozen(
         thaw(cluster, frozen)
 
 
-@pytest.mark.parametrize("link", ["target", "draft"])
+@pytest.mark.parametrize("link", ["target", pytest.param("draft", marks=pytest.mark.long)])
 async def test_a_stream_goes_on_when_a_link_of_its_coordinator_swallows_everything(
     make_cluster: MakeCluster, tmp_path: Path, link: str
 ) -> None:
@@ -120,7 +124,7 @@ async def test_a_stream_goes_on_when_a_link_of_its_coordinator_swallows_everythi
 @pytest.mark.parametrize(
     ("client_settings", "within_s"),
     [
-        (SmallBuffers(), WITHIN_S),
+        pytest.param(SmallBuffers(), WITHIN_S, marks=pytest.mark.long),
         (SmallBuffers(keepalive_s=1.0, keepalive_timeout_s=0.5), SOON_S),
     ],
     ids=["defaults", "short"],
@@ -217,7 +221,9 @@ async def test_a_coordinator_ends_the_request_of_a_client_that_is_silent(tiny_cl
             await eventually(is_over, "the request is over", SOON_S)
 
 
-@pytest.mark.parametrize("name", ["target", "draft", "coordinator"])
+@pytest.mark.parametrize(
+    "name", ["target", *(pytest.param(name, marks=pytest.mark.long) for name in ("draft", "coordinator"))]
+)
 async def test_a_service_that_is_stopped_for_a_second_keeps_its_connections(
     make_cluster: MakeCluster, name: str
 ) -> None:

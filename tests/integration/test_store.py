@@ -7,16 +7,18 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from specdec.store.errors import LimitExceeded, RequestHeld, TooManyConcurrent
 from specdec.store.interface import (
     Appended,
     JournalWrite,
     Lease,
+    LimitExceeded,
     NewRequest,
     ReplicaRecord,
+    RequestHeld,
     RequestKey,
     Store,
     StoreLimits,
+    TooManyConcurrent,
 )
 from specdec.store.memory import MemoryStore
 from specdec.store.urls import RedisOptions, connect

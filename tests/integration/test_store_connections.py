@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from specdec.store.errors import StoreUnavailable, StoreUrlError
 from specdec.store.guarded import GuardedStore
+from specdec.store.interface import StoreUnavailable, StoreUrlError
 from specdec.store.urls import RedisOptions, connect
 from specdec.wire.backoff import Backoff
+from specdec.wire.tls_files import TlsFile
 from tests.support.servers.certificates import Authority, SecretVolume
 from tests.support.servers.redis_server import RedisServer, redis_cluster, redis_sentinel, wait_until
 from tests.support.servers.store_use import LONG_S, PATIENT, connected, until_up, use
@@ -63,17 +65,17 @@ async def test_tls_needs_the_right_authority_and_a_client_certificate(tmp_path: 
     theirs = SecretVolume(tmp_path / "theirs", stranger.issue("client"), stranger.certificate)
     with RedisServer(tmp_path, tls=ours) as server:
 
-        def options(ca: Path | None, client: SecretVolume | None) -> RedisOptions:
-            certificate, key = (client.certificate, client.key) if client is not None else (None, None)
-            return RedisOptions(tls_ca_file=ca, tls_cert_file=certificate, tls_key_file=key, timeout_s=20)
+        def options(**changes: TlsFile | None) -> RedisOptions:
+            return RedisOptions(tls=replace(ours.paths(), **changes), timeout_s=20)
 
-        async with connected(server.url, options(ours.authority, ours)) as store:
+        async with connected(server.url, options()) as store:
             await use(store)
+        other = theirs.paths()
         for wrong in (
-            options(theirs.authority, ours),
-            options(None, ours),
-            options(ours.authority, theirs),
-            options(ours.authority, None),
+            options(authorities=other.authorities),
+            options(authorities=None),
+            options(certificate=other.certificate, key=other.key),
+            options(certificate=None, key=None),
         ):
             async with connected(server.url, wrong) as store:
                 with pytest.raises(StoreUnavailable):
@@ -86,9 +88,7 @@ async def test_tls_needs_the_right_authority_and_a_client_certificate(tmp_path: 
 async def test_a_certificate_for_another_host_is_refused(tmp_path: Path) -> None:
     authority = Authority("right")
     ours = SecretVolume(tmp_path / "ours", authority.issue("redis"), authority.certificate)
-    options = RedisOptions(
-        tls_ca_file=ours.authority, tls_cert_file=ours.certificate, tls_key_file=ours.key, timeout_s=20
-    )
+    options = RedisOptions(tls=ours.paths(), timeout_s=20)
     with RedisServer(tmp_path, tls=ours) as server:
         # The certificate is for the address, not for the name.
         async with connected(server.url.replace("127.0.0.1", "localhost"), options) as store:

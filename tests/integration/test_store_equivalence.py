@@ -12,9 +12,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from specdec.store.errors import StoreError
 from specdec.store.interface import (
-    Begun,
+    BegunRequest,
     JournalRecord,
     JournalWrite,
     Lease,
@@ -22,6 +21,7 @@ from specdec.store.interface import (
     ReplicaRecord,
     RequestKey,
     Store,
+    StoreError,
     StoreLimits,
 )
 from specdec.store.memory import MemoryStore
@@ -70,7 +70,7 @@ class Equivalence(RuleBasedStateMachine):
     def begin(self, key: RequestKey, owner: str, **fields: Any) -> tuple[Lease, Lease]:
         request = NewRequest(owner, lease_s=LONG_S, **fields)
         begun = self._both(lambda store, _: store.begin(key, request))
-        generations = [one.generation if isinstance(one, Begun) else 0 for one in begun]
+        generations = [one.generation if isinstance(one, BegunRequest) else 0 for one in begun]
         return Lease(key, owner, generations[0]), Lease(key, owner, generations[1])
 
     @rule(lease=leases, choice=st.integers(0, 3), start=st.integers(0, 7), new=tokens)
@@ -143,7 +143,7 @@ class Equivalence(RuleBasedStateMachine):
 
 
 def _comparable(result: Any) -> Any:
-    if isinstance(result, Begun):
+    if isinstance(result, BegunRequest):
         return ("begun", _comparable(result.record))
     if isinstance(result, JournalRecord):
         return dataclasses.replace(result, generation=0)

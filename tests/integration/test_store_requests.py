@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from specdec.store.errors import LimitExceeded, RequestHeld
-from specdec.store.interface import Appended, JournalWrite, NewRequest, RequestKey, Store, StoreLimits
+from specdec.store.interface import (
+    Appended,
+    JournalWrite,
+    LimitExceeded,
+    NewRequest,
+    RequestHeld,
+    RequestKey,
+    Store,
+    StoreLimits,
+)
 from specdec.store.memory import MemoryStore
 from specdec.store.urls import RedisOptions, connect
 from tests.support.servers.redis_server import RedisServer

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import redis
 
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import NewRequest, ReplicaRecord, RequestKey, Store
+from specdec.store.interface import NewRequest, ReplicaRecord, RequestKey, Store, StoreUnavailable
 from specdec.store.keys import StoreKeys
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1.common_pb2 import GetReplicaInfoResponse

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog.testing
 
-from specdec.store.errors import StoreUnavailable, StoreUrlError
+from specdec.store.interface import StoreUnavailable, StoreUrlError
 from specdec.store.urls import RedisOptions, connect
 from tests.support.servers.certificates import Authority, Certificate, SecretVolume
 from tests.support.servers.redis_server import RedisServer, redis_cluster, redis_sentinel
@@ -31,9 +32,7 @@ def of_client(tmp_path: Path, authority: Authority) -> SecretVolume:
 
 
 def options(volume: SecretVolume) -> RedisOptions:
-    return RedisOptions(
-        tls_ca_file=volume.authority, tls_cert_file=volume.certificate, tls_key_file=volume.key, timeout_s=20
-    )
+    return RedisOptions(tls=volume.paths(), timeout_s=20)
 
 
 def drop_connections(server: RedisServer) -> None:
@@ -74,7 +73,9 @@ async def test_broken_new_files_are_logged_once_and_the_old_ones_connect(
             for _ in range(3):
                 drop_connections(server)
                 await until_up(store)
-    assert refusals(log) == ["redis_tls_cert_file, redis_tls_key_file: the key does not belong to the certificate"]
+    assert refusals(log) == [
+        f"redis_tls_dir: tls.crt, tls.key in {of_client.folder}: the key does not belong to the certificate"
+    ]
 
 
 async def test_no_authority_is_trusted_beside_those_of_the_file(
@@ -87,7 +88,7 @@ async def test_no_authority_is_trusted_beside_those_of_the_file(
     other = Authority("of the system")
     with RedisServer(tmp_path, tls=of_server) as server:
         monkeypatch.setenv("SSL_CERT_FILE", str(of_server.authority))
-        no_file = RedisOptions(tls_cert_file=of_client.certificate, tls_key_file=of_client.key, timeout_s=20)
+        no_file = RedisOptions(tls=replace(of_client.paths(), authorities=None), timeout_s=20)
         async with connected(server.url, no_file) as store:
             await store.ping()
         of_client.write(authority.issue("coordinator"), other.certificate)
@@ -125,8 +126,8 @@ def test_files_that_cannot_be_used_are_told_before_redis_is_asked(
     of_client: SecretVolume, authority: Authority
 ) -> None:
     of_client.write(authority.issue("coordinator"), b"garbage")
-    with pytest.raises(StoreUrlError, match="redis_tls_ca_file: not usable PEM"):
+    with pytest.raises(StoreUrlError, match=r"redis_tls_dir: ca\.crt in .*: not usable PEM"):
         connect("rediss://127.0.0.1:1", options(of_client))
     of_client.write(Certificate(authority.issue("x").key, authority.issue("y").chain), authority.certificate)
-    with pytest.raises(StoreUrlError, match="redis_tls_cert_file, redis_tls_key_file: the key does not belong"):
+    with pytest.raises(StoreUrlError, match=r"redis_tls_dir: tls\.crt, tls\.key in .*: the key does not belong"):
         connect("rediss://127.0.0.1:1", options(of_client))

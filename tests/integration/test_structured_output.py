@@ -205,7 +205,7 @@ def test_the_client_without_asyncio_takes_constraints_too(shipped_cluster: Clust
 
 async def test_an_end_of_thinking_is_named_by_its_text(shipped_client: Client) -> None:
     choice = pb.TextChoices(texts=["red", "green"])
-    with pytest.raises(InvalidRequest, match="is not a token") as error:
+    with pytest.raises(InvalidRequest, match="is not one token") as error:
         await shipped_client.complete(constrained(pb.Constraint(choice=choice, after_token="</think>")))
     assert error.value.field == "sampling.constraint.after_token"
     told = await shipped_client.call("Tokenize", api.TokenizeRequest(text="def colour():"))

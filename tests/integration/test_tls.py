@@ -128,8 +128,9 @@ async def test_broken_new_files_are_logged_and_the_old_ones_kept(secured: Secure
                 secured.volume.key.unlink()
         for port in (listening["port"], listening["metrics_port"]):
             assert await served_serial(port, context) == old_serial
-        setting = {"no_authority": "tls_client_ca_file", "missing": "tls_key_file"}.get(broken, "tls_cert_file")
-        assert (await process.event("tls_files_refused"))["reason"].startswith(setting)
+        files = {"no_authority": "ca.crt", "missing": "tls.key"}.get(broken, "tls.crt, tls.key")
+        reason = f"tls_dir: {files} in {secured.volume.folder}: "
+        assert (await process.event("tls_files_refused"))["reason"].startswith(reason)
         if broken != "missing":
             secured.volume.write(good, authority)
             assert await served_serial(listening["port"], context) == good.serial_number
@@ -156,12 +157,13 @@ async def test_a_process_with_unusable_files_exits_and_names_the_setting(secured
         serialization.BestAvailableEncryption(b"password"),
     )
     cases = [
-        (secured.client.key, good.chain, authority, "tls_cert_file, tls_key_file: the key does not belong"),
-        (encrypted, good.chain, authority, "tls_cert_file, tls_key_file: "),
-        (good.key, b"garbage", authority, "tls_cert_file, tls_key_file: "),
-        (good.key, good.chain, b"garbage", "tls_client_ca_file: "),
+        (secured.client.key, good.chain, authority, "tls.crt, tls.key", "the key does not belong"),
+        (encrypted, good.chain, authority, "tls.crt, tls.key", ""),
+        (good.key, b"garbage", authority, "tls.crt, tls.key", "not usable PEM"),
+        (good.key, good.chain, b"garbage", "ca.crt", "not usable PEM"),
     ]
-    for key, chain, client_ca, reason in cases:
+    for key, chain, client_ca, files, why in cases:
+        reason = f"tls_dir: {files} in {secured.volume.folder}: {why}"
         secured.volume.write(Certificate(key, chain), client_ca)
         async with echo_process(*server_flags(secured.volume)) as process:
             assert (await process.event("startup_failed"))["reason"].startswith(reason)

@@ -79,9 +79,8 @@ def secure_cluster(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactor
         volume = volumes[role] = SecretVolume(folder / role, certificate, secured.authority.certificate)
         health_ports[role], metrics_ports[role] = free_port(), free_port()
         settings[role] = {
-            "tls_cert_file": volume.certificate,
-            "tls_key_file": volume.key,
-            "tls_client_ca_file": volume.authority,
+            "tls_dir": volume.folder,
+            "tls_verify_clients": True,
             "tls_allowed_client_names": CLIENT if role == "coordinator" else COORDINATOR,
             "health_port": health_ports[role],
             "metrics_port": metrics_ports[role],
@@ -242,15 +241,15 @@ async def test_a_coordinator_that_trusts_another_authority_sees_replicas_down_an
 def test_a_coordinator_with_an_unusable_client_certificate_exits_and_names_the_setting(
     secured: Secured, tmp_path: Path
 ) -> None:
-    secured.volume.write(Certificate(secured.client.key, secured.authority.issue("x").chain), b"garbage")
-    authority = tmp_path / "authority.pem"
-    authority.write_bytes(secured.authority.certificate)
+    not_a_pair = Certificate(secured.client.key, secured.authority.issue("x").chain)
+    folder = secured.volume.folder
     cases = [
-        ({}, "replica_tls_ca_file: "),
-        ({"replica_tls_ca_file": authority}, "replica_tls_cert_file, replica_tls_key_file: the key does not belong"),
+        (b"garbage", f"replica_tls_dir: ca.crt in {folder}: not usable PEM"),
+        (secured.authority.certificate, f"replica_tls_dir: tls.crt, tls.key in {folder}: the key does not belong"),
     ]
-    for changed, reason in cases:
-        overrides = {"targets": "127.0.0.1:1", "metrics_port": None, **replica_tls(secured.volume), **changed}
+    for authority, reason in cases:
+        secured.volume.write(not_a_pair, authority)
+        overrides = {"targets": "127.0.0.1:1", "metrics_port": None, **replica_tls(secured.volume)}
         spec = service_spec(
             "coordinator", "coordinator", free_port(), RoleSettings(overrides=overrides), environment={}
         )

@@ -116,9 +116,8 @@ async def test_a_coordinator_whose_certificate_has_expired_reconnects_with_the_r
     shown = ShortLived(secured, tmp_path / "coordinator")
     of_target = {
         "model": tiny_pair.target,
-        "tls_cert_file": secured.volume.certificate,
-        "tls_key_file": secured.volume.key,
-        "tls_client_ca_file": secured.volume.authority,
+        "tls_dir": secured.volume.folder,
+        "tls_verify_clients": True,
         "tls_allowed_client_names": COORDINATOR,
     }
     async with running("target", of_target, tmp_path) as target:
@@ -142,7 +141,7 @@ async def test_a_coordinator_whose_certificate_has_expired_reconnects_with_the_r
                 refusals = log_of(target).count("certificate has expired")
                 await wait_until(lambda: log_of(target).count("certificate has expired") > refusals, target)
                 (refused,) = events(coordinator, "tls_files_refused")
-                assert refused["reason"].startswith("replica_tls_cert_file, replica_tls_key_file: the key does not")
+                assert refused["reason"].startswith("replica_tls_dir: tls.crt, tls.key in ")
 
                 shown.renew()
                 await wait_ready(coordinator)

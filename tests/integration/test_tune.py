@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from specdec.client import Client
 from specdec.commands.app import app
 from specdec.commands.tune.advice import Advice
-from specdec.commands.tune.prediction import Choice
-from specdec.commands.tune.settings_files import Deployment, up_file
+from specdec.commands.tune.prediction import SettingsChoice
+from specdec.commands.tune.settings_files import DeploymentFacts, up_file
 from specdec.v1 import common_pb2
 from tests.support.engine.other_tokenizers import permuted_draft
 from tests.support.services.faults import make_request
@@ -53,6 +53,7 @@ def test_the_shipped_pair_is_measured_verified_and_written_down(tmp_path: Path) 
     assert yaml.safe_load((tmp_path / "tuned.chart.yaml").read_text())["draft"]
 
 
+@pytest.mark.long
 def test_a_draft_with_another_tokenizer_is_tuned_and_served_by_the_tokens_that_both_have(tmp_path: Path) -> None:
     draft, out = permuted_draft(tmp_path / "draft"), tmp_path / "tuned.yaml"
     arguments = ["tune", *QUICK, "--draft", str(draft), "--placement", "apart", "--repeats", "1", "--out", str(out)]
@@ -66,9 +67,9 @@ def test_a_draft_with_another_tokenizer_is_tuned_and_served_by_the_tokens_that_b
 
 
 def test_up_starts_with_the_file(tiny_pair: ModelPair, tmp_path: Path) -> None:
-    choice = Choice(draft_tokens=3, num_siblings=1, max_heads=2, mode="rejection")
+    choice = SettingsChoice(draft_tokens=3, num_siblings=1, max_heads=2, mode="rejection")
     advice = Advice(choice=choice, points=(), speculate=True, reasons=("It pays.",))
-    place = Deployment(target_model=str(tiny_pair.target), draft_model=str(tiny_pair.draft), device="cpu")
+    place = DeploymentFacts(target_model=str(tiny_pair.target), draft_model=str(tiny_pair.draft), device="cpu")
     file = tmp_path / "tuned.yaml"
     file.write_text(up_file(advice, place))
     with running_up(tiny_pair, ("--config", str(file))) as up:

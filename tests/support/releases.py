@@ -16,8 +16,8 @@ import specdec
 
 ROOT = Path(__file__).parents[2]
 RELEASES = ROOT / "releases"
-_STARTER = ("specdec/commands/up/child.py", "specdec/service/parent_process.py")
-"""With what services are started here. Revisions that have them elsewhere get them here, too."""
+_STARTER = "specdec/service/process.py"
+"""With what services are started here. Revisions that have it elsewhere get it here, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,8 @@ def checked_out(revision: str, folder: Path) -> Build:
     assert archive.returncode == 0, archive.stderr.decode()
     subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
     have_services_in_specdec(folder)
-    for name in _STARTER:
-        if not (folder / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+    if not (folder / _STARTER).exists():
+        (folder / _STARTER).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / _STARTER, folder / _STARTER)
     (version,) = re.findall(r'(?m)^__version__ = "(.*)"$', (folder / "specdec/__init__.py").read_text(encoding="utf-8"))
     return Build(version, folder)

@@ -60,7 +60,7 @@ async def test_the_last_releases_coordinator_serves_over_http_what_it_serves_ove
     assert all(value <= 0 for value in told["token_logprobs"][1:])
 
 
-@pytest.mark.parametrize("first", NAMES)
+@pytest.mark.parametrize("first", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.long)])
 async def test_a_stream_goes_on_at_a_coordinator_of_the_other_version(fleet: MixedFleet, first: str) -> None:
     (other,) = set(NAMES) - {first}
     expected = await over_grpc(fleet.address(other))

@@ -106,6 +106,7 @@ def differences(found: Mapping[str, Answer], wanted: Mapping[str, Answer]) -> di
     return {name: difference for name, difference in told.items() if difference is not None}
 
 
+@pytest.mark.long
 async def test_no_stream_notices_that_everything_is_upgraded(
     alone: MixedFleet, builds: Mapping[str, Build], common_numerics: Mapping[str, object]
 ) -> None:

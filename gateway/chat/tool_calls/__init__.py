@@ -1,4 +1,4 @@
-"""Parsers of tool calls, one for each way in which families of models write them. All stream."""
+"""Streaming parsers of tool calls, one for each form that model families use."""
 
 from specdec.gateway.chat.tool_calls.families import (
     TOOL_PARSERS,

@@ -1,4 +1,4 @@
-"""A call that is written as a JSON object with a name and arguments, read while it comes."""
+"""Read a call that is a JSON object with a name and arguments, while it streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.gateway.chat.tool_calls.json_scan import JsonScan, Scan, skip_space
 MOST_NAME_CHARS = 256
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "id", "type", *_ARGUMENTS)
-"""Before a call is told, any other key says that the object is none."""
+"""Keys of a call: any other key, before the call is emitted, shows that the object is no call."""
 
 
 class _At(Enum):
@@ -25,15 +25,15 @@ class _At(Enum):
 
 
 class CallObject:
-    """Reads one object {"name": ..., "arguments": ...}, whatever the order of its keys.
+    """Reads one object {"name": ..., "arguments": ...} with its keys in any order.
 
-    The call is told when its name and the start of its arguments are known; before that nothing is, so that what turns
-    out to be no call can be content: `text` has all of it. Arguments stream as they are written. Those that are a text
-    with JSON in it are told when they end, without the quotes.
+    The call is emitted when its name and the start of its arguments are known. Until then `text` keeps the object,
+    which becomes content if it is no call. Arguments stream as they are written; arguments that are a text with JSON
+    in it are emitted at their end, without the quotes.
     """
 
     def __init__(self, writer: CallWriter, *, needs_arguments: bool = False) -> None:
-        """`needs_arguments`: without them an object is no call, else it is a call with none."""
+        """`needs_arguments`: an object without arguments is no call; False: it is a call without arguments."""
         self._writer = writer
         self._needs_arguments = needs_arguments
         self._at = _At.BRACE
@@ -46,12 +46,12 @@ class CallObject:
         self._num_given = 0
         self.state = Scan.OPEN
         self.is_told = False
-        """The call has begun for the reader."""
+        """The call was emitted."""
         self.text = ""
-        """All of the object so far, until the call is told."""
+        """The object so far, until the call is emitted."""
 
     def feed(self, text: str) -> int:
-        """Read on; returns how much of the text belongs to the object."""
+        """Read more text; returns how many characters belong to the object."""
         at = 0
         while self.state is Scan.OPEN and at < len(text):
             at = self._punctuation(text, at) if self._scan is None else self._read(self._scan, text, at)
@@ -60,7 +60,7 @@ class CallObject:
         return at
 
     def finish(self) -> None:
-        """The text has ended within the object. What of the arguments waited for more is told as it stands."""
+        """The text has ended within the object: emit the held part of the arguments."""
         if self.is_told and self._is_arguments():
             self._writer.arguments(self._value)
 
@@ -112,7 +112,7 @@ class CallObject:
         return self._at is _At.VALUE and self._key in _ARGUMENTS and not self._has_arguments
 
     def _streams(self) -> bool:
-        """Whether the value is told as it comes: a text, or a word, may have to be told otherwise."""
+        """Whether the value streams: a text or a word may have to be changed at its end."""
         return self._num_given > 0 or self._value[:1] in ("{", "[")
 
     def _end_key(self) -> None:
@@ -137,7 +137,7 @@ class CallObject:
         self._at = _At.COMMA_OR_END
 
     def _give(self, arguments: str) -> None:
-        """Tell a piece of the arguments, or keep it while the name is not known."""
+        """Emit a piece of the arguments, or keep it until the name is known."""
         if not self._name:
             self._early = (self._early or "") + arguments
             return
@@ -162,7 +162,7 @@ class CallObject:
 
 
 def _decoded(text: str) -> Any:
-    """The value of a JSON text; None where it is none, or has half of a surrogate pair as a text."""
+    """The value of a JSON text; None if it is malformed, or a text with half a surrogate pair."""
     try:
         value = json.loads(text)
         if isinstance(value, str):
@@ -173,7 +173,7 @@ def _decoded(text: str) -> Any:
 
 
 def _unquoted(text: str) -> str:
-    """Arguments that are a text with an object in it, without the quotes; null is an object with nothing in it."""
+    """Arguments that are a text with an object in it, unquoted; null becomes an empty object."""
     value = _decoded(text)
     if value is None and text == "null":
         return "{}"

@@ -1,4 +1,4 @@
-"""What parsers of tool calls tell: content, and calls with their arguments in pieces."""
+"""Collect the output of parsers: content, and calls with their arguments in pieces."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _ID_CHARS = string.ascii_letters + string.digits
 
 
 def new_call_id() -> str:
-    """An id of nine letters and digits, which is the only kind that templates of Mistral's models take."""
+    """A random id of nine letters and digits, the only form that templates of Mistral's models accept."""
     return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
 
 
 class CallWriter:
-    """Collects deltas. White space of the content that stands beside a call is layout, and left out."""
+    """Collects deltas. White space of the content beside a call is layout and dropped."""
 
     def __init__(self, make_id: Callable[[], str] = new_call_id) -> None:
         self._make_id = make_id
@@ -27,7 +27,7 @@ class CallWriter:
         self._after_call = False
 
     def content(self, text: str) -> None:
-        """Text of the content. White space at its end waits for what follows."""
+        """Add content. White space at its end waits for the next text."""
         told = text.rstrip()
         if told:
             self._after_call = False
@@ -37,33 +37,33 @@ class CallWriter:
             self._space.append(text[len(told) :])
 
     def reasoning(self, text: str) -> None:
-        """The next piece of the reasoning."""
+        """Add reasoning."""
         if text:
             self._deltas.append(MessageDelta(reasoning=text))
 
     def begin_call(self, name: str) -> None:
-        """A call of a function; its arguments follow."""
+        """Begin a call of a function; its arguments follow."""
         self._space = []
         self._after_call = True
         self._index += 1
         self._deltas.append(MessageDelta(tool_call=ToolCallDelta(self._index, id=self._make_id(), name=name)))
 
     def arguments(self, text: str) -> None:
-        """The next piece of the arguments of the last call."""
+        """Add to the arguments of the last call."""
         if text:
             self._deltas.append(MessageDelta(tool_call=ToolCallDelta(self._index, arguments=text)))
 
     def drop_space(self) -> None:
-        """White space that waits is layout."""
+        """Drop the waiting white space, which is layout."""
         self._space = []
 
     def take(self) -> list[MessageDelta]:
-        """What was told since the last time."""
+        """The deltas since the last call."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def finish(self) -> None:
-        """No more comes: white space at the end is content, unless the last thing was a call."""
+        """End the message: waiting white space is content, unless it follows a call."""
         if self._space and not self._after_call:
             self._deltas.append(MessageDelta(content="".join(self._space)))
         self._space = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from specdec.gateway.chat.markers import may_become, split_at_marker
+from specdec.gateway.chat.deltas import may_become, split_at_marker
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
 from specdec.gateway.chat.tool_calls.json_scan import JsonScan

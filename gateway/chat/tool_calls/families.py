@@ -15,7 +15,7 @@ from specdec.gateway.chat.tool_calls.qwen3_coder import Qwen3CoderParser
 from specdec.gateway.chat.tool_calls.tagged import TaggedParser
 
 ToolParser: TypeAlias = StreamingParser
-"""Its deltas are content and calls."""
+"""A parser whose deltas are content and calls."""
 _PARSERS: dict[str, Callable[[], StreamingParser]] = {
     "none": PlainParser,
     "hermes": TaggedParser,
@@ -33,11 +33,11 @@ _WITH_SPECIAL_TOKENS = ("llama3_json", "mistral", "pythonic", "deepseek", "harmo
 
 
 def make_tool_parser(name: str, schemas: Mapping[str, Any] | None = None) -> ToolParser:
-    """A parser of one message.
+    """Make a parser of one message.
 
     Args:
         name: one of `TOOL_PARSERS`.
-        schemas: the JSON schema of each function's parameters, for models that write values without their types.
+        schemas: the JSON schema of each function's parameters, for models that write values without types.
 
     Raises:
         ValueError: the name is unknown.
@@ -51,5 +51,5 @@ def make_tool_parser(name: str, schemas: Mapping[str, Any] | None = None) -> Too
 
 
 def marks_are_special_tokens(name: str) -> bool:
-    """Whether what marks calls may be special tokens, so that the text must be made with them (skip_special_tokens)."""
+    """Whether markers of calls may be special tokens, so that the text must keep them (skip_special_tokens)."""
     return name in _WITH_SPECIAL_TOKENS

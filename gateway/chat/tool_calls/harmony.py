@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from specdec.gateway.chat.markers import split_at_marker
+from specdec.gateway.chat.deltas import split_at_marker
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
 
@@ -22,25 +22,25 @@ _FUNCTIONS = "functions."
 class HarmonyParser(BufferedParser):
     """A message of several parts, each with a channel and perhaps a recipient.
 
-    The analysis is reasoning. A part for a function is a call, whose arguments stream as they are written. All others
-    are content: what the model finally says, and what it says before calls. Two parts of one kind are told with a line
-    break between them. A part for a tool that is no function of the request's is told as its channel is.
+    The channel analysis is reasoning. A part for a function is a call, whose arguments stream unchanged. Other parts
+    are content: the final answer, and comments before calls. A line break separates two parts of one kind. A part for
+    a tool that is no function of the request follows its channel.
     """
 
     starts: ClassVar = (_START, _CHANNEL, _MESSAGE)
 
     def __init__(self, *, tells_calls: bool = True) -> None:
-        """`tells_calls`: False: parts for functions are content, too."""
+        """`tells_calls`: False treats parts for functions as content."""
         super().__init__()
         self._tells_calls = tells_calls
         self._kind = ""
         self._is_first = True
-        """Nothing of the part has been told."""
+        """No text of the part was emitted."""
         self._told: set[str] = set()
-        """Kinds of which there was a part."""
+        """Kinds of the parts so far."""
 
     def _begin(self) -> bool:
-        # Where the prompt ends with <|start|>assistant, a recipient may be all that comes before the channel.
+        # If the prompt ends with <|start|>assistant, only a recipient may come before the channel.
         if " to=".startswith(self._buffer[:4]):
             if len(self._buffer) < 4:
                 return False

@@ -1,4 +1,4 @@
-"""Where a JSON value ends in text that comes in pieces. Each character is looked at once, whatever the pieces."""
+"""Find the end of a JSON value in streamed text. Each character is read once."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SCALAR = re.compile(r"[^\s,:{}\[\]\"]*")
 
 
 class Scan(Enum):
-    """What is known of a value."""
+    """State of a value."""
 
     OPEN = auto()
-    """It goes on."""
+    """The value goes on."""
     DONE = auto()
     BROKEN = auto()
-    """It is none: brackets do not match, or nothing starts like this."""
+    """The text is no JSON: brackets do not match, or no value starts so."""
 
 
 class JsonScan:
-    """Follows one value by its brackets and strings. It may still be broken where it looks whole, as in {"a": tru}."""
+    """Follows one value by brackets and strings only: {"a": tru} counts as whole."""
 
     def __init__(self) -> None:
         self.state = Scan.OPEN
@@ -33,7 +33,7 @@ class JsonScan:
         self._in_scalar = False
 
     def feed(self, text: str, start: int = 0) -> int:
-        """Look at a text from `start` on; returns where the value ends in it or is broken, or the text's end."""
+        """Read a text from `start` on; returns the index where the value ends or breaks, or the text's end."""
         at = start
         while at < len(text) and self.state is Scan.OPEN:
             if self._in_string:
@@ -91,7 +91,7 @@ class JsonScan:
 
 
 def skip_space(text: str, at: int) -> int:
-    """The place of the next character that is no white space."""
+    """Index of the next character that is no white space."""
     while at < len(text) and text[at] in _SPACE:
         at += 1
     return at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from specdec.gateway.chat.markers import may_become
+from specdec.gateway.chat.deltas import may_become
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.call_object import CallObject
 

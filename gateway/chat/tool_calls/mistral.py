@@ -1,11 +1,12 @@
-"""Calls as Mistral's models write them: [TOOL_CALLS] and a list of objects, or for each call its name and arguments."""
+"""Calls as Mistral's models write them: [TOOL_CALLS] with a list of objects, or with one name and arguments per
+call."""
 
 from __future__ import annotations
 
 import re
 from typing import ClassVar
 
-from specdec.gateway.chat.markers import split_at_marker
+from specdec.gateway.chat.deltas import split_at_marker
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS, CallObject
 from specdec.gateway.chat.tool_calls.json_scan import JsonScan

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from specdec.gateway.chat.markers import may_become
+from specdec.gateway.chat.deltas import may_become
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
 
@@ -18,11 +18,11 @@ _ARGUMENT = re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)\s*(.*)", re.DOTALL)
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _MOST_ARGUMENT_CHARS = 1 << 16
-"""Of one argument, which is read as a whole: Python's parser takes memory for it."""
+"""Characters of one argument, at most: Python's parser reads it as a whole, and takes memory."""
 
 
 class PythonicParser(BufferedParser):
-    """Arguments are told one by one, as JSON, when each has ended. They have names, and values that are literals."""
+    """Emits each argument as JSON at its end. Arguments have names and literal values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class PythonicParser(BufferedParser):
         return True
 
     def _argument(self) -> bool:
-        """Look for the comma or bracket that ends the argument; each character is looked at once."""
+        """Look for the comma or bracket that ends the argument; each character is read once."""
         most = min(len(self._buffer), _MOST_ARGUMENT_CHARS)
         for at in range(self._num_seen, most):
             character = self._buffer[at]
@@ -133,7 +133,7 @@ class PythonicParser(BufferedParser):
 
 
 def _as_json(text: str) -> str | None:
-    """An argument as "name": value, in JSON; None where it is none."""
+    """An argument as JSON, "name": value; None if it is malformed."""
     match = _ARGUMENT.fullmatch(text)
     if match is None:
         return None
@@ -145,10 +145,10 @@ def _as_json(text: str) -> str | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal, with JSON's names for true, false and null besides. Raises ValueError for other code."""
+    """The value of a literal; JSON's true, false and null count, too. Raises ValueError for other code."""
     match node:
         case ast.Constant(value=str() as text):
-            # JSON's escapes for what UTF-16 writes in two parts; half of such a pair is no text.
+            # JSON's escapes write surrogate pairs; half a pair raises.
             return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")
         case ast.Constant(value=int() | float() | None):
             return node.value

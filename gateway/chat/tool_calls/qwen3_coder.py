@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from specdec.gateway.chat.markers import may_become, split_at_marker
+from specdec.gateway.chat.deltas import may_become, split_at_marker
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
 from specdec.gateway.chat.tool_calls.typed_text import as_json_of_type, types_of
@@ -18,14 +18,14 @@ _END_FUNCTION = "</function>"
 _PARAMETER = "<parameter="
 _END_PARAMETER = "</parameter>"
 _VALUE_ENDS = (_END_PARAMETER, _PARAMETER, _END_FUNCTION)
-"""Models forget the end of a parameter, so the start of another, or the end of the function, ends it too."""
+"""Ends of a value: models may forget </parameter>, so the next parameter or the function's end ends it, too."""
 
 
 class Qwen3CoderParser(BufferedParser):
-    """Values have no types where they are written: the schema of the function says what they are.
+    """Values are written without types: the function's schema names them.
 
-    A text streams as it comes. Any other value is told when it has ended, as JSON; one that is not of its type is told
-    as a text. A line break at either end of a value is layout.
+    A text streams. Any other value is emitted at its end, as JSON; a value that does not fit its type is emitted as a
+    text. A line break at either end of a value is layout.
     """
 
     starts: ClassVar = (_CALL, _FUNCTION)
@@ -68,7 +68,7 @@ class Qwen3CoderParser(BufferedParser):
         return True
 
     def _between(self) -> bool:
-        """Before a parameter or the end of the function. What else stands here belongs to neither: it is content."""
+        """The state before a parameter or the function's end. Other text here is content."""
         text, marker, self._buffer = split_at_marker(self._buffer, [_PARAMETER, _END_FUNCTION, _END_CALL])
         self._writer.content(text)
         if marker == _PARAMETER:
@@ -99,7 +99,7 @@ class Qwen3CoderParser(BufferedParser):
 
     @property
     def _is_text(self) -> bool:
-        """Whether the value is one, whatever it is: then it streams."""
+        """Whether the value must be a text, which streams."""
         return self._types <= {"string"}
 
     def _in_value(self) -> bool:

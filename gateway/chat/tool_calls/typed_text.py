@@ -1,4 +1,4 @@
-"""Values that are written without a type, as JSON of the type that a schema names."""
+"""Convert values written without types to JSON of their schema's types."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _MOST_LITERAL_CHARS = 1 << 16
-"""Python's parser takes memory for what it reads."""
+"""Characters of a literal, at most: Python's parser takes memory."""
 _MOST_DEPTH = 8
 _NOTHING = object()
 
 
 def types_of(schema: Any, name: str) -> frozenset[str]:
-    """The types that a JSON schema of an object names for one of its properties; none: it says nothing of them."""
+    """The types that an object's JSON schema names for a property; empty if it names none."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return frozenset(_named(properties.get(name), 0)) if isinstance(properties, Mapping) else frozenset()
 
 
 def as_json_of_type(text: str, types: frozenset[str]) -> str:
-    """A value as JSON: of one of the types if it can be read so, else a text."""
+    """A value as JSON of one of the types if possible, otherwise as a text."""
     bare = text.strip()
     value = _json(bare)
     if value is not _NOTHING and any(_is_a(value, name) for name in types - {"string"}):

@@ -1,4 +1,4 @@
-// The form, and what happens when it is sent.
+// The form and its submission.
 
 import { Failure, models } from "./stream.js";
 import { Run, compared } from "./run.js";
@@ -49,7 +49,7 @@ function stopsIn() {
 }
 
 /**
- * What is to be sent, and where. Throws Failure for what is no request.
+ * The request of the form: path and body. Throws Failure if a field is invalid.
  * @returns {{path: string, body: Record<string, any>}}
  */
 function requestOf(text) {
@@ -64,10 +64,10 @@ function requestOf(text) {
   if (stops.length) body.stop = stops;
   if (byId("model").value) body.model = byId("model").value;
   const most = numberIn("max_draft_tokens");
-  // Coupled verification is what makes the text the same with and without speculation.
+  // Only coupled verification gives equal text with and without speculation.
   body.speculation = { verify_mode: "coupled", ...(most === undefined ? {} : { max_draft_tokens: most }) };
   if (!isChat()) {
-    if (!text) throw new Failure("prompt: write something to go on with.", { param: "prompt" });
+    if (!text) throw new Failure("prompt: write a text to continue.", { param: "prompt" });
     return { path: "v1/completions", body: { ...body, prompt: text, logprobs: 0 } };
   }
   if (!text.trim()) throw new Failure("prompt: write a message.", { param: "prompt" });
@@ -90,7 +90,7 @@ function showError(error) {
   if (error.delay) showDelay(error.message, error.delay);
 }
 
-/** Counts down beside the error, for eyes only: a live region that changes each second is never silent. */
+/** Counts down beside the error, hidden from screen readers: a live region would speak every second. */
 function showDelay(message, seconds) {
   let left = seconds;
   const tell = () => {
@@ -118,7 +118,7 @@ function clearErrors() {
 function setBusy(isBusy) {
   const [off, on] = isBusy ? [byId("send"), byId("stop")] : [byId("stop"), byId("send")];
   on.disabled = false;
-  // A button that is switched off drops the focus, and with it whoever has no mouse.
+  // A disabled button loses the focus, which keyboard users need.
   if (document.activeElement === off) on.focus();
   off.disabled = true;
   for (const radio of byId("form").elements.mode) radio.disabled = isBusy;
@@ -146,7 +146,7 @@ function showVerdict(fast, plain, isWhole) {
   if (fast.speed && plain.speed) {
     const ratio = fast.speed / plain.speed;
     const speeds = `${fast.speed.toFixed(0)} against ${plain.speed.toFixed(0)} tokens/s`;
-    parts.push(` With speculation ${ratio < 1 ? "slower this time, " : ""}${ratio.toFixed(2)} times as fast: ${speeds}.`);
+    parts.push(` Speed with speculation${ratio < 1 ? " (slower this time)" : ""}: ${ratio.toFixed(2)} times plain decoding, ${speeds}.`);
   }
   verdict.replaceChildren(...parts);
 }
@@ -214,10 +214,10 @@ async function listModels() {
     const names = await models(byId("key").value.trim());
     const chosen = byId("model").value;
     const options = names.map((name) => element("option", { value: name }, name));
-    byId("model").replaceChildren(element("option", { value: "" }, "the one that is served"), ...options);
+    byId("model").replaceChildren(element("option", { value: "" }, "the served model"), ...options);
     byId("model").value = names.includes(chosen) ? chosen : "";
   } catch {
-    // It is told when something is generated.
+    // The next request shows the error.
   }
 }
 

@@ -1,20 +1,20 @@
-// One request and all that is known of its answer: tokens, rounds, figures.
+// One request and its answer: tokens, rounds, figures.
 
 import { events } from "./stream.js";
 import { Aligner } from "./text.js";
 
-/** A streamed answer. `onChange(run, pieces)` is called with the text that came, after each event and at the end. */
+/** A streamed answer. `onChange(run, pieces)` is called with the new text after each event and at the end. */
 export class Run {
-  /** `{id, text, origin, logprob}` each. */
+  /** Tokens, each `{id, text, origin, logprob}`. */
   tokens = [];
-  /** `{start, num, step}` each; `step` is null where the server does not tell it. */
+  /** Rounds, each `{start, num, step}`; `step` is null if the server does not report it. */
   rounds = [];
   text = "";
   ending = "";
   fingerprint = "";
   metrics = null;
   isRunning = false;
-  /** Of the tokens, in milliseconds: when the first and the last came. */
+  /** Milliseconds from the start to the first token. */
   firstMs = 0;
   lastMs = 0;
   #numFirst = 0;
@@ -27,7 +27,7 @@ export class Run {
     this.isSpeculating = isSpeculating;
   }
 
-  /** Runs to its end. Throws Failure, or AbortError once `signal` fires; what came until then is kept. */
+  /** Runs to the end. Throws Failure, or AbortError once `signal` fires; the tokens so far are kept. */
   async run(request, key, signal, onChange) {
     this.isRunning = true;
     this.#began = performance.now();
@@ -43,7 +43,7 @@ export class Run {
     }
   }
 
-  /** Decoding speed after the first token, by the server's clock where it tells its steps; null while unknown. */
+  /** Tokens per second after the first, by the server's clock if it reports steps; null while unknown. */
   get speed() {
     const timed = this.rounds.filter((round) => round.step);
     if (timed.length > 1 && timed.length === this.rounds.length) {
@@ -54,14 +54,14 @@ export class Run {
     return ms > 0 ? ((this.tokens.length - this.#numFirst) * 1000) / ms : null;
   }
 
-  /** `{accepted, drafted}`: of the draft tokens that were verified so far; null where steps are not told. */
+  /** Verified draft tokens as `{accepted, drafted}`; null if steps are not reported. */
   get acceptance() {
     const nodes = this.rounds.flatMap((round) => round.step?.nodes ?? []).filter((node) => node.state !== "unverified");
     if (!nodes.length) return null;
     return { accepted: nodes.filter((node) => node.state === "accepted").length, drafted: nodes.length };
   }
 
-  /** The index of the round that a token is of; -1: of none that is known. */
+  /** Index of a token's round; -1 if unknown. */
   roundOf(index) {
     return this.rounds.findIndex((round) => index >= round.start && index < round.start + round.num);
   }
@@ -105,7 +105,7 @@ export class Run {
       this.rounds.push({ start: step.start, num: step.num_tokens, step });
       this.#covered = step.start + step.num_tokens;
     }
-    // Of what the server does not tell the steps: a round ends with the target's own token.
+    // Without reported steps, a round ends with the target's own token.
     for (let index = this.#covered; index < this.tokens.length; index += 1) {
       const last = this.rounds.at(-1);
       const isNew = !last || last.step || this.tokens[index - 1].origin !== "draft";
@@ -119,11 +119,11 @@ export class Run {
 function endingOf(choice) {
   switch (choice.finish_reason) {
     case "length":
-      return "Ended at the most tokens.";
+      return "Ended at the token limit.";
     case "stop":
       return typeof choice.stop_reason === "string"
         ? `Ended at the stop string ${JSON.stringify(choice.stop_reason)}.`
-        : "Ended by itself.";
+        : "Ended at the model's end token.";
     case "abort":
       return "The server ended it early.";
     default:
@@ -131,7 +131,7 @@ function endingOf(choice) {
   }
 }
 
-/** What two runs say of each other: `{kind: "equal" | "part" | "differs", text}`. */
+/** Compares two runs: `{kind: "equal" | "part" | "differs", text}`. */
 export function compared(fast, plain, isWhole) {
   const num = Math.min(fast.tokens.length, plain.tokens.length);
   let same = 0;
@@ -141,11 +141,11 @@ export function compared(fast, plain, isWhole) {
     const why =
       fast.fingerprint !== plain.fingerprint
         ? " Two targets with different numerics answered."
-        : " This target's numerics depend on what else is computed with a token, or it was replaced on the way.";
+        : " The target's numerics depend on the batch, or the target was replaced between the runs.";
     return { kind: "differs", text: `The outputs differ from token ${same + 1} on.${why}` };
   }
-  if (!isWhole) return { kind: "part", text: `Stopped. The first ${same} token ids of both are the same.` };
-  return { kind: "equal", text: `Equal: all ${same} token ids are the same.` };
+  if (!isWhole) return { kind: "part", text: `Stopped. The first ${same} token ids of both are equal.` };
+  return { kind: "equal", text: `Equal: all ${same} token ids agree.` };
 }
 
 function sameText(fast, plain, isWhole) {

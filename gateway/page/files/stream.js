@@ -1,8 +1,8 @@
-// Calls of this gateway, and what goes wrong with them.
+// Calls of this gateway, and their failures.
 
 const LEAST_DELAY_S = 1;
 
-/** A call that failed, in words for who reads the page. `param` is the field that is to blame. */
+/** A failed call, in words for the page's reader. `param` is the faulty field. */
 export class Failure extends Error {
   constructor(message, { status = 0, param = null, delay = null } = {}) {
     super(message);
@@ -37,13 +37,13 @@ async function refusal(response) {
   try {
     told = (await response.json()).error ?? {};
   } catch {
-    // Not this gateway's words, but those of something before it.
+    // The answer is not this gateway's but a proxy's.
   }
   const said = told.message ?? `The server answered ${response.status}.`;
   const after = Number.parseFloat(response.headers.get("retry-after") ?? "");
   const delay = Number.isFinite(after) ? Math.max(LEAST_DELAY_S, Math.ceil(after)) : null;
   if (response.status === 401) {
-    return new Failure(`The server wants an API key that it knows. It says: ${said}`, { status: 401, param: "key" });
+    return new Failure(`The server requires a valid API key. It says: ${said}`, { status: 401, param: "key" });
   }
   if (response.status === 429 || response.status === 503) {
     const state = response.status === 429 ? "Too many requests." : "Not available now.";
@@ -53,7 +53,7 @@ async function refusal(response) {
   return new Failure(isNamed ? said : `${told.param}: ${said}`, { status: response.status, param: told.param ?? null });
 }
 
-/** The names of the models that are served. */
+/** Names of the served models. */
 export async function models(key) {
   const response = await answered("v1/models", key, { method: "GET" });
   return (await response.json()).data.map((model) => model.id);
@@ -94,5 +94,5 @@ async function next(reader, signal) {
 }
 
 function lost() {
-  return new Failure("The connection was lost before the end. What came is kept; generate again for the rest.");
+  return new Failure("The connection was lost before the end. The text so far is kept; generate again for the rest.");
 }

@@ -1,10 +1,10 @@
-// Texts of tokens: which of a stream's characters belong to which token, and how they are shown.
+// Texts of tokens: assigns a stream's characters to tokens, and formats values.
 
 const UNREADABLE = "\ufffd";
 const MARKS = new Map([[" ", "␣"], ["\n", "⏎"], ["\t", "⇥"], ["\r", "␍"]]);
 const MOST_SHOWN = 14;
 
-/** A token's text with its white space visible, cut to what fits into a box. */
+/** A token's text with its white space visible, cut to fit a box. */
 export function shown(text) {
   if (text === "") return "(empty)";
   const visible = [...text].map((character) => MARKS.get(character) ?? character);
@@ -23,7 +23,7 @@ export function share(value) {
   return `${whole >= 10 || whole === 0 ? Math.round(whole) : whole.toFixed(1)} %`;
 }
 
-/** Milliseconds, or seconds where they are many. */
+/** A duration in milliseconds, or in seconds from 10 s on. */
 export function duration(ms) {
   if (ms >= 10000) return `${(ms / 1000).toFixed(1)} s`;
   return ms >= 100 ? `${Math.round(ms)} ms` : `${ms.toFixed(1)} ms`;
@@ -35,18 +35,18 @@ export function counted(number, what) {
 }
 
 /**
- * Gives the characters of a stream to its tokens. Text may lag behind tokens (stop strings, half characters), and a
- * token may have none (special tokens): the text is always shown as it came, whatever tokens say theirs is.
+ * Assigns the characters of a stream to its tokens. Text may lag behind tokens (stop strings, half characters), and a
+ * token may have none (special tokens): the text is always shown as it came, even if the tokens' own texts differ.
  */
 export class Aligner {
   #waiting = [];
 
-  /** Tokens came: `{index, text}` each. Returns nothing; their text is yet to come. */
+  /** Adds tokens, each `{index, text}`, whose text is still to come. */
   add(tokens) {
     for (const { index, text } of tokens) this.#waiting.push({ index, rest: text });
   }
 
-  /** Text came. Returns `{text, index}` pieces that add up to it; `index` is that of the token it is of. */
+  /** Adds text. Returns `{text, index}` pieces that form it; `index` is their token's. */
   push(text) {
     const pieces = [];
     let rest = text;
@@ -75,7 +75,7 @@ export class Aligner {
     return pieces;
   }
 
-  /** The first later token whose text is in what is left, and where; [-1, 0]: there is none. */
+  /** The first later token whose text is in the rest, and its place; [-1, 0] if there is none. */
   #found(rest) {
     for (let next = 1; next < this.#waiting.length; next += 1) {
       const own = this.#waiting[next].rest;

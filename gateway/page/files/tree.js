@@ -1,10 +1,10 @@
-// What a round had to choose from, as a picture and as a table.
+// The proposed tree of a round, as a picture and as a table.
 
 import { counted, duration, percent, share, shown } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT, GAP_X, GAP_Y] = [150, 38, 22, 8];
-const BECAME = { accepted: "✓ taken", rejected: "✗ not taken", unverified: "– not verified", target: "the target's own" };
+const BECAME = { accepted: "✓ accepted", rejected: "✗ rejected", unverified: "– not verified", target: "the target's own" };
 
 /** A new element with attributes and children. */
 export function element(tag, attributes = {}, ...children) {
@@ -18,28 +18,28 @@ function svg(tag, attributes, ...children) {
   return element(tag, { xmlns: SVG, ...attributes }, ...children);
 }
 
-/** A sentence that says what became of a round. */
+/** A sentence with the result of a round. */
 export function roundSentence(run, number) {
   const round = run.rounds[number];
   const accepted = acceptedIn(run, round);
   const head = `Round ${number + 1} of ${run.rounds.length}: ${counted(round.num, "token")}`;
   if (!round.step) return `${head}, ${accepted} of them drafted`;
   const verified = round.step.nodes.filter((node) => node.state !== "unverified").length;
-  const what = verified ? `, ${accepted} of ${verified} drafted tokens accepted` : ", nothing was drafted";
+  const what = verified ? `, ${accepted} of ${verified} drafted tokens accepted` : ", no tokens drafted";
   return `${head}${what}, ${duration(round.step.step_ms)}`;
 }
 
-/** How many of a round's tokens were proposed before the target took them. */
+/** Number of a round's tokens that were proposed and accepted. */
 export function acceptedIn(run, round) {
   if (round.step) return Math.min(round.num, round.step.nodes.filter((node) => node.state === "accepted").length);
   return run.tokens.slice(round.start, round.start + round.num).filter((token) => token.origin === "draft").length;
 }
 
-/** All that is known of a round, as elements. */
+/** The details of a round, as elements. */
 export function roundDetails(run, number) {
   const round = run.rounds[number];
   const parts = [element("h3", {}, roundSentence(run, number))];
-  if (!round.step) return [...parts, element("p", {}, "The server does not tell what there was to choose from.")];
+  if (!round.step) return [...parts, element("p", {}, "The server does not report the proposed tree.")];
   parts.push(element("p", {}, timesOf(run, number)));
   const nodes = nodesOf(run, round);
   parts.push(element("div", { class: "tree", tabindex: "0", role: "group", "aria-label": "Tree" }, picture(nodes)));
@@ -50,16 +50,16 @@ export function roundDetails(run, number) {
 function timesOf(run, number) {
   const { step } = run.rounds[number];
   const before = number > 0 ? run.rounds[number - 1].step : null;
-  const parts = [`Decided ${duration(step.at_ms)} after the request came`];
-  if (before) parts.push(`${duration(Math.max(0, step.at_ms - before.at_ms))} after the round before`);
+  const parts = [`Committed ${duration(step.at_ms)} after the request's arrival`];
+  if (before) parts.push(`${duration(Math.max(0, step.at_ms - before.at_ms))} after the previous round`);
   parts.push(`the target's step took ${duration(step.step_ms)}`);
   if (step.draft_ms) parts.push(`drafting ${duration(step.draft_ms)}`);
   if (step.hold_off_ms) parts.push(`it waited ${duration(step.hold_off_ms)} for the draft`);
-  const rest = step.suspended && run.isSpeculating ? " Speculation rests after it: plain decoding was measured to be faster." : "";
+  const rest = step.suspended && run.isSpeculating ? " Speculation is suspended after it: plain decoding was measured to be faster." : "";
   return `${parts.join(", ")}.${rest}`;
 }
 
-/** The nodes, and behind those that were accepted what the target took itself. Each has `parent`, null at the root. */
+/** The nodes, and after the accepted ones the target's own tokens. Each has `parent`, null at the root. */
 export function nodesOf(run, round) {
   const tokens = run.tokens.slice(round.start, round.start + round.num);
   let [above, numAccepted] = [null, 0];
@@ -76,12 +76,12 @@ export function nodesOf(run, round) {
   return nodes;
 }
 
-/** Who drafted a token: a drafter without a model by its name, else the draft. */
+/** The drafter of a token: the name of a drafter without a model, otherwise "draft". */
 function drafterOf(token) {
   return isFromModel(token) ? "draft" : token.drafter;
 }
 
-/** Whether a drafted token is the draft model's. */
+/** Whether the draft model drafted a token. */
 export function isFromModel(token) {
   return !token?.drafter || token.drafter === "draft_model";
 }
@@ -92,9 +92,9 @@ function chances(node) {
   return [draft, target].filter(Boolean).join(" · ");
 }
 
-/** Who proposed a node, how likely it was, and what became of it: shown where the mouse rests. */
+/** The tooltip of a node: its drafter, its probabilities and its result. */
 function hint(node) {
-  const by = { "": "", draft: "proposed by the draft model", forced: "nothing else was allowed" }[node.by] ?? `proposed by ${node.by}`;
+  const by = { "": "", draft: "proposed by the draft model", forced: "the constraint allowed nothing else" }[node.by] ?? `proposed by ${node.by}`;
   return [shown(node.text), by, chances(node), BECAME[node.state] ?? node.state].filter(Boolean).join("\n");
 }
 
@@ -154,17 +154,17 @@ function picture(nodes) {
     );
   });
   const [width, height] = [right + 1, bottom + 1];
-  const label = `${counted(nodes.length, "token")}; the table below has the same`;
+  const label = `${counted(nodes.length, "token")}; the table below has the same data`;
   return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, ...edges, ...boxes);
 }
 
 function tableOf(nodes) {
   const depth = (index) => (nodes[index].parent === null ? 1 : 1 + depth(nodes[index].parent));
-  const head = ["Depth", "Token", "Follows", "Drafted", "Target", "What became of it"];
+  const head = ["Depth", "Token", "Follows", "Drafted", "Target", "Result"];
   const rows = nodes.map((node, index) => [
     String(depth(index)),
     shown(node.text),
-    node.parent === null ? "the text before" : shown(nodes[node.parent].text),
+    node.parent === null ? "the committed text" : shown(nodes[node.parent].text),
     node.score === null ? "" : `${node.by} ${share(node.score)}`,
     node.logprob === null ? "" : percent(node.logprob),
     BECAME[node.state] ?? node.state,

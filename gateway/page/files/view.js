@@ -1,13 +1,13 @@
-// A run on the page: its figures, its text, its rounds as bars, and the round that is pointed at.
+// A run on the page: its figures, text, rounds as bars, and the selected round.
 
 import { acceptedIn, element, isFromModel, roundDetails, roundSentence } from "./tree.js";
 import { duration, share } from "./text.js";
 
 const MOST_REFUSED = 12;
-const HINT = "Point at a token or at a bar to see its round. Arrow keys move among the bars.";
+const HINT = "Point at a token or a bar to see its round. Arrow keys move between bars.";
 let numViews = 0;
 
-/** Who a token is of, as a class. */
+/** The CSS class of a token's origin. */
 function kindOf(token) {
   if (token.origin === "draft") return isFromModel(token) ? "draft" : "lookup";
   return token.origin === "forced" ? "forced" : "target";
@@ -17,7 +17,7 @@ function kindOf(token) {
 export class RunView {
   #shown = null;
   #numBars = 0;
-  /** What is kept at its end while more comes: until somebody scrolls away from there. */
+  /** Boxes that stay scrolled to the end until the user scrolls back. */
   #follows = new Set();
   #places = new Map();
 
@@ -42,7 +42,7 @@ export class RunView {
       this.#follows.add(box);
       box.addEventListener("scroll", () => this.#scrolled(box));
     }
-    // The second run makes the first one narrower, and its text longer.
+    // The second run makes the first one narrower, so its text gets more lines.
     new ResizeObserver(() => this.#toEnd()).observe(this.output);
     this.output.addEventListener("mouseover", (event) => this.#pointAtToken(event));
     this.bars.addEventListener("mouseover", (event) => this.#pointAtBar(event));
@@ -51,7 +51,7 @@ export class RunView {
     this.bars.addEventListener("keydown", (event) => this.#key(event));
   }
 
-  /** Something came. */
+  /** Shows new pieces of text and all figures. */
   update(pieces) {
     const { run } = this;
     for (const { text, index, isThought } of pieces) this.#addText(text, index, isThought);
@@ -67,7 +67,7 @@ export class RunView {
     this.root.querySelector(".ending").textContent = run.ending;
   }
 
-  /** Shows a round, and marks its tokens and its bar. Text stands still under the mouse that points at it. */
+  /** Shows a round, and marks its tokens and its bar. Text under the mouse does not scroll. */
   show(number, isFromBar = true) {
     const round = this.run.rounds[number];
     if (!round || number === this.#shown) return;
@@ -107,7 +107,7 @@ export class RunView {
 
   #addBars() {
     const { rounds } = this.run;
-    // The last one may have grown, where the server tells no steps; at the end all can tell how many there are.
+    // The last bar may have grown, if the server reports no steps; at the end all labels get the number of rounds.
     const first = this.run.isRunning ? Math.max(0, Math.min(this.#numBars, rounds.length) - 1) : 0;
     while (this.bars.children.length > first) this.bars.lastElementChild.remove();
     for (let number = first; number < rounds.length; number += 1) this.bars.append(this.#bar(number));
@@ -147,7 +147,7 @@ export class RunView {
     if (this.#follows.has(this.output)) this.output.scrollTop = this.output.scrollHeight;
   }
 
-  /** Only who goes back wants to stay: an event may come when there is more already than it was sent for. */
+  /** Only scrolling back stops following: a scroll event may come after more text was added. */
   #scrolled(box) {
     const down = box.scrollHeight - box.scrollTop - box.clientHeight;
     const right = box.scrollWidth - box.scrollLeft - box.clientWidth;

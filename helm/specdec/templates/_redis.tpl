@@ -43,11 +43,7 @@ specdec
 - --registry-ttl-s={{ $redis.registryTtlSeconds }}
 - --advertise-address={{ ternary "[$(POD_IP)]" "$(POD_IP)" (eq .root.Values.ipFamily "IPv6") }}:{{ .port }}
 {{- if include "specdec.redisTlsSecretName" .root }}
-- --redis-tls-ca-file=/etc/specdec/redis-tls/ca.crt
-{{- if and (eq $redis.mode "external") $redis.external.tls.clientCertificate }}
-- --redis-tls-cert-file=/etc/specdec/redis-tls/tls.crt
-- --redis-tls-key-file=/etc/specdec/redis-tls/tls.key
-{{- end }}
+- --redis-tls-dir=/etc/specdec/redis-tls
 {{- end }}
 {{- end -}}
 {{- end -}}

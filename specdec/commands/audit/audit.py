@@ -15,11 +15,11 @@ import torch
 from specdec.commands.audit.greedy import GreedyFinding
 from specdec.commands.audit.reference import Reference
 from specdec.commands.audit.sampled import Fit, distribution, first_tokens, place, uniform
-from specdec.commands.audit.services import Answer, Service
+from specdec.commands.audit.services import AuditedService, ServiceAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class AuditPlan:
     """What to check."""
 
     prompts: Sequence[Sequence[int]]
@@ -42,7 +42,7 @@ class Wishes:
 
 
 @dataclass(slots=True, kw_only=True)
-class Finding:
+class AuditResult:
     """What an audit found."""
 
     service: str
@@ -81,13 +81,13 @@ class Finding:
 
 
 async def audit(
-    service: Service, reference: Reference, wishes: Wishes, tell: Callable[[str], None] = lambda what: None
-) -> Finding:
+    service: AuditedService, reference: Reference, wishes: AuditPlan, tell: Callable[[str], None] = lambda what: None
+) -> AuditResult:
     """Ask the service and hold its answers against the reference.
 
     Raises AuditImpossible, or the typed errors of `specdec.wire.errors`.
     """
-    finding = Finding(
+    finding = AuditResult(
         service=service.name,
         num_prompts=len(wishes.prompts),
         greedy=GreedyFinding(tolerance=wishes.tolerance),
@@ -106,7 +106,7 @@ async def audit(
 
 
 async def _sampled(
-    service: Service, reference: Reference, wishes: Wishes, finding: Finding, tell: Callable[[str], None]
+    service: AuditedService, reference: Reference, wishes: AuditPlan, finding: AuditResult, tell: Callable[[str], None]
 ) -> None:
     fits: list[Fit | None] = []
     places: list[list[float]] = [[] for _ in range(wishes.sampled_tokens)]
@@ -156,17 +156,17 @@ async def _sampled(
 
 
 async def _ask(
-    service: Service,
-    wishes: Wishes,
+    service: AuditedService,
+    wishes: AuditPlan,
     asked: Sequence[tuple[Sequence[int], int]],
     *,
     num_tokens: int,
     temperature: float,
     speculate: bool = True,
-) -> list[Answer]:
+) -> list[ServiceAnswer]:
     places = asyncio.Semaphore(wishes.concurrency)
 
-    async def one(prompt: Sequence[int], seed: int) -> Answer:
+    async def one(prompt: Sequence[int], seed: int) -> ServiceAnswer:
         async with places:
             return await service.complete(
                 prompt, num_tokens=num_tokens, temperature=temperature, seed=seed, speculate=speculate
@@ -175,12 +175,12 @@ async def _ask(
     return await asyncio.gather(*(one(prompt, seed) for prompt, seed in asked))
 
 
-def _count(finding: Finding, answer: Answer) -> None:
+def _count(finding: AuditResult, answer: ServiceAnswer) -> None:
     finding.num_drafted += answer.num_drafted
     finding.num_accepted += answer.num_accepted
 
 
-def _with_end(answer: Answer, ends: Sequence[int], most: int) -> list[int]:
+def _with_end(answer: ServiceAnswer, ends: Sequence[int], most: int) -> list[int]:
     """An answer's tokens; the one that ended it, which is not told, as the first of those that do."""
     tokens = [ends[0] if token in ends and answer.has_ended else token for token in answer.token_ids]
     if answer.has_ended and ends and len(tokens) < most and (not tokens or tokens[-1] != ends[0]):

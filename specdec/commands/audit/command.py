@@ -17,8 +17,7 @@ import specdec
 from specdec.client import Client, ClientSettings
 from specdec.commands import connection
 from specdec.commands.errors import ClusterFailed, reported_errors
-from specdec.commands.inputs.destinations import report_folder
-from specdec.commands.inputs.number_lists import MOST_TOKENS, prompts_from
+from specdec.commands.inputs.option_values import MOST_TOKENS, prompts_from, report_folder
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.prompts import Prompts, prompts_for
 from specdec.commands.measuring.report import Report
@@ -30,7 +29,7 @@ from specdec.engine.errors import ModelLoadError
 from specdec.v1 import coordinator_pb2 as api
 
 if TYPE_CHECKING:  # torch takes seconds
-    from specdec.commands.audit.audit import Finding, Wishes
+    from specdec.commands.audit.audit import AuditPlan, AuditResult
     from specdec.commands.audit.reference import Reference
 
 NAME = "specdec-audit"
@@ -109,7 +108,7 @@ def audit(
     model in float32. An API key is read from SPECDEC_API_KEY.
     """
     # Before a checkpoint is fetched in vain: they import torch.
-    from specdec.commands.audit.audit import Wishes
+    from specdec.commands.audit.audit import AuditPlan
     from specdec.commands.audit.services import AuditImpossible
 
     own = None if prompts is None else prompts_from(prompts)
@@ -119,7 +118,7 @@ def audit(
         progress.part("audit")
         progress.tell("loading the model")
         folder = _folder(target or shipped_model("target"))
-        wishes = Wishes(
+        wishes = AuditPlan(
             prompts=(),
             greedy_tokens=max_tokens,
             temperature=temperature,
@@ -158,7 +157,9 @@ class _Audit:
         self._dtype, self._tolerance, self._model = dtype, tolerance, model
         self._progress = progress
 
-    async def of_coordinator(self, address: str, settings: ClientSettings, wishes: Wishes) -> tuple[Finding, str]:
+    async def of_coordinator(
+        self, address: str, settings: ClientSettings, wishes: AuditPlan
+    ) -> tuple[AuditResult, str]:
         """Audit one. Raises ClusterFailed where it serves another checkpoint."""
         from specdec.commands.audit.audit import audit as run_audit
         from specdec.commands.audit.services import OwnService, is_reproducible
@@ -171,7 +172,7 @@ class _Audit:
             wishes = replace(wishes, repeats_plainly=is_reproducible(info))
             return await run_audit(OwnService(client, self._model), reference, wishes, self._progress.tell), used
 
-    async def of_server(self, url: str, settings: ClientSettings, wishes: Wishes) -> tuple[Finding, str]:
+    async def of_server(self, url: str, settings: ClientSettings, wishes: AuditPlan) -> tuple[AuditResult, str]:
         """Audit a server of somebody else's."""
         from specdec.commands.audit.audit import audit as run_audit
         from specdec.commands.audit.services import OpenAIServer
@@ -200,7 +201,7 @@ class _Audit:
         except (OSError, ValueError, RuntimeError, AttributeError) as error:
             raise ClusterFailed(f"transformers cannot load {self._folder}: {error}") from error
 
-    def _questions(self, reference: Reference, dtype: str, wishes: Wishes) -> tuple[Wishes, str]:
+    def _questions(self, reference: Reference, dtype: str, wishes: AuditPlan) -> tuple[AuditPlan, str]:
         from specdec.commands.audit.greedy import NEAR_TIES
 
         used = self._own or prompts_for(reference.tokenizer_digest)
@@ -223,7 +224,9 @@ def _folder(model: str) -> Path:
         raise ClusterFailed(str(error)) from error
 
 
-def _show(finding: Finding, wishes: Wishes, used: str, folder: Path, report: Path | None, notes: Console) -> None:
+def _show(
+    finding: AuditResult, wishes: AuditPlan, used: str, folder: Path, report: Path | None, notes: Console
+) -> None:
     output = Console(highlight=False)
     if not output.is_terminal:
         output = Console(width=_LOG_WIDTH, highlight=False)
@@ -249,7 +252,7 @@ def _show(finding: Finding, wishes: Wishes, used: str, folder: Path, report: Pat
             raise typer.BadParameter(f"cannot write to {report}: {os.strerror(error.errno or 0)}") from error
 
 
-def _verdict(finding: Finding) -> str:
+def _verdict(finding: AuditResult) -> str:
     if finding.is_lossless:
         drafts = {
             True: f"{finding.num_accepted} of {finding.num_drafted} draft tokens were accepted meanwhile",
@@ -267,7 +270,7 @@ def _verdict(finding: Finding) -> str:
     return f"Not what its model is: {'; '.join(reasons)}."
 
 
-def _greedy_table(finding: Finding) -> Table:
+def _greedy_table(finding: AuditResult) -> Table:
     greedy = finding.greedy
     table = Table("Greedy answers", ["tokens", "the model's best", "near-ties", "largest gap of these", "wrong"])
     gaps = [difference.gap for difference in greedy.near_ties]
@@ -287,7 +290,7 @@ def _greedy_table(finding: Finding) -> Table:
     return table
 
 
-def _sampling_tables(finding: Finding, wishes: Wishes) -> list[Table]:
+def _sampling_tables(finding: AuditResult, wishes: AuditPlan) -> list[Table]:
     if not wishes.num_samples:
         return []
     table = Table("Sampled answers", ["test", "samples", "cells", "chi-square", "p-value", "verdict"])

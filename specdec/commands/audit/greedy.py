@@ -16,7 +16,7 @@ NEAR_TIES = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.25}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class NotBestToken:
     """A token that is not the reference's best one."""
 
     prompt: int
@@ -36,8 +36,8 @@ class GreedyFinding:
     """Gaps below it are near-ties."""
     num_tokens: int = 0
     num_equal: int = 0
-    near_ties: list[Difference] = field(default_factory=list)
-    faults: list[Difference] = field(default_factory=list)
+    near_ties: list[NotBestToken] = field(default_factory=list)
+    faults: list[NotBestToken] = field(default_factory=list)
     """Differences that no rounding explains."""
 
     def check(self, prompt: int, token_ids: Sequence[int], logits: torch.Tensor) -> None:
@@ -50,5 +50,5 @@ class GreedyFinding:
             if token == other or gap == 0.0:
                 self.num_equal += 1
                 continue
-            found = Difference(prompt=prompt, position=position, token_id=token, best_token_id=other, gap=gap)
+            found = NotBestToken(prompt=prompt, position=position, token_id=token, best_token_id=other, gap=gap)
             (self.near_ties if gap < self.tolerance else self.faults).append(found)

@@ -24,7 +24,7 @@ class AuditImpossible(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ServiceAnswer:
     """What came back for a prompt."""
 
     token_ids: Sequence[int]
@@ -35,7 +35,7 @@ class Answer:
     """It ended by itself, with an end-of-sequence token that is not among the ids."""
 
 
-class Service(Protocol):
+class AuditedService(Protocol):
     """Answers prompts."""
 
     name: str
@@ -45,7 +45,7 @@ class Service(Protocol):
 
     async def complete(
         self, prompt: Sequence[int], *, num_tokens: int, temperature: float, seed: int, speculate: bool = True
-    ) -> Answer:
+    ) -> ServiceAnswer:
         """An answer. Raises AuditImpossible, or the typed errors of `specdec.wire.errors`."""
         ...
 
@@ -61,7 +61,7 @@ class OwnService:
 
     async def complete(
         self, prompt: Sequence[int], *, num_tokens: int, temperature: float, seed: int, speculate: bool = True
-    ) -> Answer:
+    ) -> ServiceAnswer:
         """An answer that goes on past tokens that would end it."""
         request = api.GenerateRequest(model=self._model)
         request.prompt_token_ids.token_ids.extend(prompt)
@@ -71,7 +71,7 @@ class OwnService:
         request.speculation.enabled = speculate
         completion = await self._client.complete(request)
         stats = completion.require_finished().stats
-        return Answer(
+        return ServiceAnswer(
             token_ids=completion.choices[0].token_ids, num_drafted=stats.num_proposed, num_accepted=stats.num_accepted
         )
 
@@ -99,7 +99,7 @@ class OpenAIServer:
 
     async def complete(
         self, prompt: Sequence[int], *, num_tokens: int, temperature: float, seed: int, speculate: bool = True
-    ) -> Answer:
+    ) -> ServiceAnswer:
         """An answer; whether it speculates is the server's business."""
         body = {
             "model": self._model,
@@ -131,7 +131,7 @@ class OpenAIServer:
             raise AuditImpossible(f"{self._url} answers with no JSON") from error
 
 
-def _answer(content: Any) -> Answer:
+def _answer(content: Any) -> ServiceAnswer:
     try:
         choice = content["choices"][0]
         ids = choice.get("token_ids")
@@ -142,7 +142,7 @@ def _answer(content: Any) -> Answer:
                 raise AuditImpossible(message + "the same text may be several sequences of tokens")
             ids = [int(name.removeprefix("token_id:")) for name in names]
         token_ids = [int(token) for token in ids]
-        return Answer(token_ids=token_ids, has_ended=choice.get("finish_reason") == "stop")
+        return ServiceAnswer(token_ids=token_ids, has_ended=choice.get("finish_reason") == "stop")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise AuditImpossible(f"the server's answer is no completion: {error!r}") from error
 

@@ -19,7 +19,7 @@ from specdec.commands.debug.page import page_of
 from specdec.commands.debug.steps import Explained, explain, token_ids_of
 from specdec.commands.errors import reported_errors
 from specdec.commands.field_flags import set_fields, with_field_flags
-from specdec.commands.inputs.destinations import output_file
+from specdec.commands.inputs.option_values import output_file
 from specdec.commands.views import tables
 from specdec.commands.views.failures import EXIT_FAILURE
 from specdec.v1 import coordinator_pb2 as api

@@ -10,8 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from specdec.commands.debug.steps import ROOT, Explained, ExplainedNode, ExplainedStep, State
-from specdec.commands.views.shown import harmless
-from specdec.commands.views.tables import make_table
+from specdec.commands.views.tables import harmless, make_table
 
 _STYLES = {State.ACCEPTED: "green", State.REJECTED: "red", State.UNVERIFIED: "dim"}
 _MARKS = {State.ACCEPTED: "✓", State.REJECTED: "✗", State.UNVERIFIED: "·"}

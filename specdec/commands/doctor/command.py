@@ -19,23 +19,23 @@ from rich.text import Text
 from specdec.client import ClientSettings
 from specdec.commands import connection
 from specdec.commands.doctor.behaviour import check_behaviour
-from specdec.commands.doctor.findings import Finding, Outcome
+from specdec.commands.doctor.findings import Finding, FindingOutcome
 from specdec.commands.doctor.replicas import check_drafters, check_replicas
 from specdec.commands.doctor.settings_file import check_settings
 from specdec.commands.doctor.surroundings import check_audit, check_draft_death, check_prometheus, check_tenants
 from specdec.commands.errors import reported_errors
 from specdec.commands.inputs.config_file import by_parameter, read_config
-from specdec.commands.inputs.number_lists import MOST_TOKENS, prompts_from
+from specdec.commands.inputs.option_values import MOST_TOKENS, prompts_from
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.prompts import Prompts, prompts_for
 from specdec.commands.measuring.requests import new_tenant
 from specdec.commands.up.drafters import expanded
 from specdec.commands.up.plan import shipped_model
 from specdec.commands.views.failures import EXIT_FAILURE
-from specdec.commands.views.shown import harmless
+from specdec.commands.views.tables import harmless
 from specdec.telemetry import setup_logging
 
-_STYLES = {Outcome.PASS: "green", Outcome.WARN: "yellow", Outcome.FAIL: "bold red"}
+_STYLES = {FindingOutcome.PASS: "green", FindingOutcome.WARN: "yellow", FindingOutcome.FAIL: "bold red"}
 _ASKED, _AROUND = "What is asked", "What stands around it"
 
 
@@ -120,7 +120,7 @@ def doctor(
             asked = _Asked(own, num_prompts, temperature, max_tokens, concurrency, prometheus, audit)
             found = asyncio.run(examine(address, settings, asked, progress))
     _show(found, as_json=as_json)
-    if any(one.outcome is Outcome.FAIL for one in found):
+    if any(one.outcome is FindingOutcome.FAIL for one in found):
         raise typer.Exit(EXIT_FAILURE)
 
 
@@ -173,10 +173,10 @@ def _show(found: Sequence[Finding], *, as_json: bool) -> None:
         return
     for one in found:
         line = Text(f"{one.outcome:<5}", style=_STYLES[one.outcome])
-        line.append(harmless(one.what), style="bold" if one.outcome is not Outcome.PASS else "default")
+        line.append(harmless(one.what), style="bold" if one.outcome is not FindingOutcome.PASS else "default")
         line.append(f": {harmless(one.measured)}", style="default not bold")
         output.print(line, soft_wrap=True)
         if one.do:
             output.print(Text(f"     do: {harmless(one.do)}", style="dim"), soft_wrap=True)
     counts = Counter(one.outcome for one in found)
-    output.print(", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome), style="bold")
+    output.print(", ".join(f"{counts[outcome]} {outcome}" for outcome in FindingOutcome), style="bold")

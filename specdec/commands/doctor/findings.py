@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Outcome(StrEnum):
+class FindingOutcome(StrEnum):
     """Of a line."""
 
     PASS = "pass"
@@ -20,7 +20,7 @@ class Finding:
     """What was found about one thing."""
 
     what: str
-    outcome: Outcome
+    outcome: FindingOutcome
     measured: str
     """What was seen, with figures."""
     do: str = ""
@@ -29,14 +29,14 @@ class Finding:
 
 def passed(what: str, measured: str) -> Finding:
     """A line that is as it should be."""
-    return Finding(what=what, outcome=Outcome.PASS, measured=measured)
+    return Finding(what=what, outcome=FindingOutcome.PASS, measured=measured)
 
 
 def warned(what: str, measured: str, do: str) -> Finding:
     """A line to look at."""
-    return Finding(what=what, outcome=Outcome.WARN, measured=measured, do=do)
+    return Finding(what=what, outcome=FindingOutcome.WARN, measured=measured, do=do)
 
 
 def failed(what: str, measured: str, do: str) -> Finding:
     """A line to mend."""
-    return Finding(what=what, outcome=Outcome.FAIL, measured=measured, do=do)
+    return Finding(what=what, outcome=FindingOutcome.FAIL, measured=measured, do=do)

@@ -14,6 +14,7 @@ from specdec.commands.doctor.head_layers import check_head_layers
 from specdec.commands.measuring.requests import Prompt
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.config.drafter_options import HeadOptions, describe_problem
+from specdec.config.retired import REMOVED, notices
 from specdec.engine.checkpoints.files import find_model_files, read_tokenizer
 from specdec.engine.errors import ModelLoadError
 
@@ -39,6 +40,9 @@ def check_settings(
     kinds: dict[str, Any] = {"target": TargetSettings, "draft": DraftSettings, "coordinator": CoordinatorSettings}
     checked: dict[str, Any] = {}
     for role, kind in kinds.items():
+        for told in notices(frozenset(settings[role])).values():
+            yield warned(f"settings of the {role} are current", told, "see docs/upgrades.md")
+        settings[role] = {name: value for name, value in settings[role].items() if name not in REMOVED}
         needed = {"model": models[role]} if role in models else {"targets": ("127.0.0.1:50052",)}
         try:
             checked[role] = kind(**{**needed, **settings[role]})

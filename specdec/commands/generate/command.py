@@ -19,7 +19,7 @@ from specdec.commands.field_flags import set_fields, with_field_flags
 from specdec.commands.generate.stream_view import StreamView
 from specdec.commands.views import tables
 from specdec.commands.views.origins import legend
-from specdec.commands.views.shown import cell
+from specdec.commands.views.tables import cell
 from specdec.v1 import common_pb2, coordinator_pb2
 
 _OUTPUT = "Output"

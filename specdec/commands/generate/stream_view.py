@@ -11,7 +11,7 @@ from rich.status import Status
 from rich.text import Text
 
 from specdec.commands.views.origins import OriginPainter
-from specdec.commands.views.shown import cell, harmless
+from specdec.commands.views.tables import cell, harmless
 from specdec.v1 import coordinator_pb2
 
 

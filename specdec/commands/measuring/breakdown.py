@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.commands.measuring.served import Load, Pass
+from specdec.commands.measuring.served import Load, LoadRun
 from specdec.commands.measuring.streams import Stream
 from specdec.commands.measuring.summary import acceptance, percent
-from specdec.commands.measuring.svg import Point, lines
+from specdec.commands.measuring.svg import PlotPoint, lines
 from specdec.commands.measuring.tables import Table
 from specdec.v1 import common_pb2 as pb
 
@@ -49,7 +49,7 @@ class _Nodes:
         ]
 
 
-def breakdown_of(passes: Sequence[Pass], kinds: Sequence[str] = ()) -> dict[str, list[dict[str, Any]]]:
+def breakdown_of(passes: Sequence[LoadRun], kinds: Sequence[str] = ()) -> dict[str, list[dict[str, Any]]]:
     """Rows `by_kind`, `by_position` and `by_drafter`, each of one load with speculation.
 
     Args:
@@ -67,14 +67,14 @@ def breakdown_of(passes: Sequence[Pass], kinds: Sequence[str] = ()) -> dict[str,
     }
 
 
-def _told(passes: Sequence[Pass], load: Load) -> list[Stream]:
+def _told(passes: Sequence[LoadRun], load: Load) -> list[Stream]:
     """Requests that ended, with their steps."""
     own = (one for one in passes if one.load == load and one.tells_steps)
     return [stream for one in own for stream in one.streams if stream.ended_s is not None]
 
 
-def _kind_row(load: Load, kind: str, passes: Sequence[Pass], kinds: Sequence[str]) -> dict[str, Any]:
-    def of_kind(one: Pass) -> list[Stream]:
+def _kind_row(load: Load, kind: str, passes: Sequence[LoadRun], kinds: Sequence[str]) -> dict[str, Any]:
+    def of_kind(one: LoadRun) -> list[Stream]:
         # Streams are in the order of requests, which take the prompts in turns.
         return [stream for number, stream in enumerate(one.streams) if kinds[number % len(kinds)] == kind]
 
@@ -233,15 +233,15 @@ def breakdown_plots(found: Mapping[str, Sequence[Mapping[str, Any]]], note: str)
         if series:
             title = f"Acceptance by depth and {words}"
             plots[f"acceptance-{key}"] = lines(title, note, "depth of the draft token", "accepted share", series)
-    positions: dict[str, list[Point]] = {}
+    positions: dict[str, list[PlotPoint]] = {}
     for row in found["by_position"]:
         share = row["accepted_share"]
-        positions.setdefault(row["load"], []).append(Point(row["first_position"], share, share, share))
+        positions.setdefault(row["load"], []).append(PlotPoint(row["first_position"], share, share, share))
     if positions:
         title, x_name = "Acceptance by position", "output token, first of each part"
         plots["acceptance-position"] = lines(title, note, x_name, "accepted share", positions, log_x=True)
     return plots
 
 
-def _points(shares: Sequence[float | None]) -> list[Point]:
-    return [Point(depth, share, share, share) for depth, share in enumerate(shares, 1) if share is not None]
+def _points(shares: Sequence[float | None]) -> list[PlotPoint]:
+    return [PlotPoint(depth, share, share, share) for depth, share in enumerate(shares, 1) if share is not None]

@@ -27,7 +27,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Pass:
+class LoadRun:
     """One run of a load."""
 
     load: Load
@@ -41,7 +41,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class LoadPlan:
     """What to measure."""
 
     prompts: Sequence[Prompt]
@@ -64,7 +64,7 @@ class Wishes:
         return self.num_requests or max(4 * concurrency, len(self.prompts))
 
 
-async def warm_up(address: str, settings: ClientSettings, wishes: Wishes) -> None:
+async def warm_up(address: str, settings: ClientSettings, wishes: LoadPlan) -> None:
     """Ask once of each kind, for the first tokens of an answer.
 
     Raises the typed errors of `specdec.wire.errors`: what fails here would fail always.
@@ -83,8 +83,8 @@ async def warm_up(address: str, settings: ClientSettings, wishes: Wishes) -> Non
 async def measure(
     address: str,
     settings: ClientSettings,
-    wishes: Wishes,
-    passes: list[Pass],
+    wishes: LoadPlan,
+    passes: list[LoadRun],
     tell: Callable[[str], None] = lambda what: None,
 ) -> None:
     """Run every load as often as wished, with and without speculation in an order that flips.
@@ -95,17 +95,19 @@ async def measure(
     for repeat, (number, load) in itertools.product(range(wishes.repeats), enumerate(wishes.loads)):
         order = wishes.speculation if (repeat + number) % 2 == 0 else wishes.speculation[::-1]
         for speculate in order:
-            one = Pass(load, speculate, repeat)
+            one = LoadRun(load, speculate, repeat)
             passes.append(one)
             await _run(address, settings, wishes, one, tell)
     if wishes.tells_steps and True in wishes.speculation:
         for load in wishes.loads:
-            one = Pass(load, True, 0, tells_steps=True)
+            one = LoadRun(load, True, 0, tells_steps=True)
             passes.append(one)
             await _run(address, settings, wishes, one, tell)
 
 
-async def _run(address: str, settings: ClientSettings, wishes: Wishes, one: Pass, tell: Callable[[str], None]) -> None:
+async def _run(
+    address: str, settings: ClientSettings, wishes: LoadPlan, one: LoadRun, tell: Callable[[str], None]
+) -> None:
     load = one.load
     # Every pass of a load, with and without speculation, has the same arrivals, prompts and seeds.
     times_s = poisson(load.rate, wishes.seconds, seed=one.repeat) if load.rate else []

@@ -1,15 +1,15 @@
-"""What the passes of a benchmark say: figures by load, tables and plots."""
+"""Figures of passes: medians, quartiles and percentiles, by load, as tables and plots."""
 
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.commands.measuring.figures import percentiles, spread
-from specdec.commands.measuring.served import Load, Pass
-from specdec.commands.measuring.svg import Point, lines
+from specdec.commands.measuring.served import Load, LoadRun
+from specdec.commands.measuring.svg import PlotPoint, lines
 from specdec.commands.measuring.tables import Table
 from specdec.v1 import coordinator_pb2 as api
 
@@ -17,7 +17,23 @@ _PARTS = ("p50", "p90", "p99")
 NOT_WAITED_FOR = "not ended when the run was over"
 
 
-def rows_of(passes: Sequence[Pass]) -> list[dict[str, Any]]:
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    if len(values) < 2:
+        return {"median": values[0], "q1": values[0], "q3": values[0]} if values else {}
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "q1": q1, "q3": q3}
+
+
+def percentiles(values: Sequence[float], wanted: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
+    """By name (`p50`); nothing where there are no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    return {f"p{part}": ordered[min(len(ordered) - 1, len(ordered) * part // 100)] for part in wanted}
+
+
+def rows_of(passes: Sequence[LoadRun]) -> list[dict[str, Any]]:
     """One row for each load with speculation, and one without, in the order in which they were first run.
 
     Runs that tell their steps are not timed, and are left out.
@@ -28,7 +44,7 @@ def rows_of(passes: Sequence[Pass]) -> list[dict[str, Any]]:
     return [_row(load, speculate, passes) for load, speculate in ordered]
 
 
-def _row(load: Load, speculate: bool, passes: Sequence[Pass]) -> dict[str, Any]:
+def _row(load: Load, speculate: bool, passes: Sequence[LoadRun]) -> dict[str, Any]:
     own = [one for one in passes if one.load == load and one.speculate is speculate]
     whole = [one for one in own if one.elapsed_s]
     # What an interruption cut off neither ended nor failed.
@@ -58,7 +74,7 @@ def _row(load: Load, speculate: bool, passes: Sequence[Pass]) -> dict[str, Any]:
     return row
 
 
-def _num_ended(one: Pass) -> int:
+def _num_ended(one: LoadRun) -> int:
     return sum(stream.ended_s is not None for stream in one.streams)
 
 
@@ -85,7 +101,7 @@ def acceptance(stats: Sequence[api.SpeculationStats]) -> dict[str, Any]:
     }
 
 
-def _against_plain(own: Sequence[Pass], plain: Sequence[Pass]) -> dict[str, Any]:
+def _against_plain(own: Sequence[LoadRun], plain: Sequence[LoadRun]) -> dict[str, Any]:
     """The ratio of each run and the plain one beside it, and how many requests gave the same tokens."""
     other = {one.repeat: one for one in plain if one.elapsed_s}
     pairs = [(one, other[one.repeat]) for one in own if one.elapsed_s and one.repeat in other]
@@ -101,7 +117,7 @@ def _against_plain(own: Sequence[Pass], plain: Sequence[Pass]) -> dict[str, Any]
     }
 
 
-def _ratio(fast: Pass, slow: Pass) -> float | None:
+def _ratio(fast: LoadRun, slow: LoadRun) -> float | None:
     """Of throughput in a closed loop; of median times of requests in an open one, whose throughput is the load's."""
     if fast.load.rate:
         ours, theirs = (_ms([s.whole_s for s in one.streams]).get("p50") for one in (fast, slow))
@@ -164,21 +180,21 @@ def plots_of(rows: Sequence[dict[str, Any]], note: str) -> dict[str, str]:
         own = [row for row in rows if row[kind] and row["num_runs"]]
         if not own:
             continue
-        tokens: dict[str, list[Point]] = {}
-        speedup: list[Point] = []
-        times: dict[str, dict[str, list[Point]]] = {"first_token_ms": {}, "inter_token_ms": {}, "end_to_end_ms": {}}
+        tokens: dict[str, list[PlotPoint]] = {}
+        speedup: list[PlotPoint] = []
+        times: dict[str, dict[str, list[PlotPoint]]] = {"first_token_ms": {}, "inter_token_ms": {}, "end_to_end_ms": {}}
         for row in own:
             x, name = float(row[kind]), "speculation" if row["speculation"] else "plain"
-            tokens.setdefault(name, []).append(Point.of(x, row["tokens_per_s"]))
+            tokens.setdefault(name, []).append(PlotPoint.of(x, row["tokens_per_s"]))
             if "speedup" in row:
-                speedup.append(Point.of(x, row["speedup"]))
+                speedup.append(PlotPoint.of(x, row["speedup"]))
             for figure, part in itertools.product(times, ("p50", "p99")):
                 if part in row[figure]:
                     y = row[figure][part]
-                    times[figure].setdefault(f"{name}, {part}", []).append(Point(x, y, y, y))
+                    times[figure].setdefault(f"{name}, {part}", []).append(PlotPoint(x, y, y, y))
         plots[f"{kind}-tokens"] = lines("Tokens per second by load", note, x_name, "tokens/s", tokens, log_x=True)
         if speedup:
-            plain = [Point(point.x, 1.0, 1.0, 1.0) for point in speedup]
+            plain = [PlotPoint(point.x, 1.0, 1.0, 1.0) for point in speedup]
             both = {"speculation / plain": speedup, "plain": plain}
             plots[f"{kind}-speedup"] = lines("Speed-up by load", note, x_name, "times plain", both, log_x=True)
         titles = {
@@ -190,7 +206,9 @@ def plots_of(rows: Sequence[dict[str, Any]], note: str) -> dict[str, str]:
             file = f"{kind}-{figure.removesuffix('_ms').replace('_', '-')}"
             plots[file] = lines(titles[figure], note, x_name, "ms", series, log_x=True)
     depths = {
-        row["load"]: [Point(depth, share, share, share) for depth, share in enumerate(row["acceptance_by_depth"], 1)]
+        row["load"]: [
+            PlotPoint(depth, share, share, share) for depth, share in enumerate(row["acceptance_by_depth"], 1)
+        ]
         for row in rows
         if row.get("acceptance_by_depth")
     }

@@ -19,7 +19,7 @@ _LABELS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class PlotPoint:
     """A median, with quartiles."""
 
     x: float
@@ -28,12 +28,12 @@ class Point:
     high: float
 
     @staticmethod
-    def of(x: float, spread: Mapping[str, float]) -> Point:
+    def of(x: float, spread: Mapping[str, float]) -> PlotPoint:
         """From what `report.spread` gives."""
-        return Point(x, spread["median"], spread["q1"], spread["q3"])
+        return PlotPoint(x, spread["median"], spread["q1"], spread["q3"])
 
 
-def bars(title: str, note: str, unit: str, points: Mapping[str, Point]) -> str:
+def bars(title: str, note: str, unit: str, points: Mapping[str, PlotPoint]) -> str:
     """Return one bar for each name, with its quartiles; `x` of the points means nothing."""
     most = max((point.high for point in points.values()), default=0.0) or 1.0
     scale = (_WIDTH - _LABELS - 90) / most
@@ -50,7 +50,7 @@ def bars(title: str, note: str, unit: str, points: Mapping[str, Point]) -> str:
 
 
 def lines(
-    title: str, note: str, x_name: str, y_name: str, series: Mapping[str, Sequence[Point]], *, log_x: bool = False
+    title: str, note: str, x_name: str, y_name: str, series: Mapping[str, Sequence[PlotPoint]], *, log_x: bool = False
 ) -> str:
     """Return one line for each name, with quartiles at its points."""
     points = [point for line in series.values() for point in line]

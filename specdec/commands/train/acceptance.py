@@ -21,7 +21,7 @@ _AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class MeasuredAcceptance:
     """At one temperature. Lists are by depth."""
 
     temperature: float
@@ -47,7 +47,7 @@ class Acceptance:
         }
 
 
-def acceptance(trainee: Trainee, target: TargetParts, states: States, num_depths: int) -> list[Acceptance]:
+def acceptance(trainee: Trainee, target: TargetParts, states: States, num_depths: int) -> list[MeasuredAcceptance]:
     """Of the held-out texts, by the temperatures that they were made at."""
     temperatures = sorted({states.texts[number].temperature for number in states.numbers(held_out=True)})
     trainee.module.eval()
@@ -55,7 +55,9 @@ def acceptance(trainee: Trainee, target: TargetParts, states: States, num_depths
 
 
 @torch.inference_mode()
-def _at(trainee: Trainee, target: TargetParts, states: States, num_depths: int, temperature: float) -> Acceptance:
+def _at(
+    trainee: Trainee, target: TargetParts, states: States, num_depths: int, temperature: float
+) -> MeasuredAcceptance:
     coupled, ratio = torch.zeros(num_depths, dtype=torch.float64), torch.zeros(num_depths, dtype=torch.float64)
     num_places = 0
     columns = columns_of(trainee, target)
@@ -86,7 +88,7 @@ def _at(trainee: Trainee, target: TargetParts, states: States, num_depths: int, 
                 total[guesses.depth] += mine[whole].sum().double().cpu()
         num_places += int(whole.sum())
     size = max(1, num_places)
-    return Acceptance(temperature, num_places, (coupled / size).tolist(), (ratio / size).tolist())
+    return MeasuredAcceptance(temperature, num_places, (coupled / size).tolist(), (ratio / size).tolist())
 
 
 def _taken(

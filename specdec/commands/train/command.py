@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from specdec.commands.connection import client_settings, parse_address
 from specdec.commands.errors import ClusterFailed, reported_errors
-from specdec.commands.inputs.number_lists import prompts_from, temperatures, whole_numbers
+from specdec.commands.inputs.option_values import prompts_from, temperatures, whole_numbers
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.up.command import TargetModel, stop_on_signals
 from specdec.commands.up.plan import shipped_model
@@ -21,8 +21,8 @@ from specdec.engine.errors import EngineError
 from specdec.telemetry import setup_logging
 
 if TYPE_CHECKING:
-    from specdec.commands.train.acceptance import Acceptance
-    from specdec.commands.train.continued import Asked, Service
+    from specdec.commands.train.acceptance import MeasuredAcceptance
+    from specdec.commands.train.continued import ContinuationTask, ServingCoordinator
     from specdec.commands.train.recipe import Recipe
     from specdec.commands.train.worth import StepCosts
 
@@ -128,7 +128,7 @@ def train(
     if draft_vocab_size is not None and kind == "draft_model":
         raise typer.BadParameter("a draft names all tokens", param_hint="--draft-vocab-size")
     # Torch is loaded by those only who train.
-    from specdec.commands.train.continued import Asked, Service
+    from specdec.commands.train.continued import ContinuationTask, ServingCoordinator
     from specdec.commands.train.recipe import Recipe
 
     notes = Console(stderr=True, highlight=False)
@@ -152,14 +152,16 @@ def train(
             initial_draft=None if initial_draft is None else str(initial_draft),
             reduced_precision=reduced_precision,
         )
-        asked = Asked(
+        asked = ContinuationTask(
             prompts=asked_prompts,
             held_out=asked_held_out,
             temperatures=sampled_at,
             max_tokens=max_tokens,
             seed=seed,
         )
-        service = None if address is None else Service(address, client_settings(None, False, None, None, None))
+        service = (
+            None if address is None else ServingCoordinator(address, client_settings(None, False, None, None, None))
+        )
         folder = work or out.with_name(f"{out.name}-work")
         try:
             _run(target or shipped_model("target"), device, threads, recipe, asked, service, out, folder, progress)
@@ -177,8 +179,8 @@ def _run(
     device: str,
     threads: int,
     recipe: Recipe,
-    asked: Asked,
-    service: Service | None,
+    asked: ContinuationTask,
+    service: ServingCoordinator | None,
     out: Path,
     work: Path,
     progress: Progress,
@@ -218,7 +220,12 @@ def _run(
 
 
 def _show(
-    before: list[Acceptance], after: list[Acceptance], costs: StepCosts, recipe: Recipe, out: Path, work: Path
+    before: list[MeasuredAcceptance],
+    after: list[MeasuredAcceptance],
+    costs: StepCosts,
+    recipe: Recipe,
+    out: Path,
+    work: Path,
 ) -> None:
     from specdec.commands.train.worth import speeds
 

@@ -20,7 +20,7 @@ Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ContinuationTask:
     """What the target is asked."""
 
     prompts: Sequence[Prompt]
@@ -33,7 +33,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServingCoordinator:
     """A coordinator that serves the target."""
 
     address: str
@@ -41,7 +41,12 @@ class Service:
 
 
 def make_texts(
-    asked: Asked, engine: Engine, runner: ModelRunner, work: Path, tell: Tell, service: Service | None = None
+    asked: ContinuationTask,
+    engine: Engine,
+    runner: ModelRunner,
+    work: Path,
+    tell: Tell,
+    service: ServingCoordinator | None = None,
 ) -> list[Text]:
     """Texts of these prompts, kept in the folder `work`: an interrupted run asks nothing twice that it has whole.
 
@@ -111,7 +116,12 @@ def _ids(prompt: Prompt, tokenizer: Tokenizer | None, runner: ModelRunner) -> li
 
 
 def _served(
-    service: Service, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int, seed: int, tell: Tell
+    service: ServingCoordinator,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    max_tokens: int,
+    seed: int,
+    tell: Tell,
 ) -> list[list[int]]:
     outputs = []
     with SyncClient(service.address, service.settings) as client:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from specdec.commands.train.acceptance import Acceptance, acceptance
+from specdec.commands.train.acceptance import MeasuredAcceptance, acceptance
 from specdec.commands.train.kinds.draft_model import DraftModelTrainee
 from specdec.commands.train.kinds.dspark import DSparkTrainee
 from specdec.commands.train.kinds.eagle3 import Eagle3Trainee
@@ -85,8 +85,8 @@ class Trained:
     """What a run came to."""
 
     trainee: Trainee
-    before: list[Acceptance]
-    after: list[Acceptance]
+    before: list[MeasuredAcceptance]
+    after: list[MeasuredAcceptance]
     coverage: float
     """Of the outputs learned from, the share of tokens that the drafter can name."""
 

@@ -12,7 +12,7 @@ import torch
 from specdec.commands.train.checkpoint import load_state, save_state
 from specdec.commands.train.losses import confidence_loss, loss_of
 from specdec.commands.train.recipe import Recipe, TrainingRefused
-from specdec.commands.train.states import Batch, States
+from specdec.commands.train.states import States, TextBatch
 from specdec.commands.train.trainee import TargetParts, Trainee
 
 _SAVE_EVERY_S = 30.0
@@ -59,7 +59,7 @@ def train(
         trainee.module.eval()
 
 
-def batch_loss(trainee: Trainee, target: TargetParts, batch: Batch, recipe: Recipe) -> torch.Tensor:
+def batch_loss(trainee: Trainee, target: TargetParts, batch: TextBatch, recipe: Recipe) -> torch.Tensor:
     """Loss of a batch, a mean over places of each depth, and over depths with falling weights.
 
     A head that says how sure it is learns that beside its tokens, with the same weight.
@@ -81,7 +81,7 @@ def batch_loss(trainee: Trainee, target: TargetParts, batch: Batch, recipe: Reci
     return total / max(weights, 1e-9)
 
 
-def target_probs(trainee: Trainee, target: TargetParts, batch: Batch, temperature: float) -> torch.Tensor:
+def target_probs(trainee: Trainee, target: TargetParts, batch: TextBatch, temperature: float) -> torch.Tensor:
     """The target's probabilities [B, T, D] of the token after each, of those tokens that the drafter can name."""
     with torch.no_grad():
         probs = ((batch.finals @ target.lm_head.T).float() / temperature).softmax(-1)

@@ -23,7 +23,7 @@ _MAX_DIFFERENCE, _MAX_HALF_DIFFERENCE = 0.05, 1.0
 
 
 @dataclass(slots=True)
-class Batch:
+class TextBatch:
     """Some texts side by side, filled up at the end."""
 
     token_ids: torch.Tensor
@@ -48,7 +48,7 @@ class States:
     """[tokens of all texts, layers + 1, Ht], the last one `FINAL`; a mapped file."""
     starts: list[int]
 
-    def batch(self, numbers: Sequence[int], device: torch.device) -> Batch:
+    def batch(self, numbers: Sequence[int], device: torch.device) -> TextBatch:
         """The texts of these numbers."""
         texts = [self.texts[number] for number in numbers]
         lengths = [len(text.token_ids) for text in texts]
@@ -59,7 +59,7 @@ class States:
             ids[place, :length] = torch.tensor(text.token_ids)
             rows[place, :length] = self.rows[self.starts[number] : self.starts[number] + length]
         rows = rows.to(device).float()
-        return Batch(
+        return TextBatch(
             ids.to(device),
             rows[:, :, :-1],
             rows[:, :, -1],

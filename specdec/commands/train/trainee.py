@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from specdec.commands.train.recipe import Recipe
-from specdec.commands.train.states import Batch
+from specdec.commands.train.states import TextBatch
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Trainee(Protocol):
     target_ids: torch.Tensor | None
     """[D] int64: the target's ids of the tokens that it can name; None: all, in order."""
 
-    def guesses(self, batch: Batch, num_depths: int) -> Iterator[Guesses]:
+    def guesses(self, batch: TextBatch, num_depths: int) -> Iterator[Guesses]:
         """Of each depth in turn, over the target's own tokens. In training, only the depths that are learned."""
 
     def save(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.commands.train.acceptance import Acceptance
+from specdec.commands.train.acceptance import MeasuredAcceptance
 from specdec.commands.train.job import Loaded
 from specdec.commands.train.recipe import Recipe
 from specdec.commands.train.trial import trials
@@ -72,7 +72,7 @@ def measured_costs(loaded: Loaded, recipe: Recipe, out: Path) -> StepCosts:
     return StepCosts(target[1], [target[num + 1] for num in depths], drafts)
 
 
-def worth_json(costs: StepCosts, results: Sequence[Acceptance]) -> dict[str, Any]:
+def worth_json(costs: StepCosts, results: Sequence[MeasuredAcceptance]) -> dict[str, Any]:
     """For a report: the costs, and speeds by temperature."""
     return {
         "costs": {name: _rounded(value) for name, value in asdict(costs).items()},

@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.commands.tune.measured import StepTimes, agreement_share
-from specdec.commands.tune.prediction import DRAFT_TOKENS, Choice, Measurements, best_length, expected_speedup, predict
+from specdec.commands.tune.prediction import (
+    DRAFT_TOKENS,
+    Measurements,
+    SettingsChoice,
+    best_length,
+    expected_speedup,
+    predict,
+)
 
 PAYS = 1.0
 """A speed-up above it is worth having."""
@@ -16,7 +23,7 @@ _LOW_ACCEPTANCE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class LoadPoint:
     """One load at one temperature."""
 
     temperature: float
@@ -37,8 +44,8 @@ class Point:
 class Advice:
     """What `specdec tune` says."""
 
-    choice: Choice
-    points: Sequence[Point]
+    choice: SettingsChoice
+    points: Sequence[LoadPoint]
     speculate: bool
     reasons: Sequence[str]
     """Sentences with numbers."""
@@ -46,7 +53,7 @@ class Advice:
 
 def advise(
     measured: Measurements,
-    choice: Choice,
+    choice: SettingsChoice,
     loads: Sequence[int],
     verified: Mapping[tuple[float, int], float],
     between_ms: Mapping[tuple[float, int], tuple[float, float]] | None = None,
@@ -56,7 +63,7 @@ def advise(
     Mappings are by temperature and load.
     """
     points = [
-        Point(
+        LoadPoint(
             temperature=temperature,
             load=load,
             predicted=expected_speedup(measured, choice, temperature, load),
@@ -86,7 +93,7 @@ def advise(
     return Advice(choice=choice, points=points, speculate=speculate, reasons=reasons)
 
 
-def why_not(measured: Measurements, choice: Choice, point: Point) -> list[str]:
+def why_not(measured: Measurements, choice: SettingsChoice, point: LoadPoint) -> list[str]:
     """Why speculation does not pay at a point: every cause that counts there, with its numbers."""
     load, temperature = point.load, point.temperature
     choice = best_length(measured, choice, temperature, load)
@@ -137,5 +144,5 @@ def _at_once(load: int) -> str:
     return "one request" if load == 1 else f"{load} requests at once"
 
 
-def _told(point: Point) -> str:
+def _told(point: LoadPoint) -> str:
     return ", predicted" if point.measured is None else f", measured; predicted {point.predicted:.2f}"

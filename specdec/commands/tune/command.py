@@ -13,8 +13,14 @@ from rich.markup import escape
 
 import specdec
 from specdec.commands.errors import ClusterFailed, reported_errors
-from specdec.commands.inputs.destinations import output_file, report_folder
-from specdec.commands.inputs.number_lists import MOST_TOKENS, prompts_from, temperatures, whole_numbers
+from specdec.commands.inputs.option_values import (
+    MOST_TOKENS,
+    output_file,
+    prompts_from,
+    report_folder,
+    temperatures,
+    whole_numbers,
+)
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.prompts import prompts_for
 from specdec.commands.measuring.report import Report, machine
@@ -22,7 +28,7 @@ from specdec.commands.tune.pages import plots_of, results, tables_of
 from specdec.commands.tune.placements import PlacementWish, Tuned, apart, tune_placements
 from specdec.commands.tune.prediction import MODES
 from specdec.commands.tune.probe_processes import Questions
-from specdec.commands.tune.settings_files import Deployment, chart_file, up_file
+from specdec.commands.tune.settings_files import DeploymentFacts, chart_file, up_file
 from specdec.commands.up.command import Device, DraftModel, TargetModel, stop_on_signals
 from specdec.commands.up.plan import shipped_model
 from specdec.drafting.translation.shared import method_for, shared_of_files
@@ -197,9 +203,9 @@ def _write(questions: Questions, best: Tuned, for_pods: Tuned, out: Path, notes:
     notes.print(f"Use it: specdec up --config {out}   or: helm install -f {chart} ...", markup=False, soft_wrap=True)
 
 
-def _deployment(questions: Questions, tuned: Tuned) -> Deployment:
+def _deployment(questions: Questions, tuned: Tuned) -> DeploymentFacts:
     where = tuned.where
-    return Deployment(
+    return DeploymentFacts(
         target_model=questions.target_model,
         draft_model=questions.draft_model,
         device=where.target_device.partition(":")[0],

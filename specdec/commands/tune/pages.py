@@ -6,17 +6,25 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.commands.measuring.svg import Point as Mark
+from specdec.commands.measuring.svg import PlotPoint as Mark
 from specdec.commands.measuring.svg import lines
 from specdec.commands.measuring.tables import Table
 from specdec.commands.tune.advice import Advice
 from specdec.commands.tune.measured import agreement_share, rounds
-from specdec.commands.tune.prediction import DRAFT_TOKENS, MODES, Choice, Measurements, best_length, curve, predict
+from specdec.commands.tune.prediction import (
+    DRAFT_TOKENS,
+    MODES,
+    Measurements,
+    SettingsChoice,
+    best_length,
+    curve,
+    predict,
+)
 
 _ROWS = (1, 2, 4, 8, 16)
 
 
-def curves(measured: Measurements, choice: Choice, loads: Sequence[int]) -> dict[float, dict[int, list[float]]]:
+def curves(measured: Measurements, choice: SettingsChoice, loads: Sequence[int]) -> dict[float, dict[int, list[float]]]:
     """Predicted speed-ups by temperature, load and fixed draft length from 1 on, the rest as chosen."""
     longest = dataclasses.replace(choice, draft_tokens=DRAFT_TOKENS[-1])
     return {

@@ -9,7 +9,7 @@ from typing import Literal
 
 from specdec.commands.tune.advice import Advice, advise
 from specdec.commands.tune.prediction import Measurements, pick
-from specdec.commands.tune.probe_processes import Places, Questions, measure_pair, places
+from specdec.commands.tune.probe_processes import ProbePlacement, Questions, measure_pair, places
 from specdec.commands.tune.verification import verify, with_outside
 from specdec.commands.up.plan import Placement
 
@@ -20,7 +20,7 @@ PlacementWish = Literal["auto", "apart", "together"]
 class Tuned:
     """What was found for a placement."""
 
-    where: Places
+    where: ProbePlacement
     measured: Measurements
     advice: Advice
     tokens_per_s: float
@@ -59,7 +59,7 @@ def tune_placements(
 def _tuned(
     questions: Questions,
     measured: Measurements,
-    where: Places,
+    where: ProbePlacement,
     modes: Sequence[str],
     repeats: int,
     tell: Callable[[str], None],

@@ -41,7 +41,7 @@ class Measurements:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SettingsChoice:
     """What may be set."""
 
     draft_tokens: int
@@ -56,7 +56,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class SpeedPrediction:
     """Speed-ups over plain decoding, and what they are made of."""
 
     serial: float
@@ -70,7 +70,7 @@ class Prediction:
     rounds: Rounds
 
 
-def predict(measured: Measurements, choice: Choice, temperature: float, load: int) -> Prediction:
+def predict(measured: Measurements, choice: SettingsChoice, temperature: float, load: int) -> SpeedPrediction:
     """Of a choice at a temperature with so many requests at once."""
     num_siblings = choice.num_siblings if choice.mode == "coupled" else 0
     one_round = rounds(measured.outputs[temperature], choice.mode, choice.draft_tokens, num_siblings)
@@ -83,7 +83,7 @@ def predict(measured: Measurements, choice: Choice, temperature: float, load: in
     hidden = one_round.tokens * plain / (max(choice.draft_tokens * draft, verify) + outside)
     # Times add up, speeds do not.
     share = one_round.whole if measured.is_parallel else 0.0
-    return Prediction(
+    return SpeedPrediction(
         serial=serial,
         hidden=hidden,
         expected=1 / (share / hidden + (1 - share) / serial),
@@ -101,7 +101,7 @@ def _outside_ms(outside_ms: Mapping[int, float], load: int) -> float:
     return outside_ms[min(outside_ms, key=lambda known: abs(known - load))]
 
 
-def curve(measured: Measurements, choice: Choice, temperature: float, load: int) -> list[float]:
+def curve(measured: Measurements, choice: SettingsChoice, temperature: float, load: int) -> list[float]:
     """Expected speed-ups by draft length from 1 to the choice's, where every round has just that length."""
     lengths = DRAFT_TOKENS[: choice.draft_tokens]
     return [
@@ -109,7 +109,7 @@ def curve(measured: Measurements, choice: Choice, temperature: float, load: int)
     ]
 
 
-def best_length(measured: Measurements, choice: Choice, temperature: float, load: int) -> Choice:
+def best_length(measured: Measurements, choice: SettingsChoice, temperature: float, load: int) -> SettingsChoice:
     """What a limit on the draft length comes to: in coupled mode the target verifies no more of it than pays.
 
     In rejection mode nothing but positions may decide, so that the length is the limit.
@@ -120,12 +120,12 @@ def best_length(measured: Measurements, choice: Choice, temperature: float, load
     return dataclasses.replace(choice, draft_tokens=1 + ratios.index(max(ratios)))
 
 
-def expected_speedup(measured: Measurements, choice: Choice, temperature: float, load: int) -> float:
+def expected_speedup(measured: Measurements, choice: SettingsChoice, temperature: float, load: int) -> float:
     """With a choice as limit, see `best_length`."""
     return predict(measured, best_length(measured, choice, temperature, load), temperature, load).expected
 
 
-def pick(measured: Measurements, loads: Sequence[int], modes: Sequence[str]) -> Choice:
+def pick(measured: Measurements, loads: Sequence[int], modes: Sequence[str]) -> SettingsChoice:
     """The choice with the highest geometric mean of speed-ups over all temperatures and loads, and the shortest draft.
 
     Another mode than coupled only where that gains a tenth, for coupled promises the tokens of plain decoding.
@@ -136,8 +136,8 @@ def pick(measured: Measurements, loads: Sequence[int], modes: Sequence[str]) -> 
     return max(others, key=lambda pair: pair[0])[1] if others else usual
 
 
-def _pick_in(measured: Measurements, loads: Sequence[int], mode: str) -> tuple[Choice, float]:
-    ranked: list[tuple[float, Choice]] = []
+def _pick_in(measured: Measurements, loads: Sequence[int], mode: str) -> tuple[SettingsChoice, float]:
+    ranked: list[tuple[float, SettingsChoice]] = []
     for longest in candidates(measured, mode):
         curves = [curve(measured, longest, temperature, load) for temperature in measured.outputs for load in loads]
         if mode == "coupled":
@@ -155,7 +155,7 @@ def _pick_in(measured: Measurements, loads: Sequence[int], mode: str) -> tuple[C
     return choice, mean
 
 
-def candidates(measured: Measurements, mode: str) -> list[Choice]:
+def candidates(measured: Measurements, mode: str) -> list[SettingsChoice]:
     """Every width worth a thought, at the longest draft.
 
     A second head pays where two rows cost the draft little more than one, and it does not take turns with the target.
@@ -163,6 +163,6 @@ def candidates(measured: Measurements, mode: str) -> list[Choice]:
     second_row = measured.draft.of(2, 1) / measured.draft.of(1, 1)
     heads = 2 if measured.is_parallel and second_row < _CHEAP_ROW else 1
     return [
-        Choice(draft_tokens=DRAFT_TOKENS[-1], num_siblings=num, max_heads=heads if num else 1, mode=mode)
+        SettingsChoice(draft_tokens=DRAFT_TOKENS[-1], num_siblings=num, max_heads=heads if num else 1, mode=mode)
         for num in (SIBLINGS if mode == "coupled" else (0,))
     ]

@@ -28,7 +28,7 @@ _END_LINES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class ProbePlacement:
     """Where the engines run. Cores are empty where the device is no CPU."""
 
     target_device: str
@@ -63,7 +63,7 @@ class Questions:
     """The draft has another tokenizer, and drafts tokens that both have."""
 
 
-def places(device: str, placement: Placement = "apart") -> Places:
+def places(device: str, placement: Placement = "apart") -> ProbePlacement:
     """As `specdec up` would choose them. Raises ClusterFailed when the device is not there."""
     try:
         devices = plan_devices(device, 0 if device == "cpu" else count_gpus())
@@ -73,7 +73,7 @@ def places(device: str, placement: Placement = "apart") -> Places:
     is_apart = placement == "apart"
     cores = assign_cores(usable) if is_apart else share_cores(usable)
     is_cpu = not devices.is_cuda
-    return Places(
+    return ProbePlacement(
         target_device=devices.targets[0].device,
         draft_device=devices.drafts[0].device if is_apart else devices.targets[0].device,
         target_cores=cores.target_engine if is_cpu else (),
@@ -84,8 +84,8 @@ def places(device: str, placement: Placement = "apart") -> Places:
 
 
 def measure_pair(
-    questions: Questions, where: Places, tell: Callable[[str], None], known: Measurements | None = None
-) -> tuple[Measurements, Places]:
+    questions: Questions, where: ProbePlacement, tell: Callable[[str], None], known: Measurements | None = None
+) -> tuple[Measurements, ProbePlacement]:
     """Measure steps and agreement; the places come back with the target on fewer cores where those do as well.
 
     Agreement does not depend on places, and is taken from what is `known` of the pair elsewhere.
@@ -145,7 +145,7 @@ def _times(found: Mapping[str, Any]) -> StepTimes:
 
 def run_probe(task: Mapping[str, Any], cores: Sequence[int], tell: Callable[[str], None]) -> dict[str, Any]:
     """Run `specdec.commands.tune.probe` on cores; it does not outlive this call. Raises ClusterFailed."""
-    command = [sys.executable, "-m", "specdec.commands.up.child", str(os.getpid())]
+    command = [sys.executable, "-m", "specdec.service.process", str(os.getpid())]
     command += [",".join(map(str, cores)), "specdec.commands.tune.probe"]
     with tempfile.TemporaryFile("w+") as answers:
         process = subprocess.Popen(

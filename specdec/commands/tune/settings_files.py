@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 
 from specdec.commands.tune.advice import Advice
-from specdec.commands.tune.prediction import Choice
+from specdec.commands.tune.prediction import SettingsChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
+class DeploymentFacts:
     """What does not come from the advice."""
 
     target_model: str
@@ -28,7 +28,7 @@ class Deployment:
     """The draft's tokenizer is not the target's."""
 
 
-def role_settings(choice: Choice) -> dict[str, dict[str, Any]]:
+def role_settings(choice: SettingsChoice) -> dict[str, dict[str, Any]]:
     """Settings of services by role."""
     draft_tokens = choice.draft_tokens
     return {
@@ -44,7 +44,7 @@ def role_settings(choice: Choice) -> dict[str, dict[str, Any]]:
     }
 
 
-def up_file(advice: Advice, deployment: Deployment) -> str:
+def up_file(advice: Advice, deployment: DeploymentFacts) -> str:
     """YAML for `specdec up --config FILE`."""
     settings = role_settings(advice.choice)
     cores = {"target": deployment.target_cores}
@@ -67,7 +67,7 @@ def up_file(advice: Advice, deployment: Deployment) -> str:
     return _commented(advice, {"up": values})
 
 
-def chart_file(advice: Advice, deployment: Deployment) -> str:
+def chart_file(advice: Advice, deployment: DeploymentFacts) -> str:
     """YAML for `helm install -f FILE`. Pods have cores of their own, so it names threads only."""
     settings = role_settings(advice.choice)
     if deployment.target_cores:

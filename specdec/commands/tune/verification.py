@@ -14,9 +14,9 @@ from typing import Any
 from specdec.client import ClientSettings
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.measuring.requests import Sampling
-from specdec.commands.measuring.served import Load, Pass, Wishes, measure, warm_up
-from specdec.commands.tune.prediction import Choice, Measurements
-from specdec.commands.tune.probe_processes import Places, Questions
+from specdec.commands.measuring.served import Load, LoadPlan, LoadRun, measure, warm_up
+from specdec.commands.tune.prediction import Measurements, SettingsChoice
+from specdec.commands.tune.probe_processes import ProbePlacement, Questions
 from specdec.commands.tune.settings_files import role_settings
 from specdec.commands.up.cluster import Cluster
 from specdec.commands.up.mps import shared_by_mps
@@ -42,9 +42,9 @@ class Verified:
 
 def verify(
     questions: Questions,
-    where: Places,
+    where: ProbePlacement,
     measured: Measurements,
-    choice: Choice,
+    choice: SettingsChoice,
     repeats: int,
     tell: Callable[[str], None],
     log_dir: Path | None = None,
@@ -65,12 +65,12 @@ def verify(
         draft_settings=settings["draft"],
         coordinator_settings=settings["coordinator"],
     )
-    passes: dict[float, list[Pass]] = {temperature: [] for temperature in questions.temperatures}
+    passes: dict[float, list[LoadRun]] = {temperature: [] for temperature in questions.temperatures}
     with shared_by_mps(plan_services(plan), tell) as specs, Cluster(specs, log_dir=log_dir) as cluster:
         cluster.start(lambda what: tell(f"waiting for {what}"))
         for temperature in questions.temperatures:
             sampling = Sampling(temperature=temperature, max_tokens=questions.max_tokens, verify_mode=choice.mode)
-            wishes = Wishes(
+            wishes = LoadPlan(
                 prompts=questions.prompts,
                 sampling=sampling,
                 loads=[Load(concurrency=load) for load in questions.loads],
@@ -98,13 +98,13 @@ def verify(
     )
 
 
-async def _measure(address: str, wishes: Wishes, passes: list[Pass], tell: Callable[[str], None]) -> None:
+async def _measure(address: str, wishes: LoadPlan, passes: list[LoadRun], tell: Callable[[str], None]) -> None:
     settings = ClientSettings(timeout_s=_TIMEOUT_S)
     await warm_up(address, settings, wishes)
     await measure(address, settings, wishes, passes, lambda what: tell(f"verifying: {what}"))
 
 
-def decoding_speedup(passes: Sequence[Pass]) -> float | None:
+def decoding_speedup(passes: Sequence[LoadRun]) -> float | None:
     """Median over neighbours of the plain run's time per token after the first chunk over the other's."""
     ms = {(one.repeat, one.speculate): _ms_per_token(one) for one in passes}
     ratios = [
@@ -115,12 +115,12 @@ def decoding_speedup(passes: Sequence[Pass]) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
-def _ms_per_token(one: Pass) -> float | None:
+def _ms_per_token(one: LoadRun) -> float | None:
     gaps = [1e3 * gap for stream in one.streams if stream.ended_s is not None for gap in stream.gaps_s]
     return statistics.fmean(gaps) if gaps else None
 
 
-def _tokens_per_s(passes: Sequence[Pass]) -> float | None:
+def _tokens_per_s(passes: Sequence[LoadRun]) -> float | None:
     """Median over the passes with speculation."""
     found = [
         1e3 * one.load.concurrency / ms for one in passes if one.speculate and (ms := _ms_per_token(one)) is not None
@@ -128,7 +128,7 @@ def _tokens_per_s(passes: Sequence[Pass]) -> float | None:
     return statistics.median(found) if found else None
 
 
-def outside_ms(passes: Sequence[Pass], load: int, measured: Measurements) -> float:
+def outside_ms(passes: Sequence[LoadRun], load: int, measured: Measurements) -> float:
     """What a plain step takes as served beyond the engine's own time for it."""
     plain = _stats(passes, load, False)
     steps = sum(stats.num_steps for stats in plain)
@@ -138,7 +138,7 @@ def outside_ms(passes: Sequence[Pass], load: int, measured: Measurements) -> flo
     return max(0.0, served_ms - measured.target.of(load, 1))
 
 
-def _stats(passes: Sequence[Pass], load: int, speculate: bool) -> list[coordinator_pb2.SpeculationStats]:
+def _stats(passes: Sequence[LoadRun], load: int, speculate: bool) -> list[coordinator_pb2.SpeculationStats]:
     return [
         stream.finished.stats
         for one in passes
@@ -148,7 +148,7 @@ def _stats(passes: Sequence[Pass], load: int, speculate: bool) -> list[coordinat
     ]
 
 
-def _between_ms(passes: Sequence[Pass], load: int, speculate: bool) -> float:
+def _between_ms(passes: Sequence[LoadRun], load: int, speculate: bool) -> float:
     stats = _stats(passes, load, speculate)
     return sum(one.outside_ms for one in stats) / max(1, sum(one.num_steps for one in stats))
 

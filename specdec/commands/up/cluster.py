@@ -30,39 +30,39 @@ class ClusterTimeouts:
     """Times in seconds."""
 
     start_s: float = 600.0
-    """For one service to become healthy; in a checkout the first start compiles kernels."""
+    """Until a service is healthy; in a checkout the first start compiles kernels."""
     connect_s: float = 30.0
-    """For the coordinator to have connected to every replica."""
+    """Until the coordinator has connected to every replica."""
     stop_s: float = 15.0
-    """For a service to leave after SIGTERM, before it is killed."""
+    """From SIGTERM until a service that still runs is killed."""
     patience_s: float = 5.0
-    """After so long, whoever waits for a service is told what its log says."""
+    """Until a wait for a service also reports the last line of its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSettings:
-    """What all replicas of a role are started with, by name of the setting."""
+    """Values by name of the setting, for all replicas of a role."""
 
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Given way to by SPECDEC_<ROLE>_* in the environment."""
+    """Values that SPECDEC_<ROLE>_* in the environment replace."""
     overrides: Mapping[str, object] = field(default_factory=dict)
-    """Win over everything."""
+    """Values that win over all others."""
 
 
 def free_port() -> int:
-    """Return a TCP port of loopback that is free, and that nobody who asks for just any port gets for a minute.
+    """Return a free TCP port of loopback; for a minute the kernel gives it to no process that asks for any port.
 
-    What keeps it is a connection that was closed on its side (TIME_WAIT). Servers can listen there all the same, for
-    they set SO_REUSEADDR or SO_REUSEPORT.
+    A closed connection in TIME_WAIT reserves it. Servers can listen there, because they set SO_REUSEADDR or
+    SO_REUSEPORT.
     """
     with socket.socket() as server:
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # Those who listen later need them here, too.
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # A later listener may share only if this one does.
             server.setsockopt(socket.SOL_SOCKET, option, 1)
         server.bind((HOST, 0))
         server.listen()
         with socket.create_connection(server.getsockname()) as client:
             accepted, _ = server.accept()
-            accepted.close()  # Before the other end: the port stays with who closes first.
+            accepted.close()  # TIME_WAIT stays at the end that closes first.
             client.recv(1)
         return server.getsockname()[1]
 
@@ -87,7 +87,7 @@ def service_spec(
     environment: Mapping[str, str],
     cores: Sequence[int] = (),
 ) -> ServiceSpec:
-    """Return how to start a service: defaults go by environment, unless set there; overrides go by flag."""
+    """Return a service's specification: defaults become variables, unless set already; overrides become flags."""
     prefix = f"SPECDEC_{role.upper()}_"
     fixed = {"host": HOST, "port": port}
     by_environment = {prefix + name.upper(): _text(value) for name, value in settings.defaults.items()}
@@ -135,9 +135,9 @@ def _text(value: object) -> str:
 
 
 class Cluster:
-    """Starts services together, waits until they are healthy, stops them together. Use as a context manager.
+    """Context manager that starts services, waits until they are healthy, and stops them together.
 
-    Start it from a thread that lives as long as the services should: they die with that thread.
+    The services die with the thread that starts them.
     """
 
     def __init__(
@@ -149,10 +149,9 @@ class Cluster:
         credentials: grpc.ChannelCredentials | None = None,
         api_key: str | None = None,
     ) -> None:
-        """Take services in the order in which to start them; they are stopped in the opposite order.
+        """Take services in the order of their start; they stop in the opposite order.
 
-        With `credentials` they are asked for their health over TLS. `api_key` is for a coordinator that wants one from
-        everyone who asks for its status.
+        With `credentials` health is asked over TLS. `api_key` is for a coordinator whose status needs one.
         """
         self.timeouts = timeouts or ClusterTimeouts()
         self._credentials = credentials
@@ -178,10 +177,10 @@ class Cluster:
         """Start all services and return when all are healthy and the coordinator has reached every replica.
 
         Args:
-            on_wait: Told what is being waited for, whenever that changes; after a while with the last line of its log.
+            on_wait: called when another service is waited for; after `patience_s` with the last line of its log.
 
         Raises:
-            ClusterFailed: A service ended or took too long; says which and why. Nothing is left running.
+            ClusterFailed: a service ended or took too long; all services are stopped.
         """
         for service in self.services.values():
             port = int(service.spec.address.rpartition(":")[2])
@@ -221,7 +220,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def _probe(self, spec: ServiceSpec) -> Iterator[Callable[[], bool]]:
-        """Asks a service whether it serves, over one connection; each question takes at most a second."""
+        """Yield a health check of a service over one connection; a check takes at most a second."""
         if spec.speaks_http:
             yield lambda: _answers_http(spec.address)
             return
@@ -263,7 +262,7 @@ class Cluster:
     def _attempts(
         self, service: ServiceProcess, timeout_s: float, failure: str, details: Sequence[str] = ()
     ) -> Iterator[None]:
-        """Yield until the caller is satisfied. Raises ClusterFailed when a service ends or the time is up."""
+        """Yield every `POLL_S` until the caller leaves. Raises ClusterFailed when a service ends or time is up."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             self.check_running()
@@ -274,7 +273,7 @@ class Cluster:
         )
 
     def check_running(self) -> None:
-        """Raise ClusterFailed, with the end of its log, when a service has ended without being told to."""
+        """Raise ClusterFailed, with the end of its log, when a service has ended by itself."""
         for service in self.services.values():
             if service.exit_code is not None and not service.told_to_end:
                 reason = f"{service.spec.name} {service.describe_end()}"
@@ -295,7 +294,7 @@ class Cluster:
         self.wait_healthy(name)
 
     def stop(self) -> None:
-        """Let all services drain and leave, gateway and coordinator first; kill what does not leave in time."""
+        """Let all services drain and exit, gateway and coordinator first; kill those that take longer than `stop_s`."""
         self._stop(list(reversed(self.services.values())))
 
     def _stop(self, services: Sequence[ServiceProcess]) -> None:
@@ -312,5 +311,5 @@ class Cluster:
 
 
 def end_of_log(service: ServiceProcess) -> list[str]:
-    """The last lines of a service's log and where it is, for the message of an error."""
+    """The last lines and the path of a service's log, for an error's message."""
     return [*(f"  | {line}" for line in service.last_log_lines()), f"  log: {service.log_path}"]

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from specdec.commands.errors import ClusterFailed, reported_errors
 from specdec.commands.inputs.config_file import by_parameter, read_config
@@ -21,7 +22,6 @@ from specdec.commands.measuring.progress import Progress
 from specdec.commands.up.cluster import Cluster
 from specdec.commands.up.devices import device_kind
 from specdec.commands.up.drafters import drafter_settings
-from specdec.commands.up.log_view import LogView
 from specdec.commands.up.mps import shared_by_mps
 from specdec.commands.up.placement import choose_placement
 from specdec.commands.up.plan import (
@@ -39,8 +39,8 @@ from specdec.commands.views.tables import make_table
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.errors import ModelLoadError
 
+_STYLES = ("green", "cyan", "magenta", "yellow", "blue")
 _CHECK_S = 0.2
-
 TargetModel = Annotated[
     str | None,
     typer.Option("--target", help="Folder or hub id. (default: the shipped one)", show_default=False),
@@ -49,7 +49,30 @@ DraftModel = Annotated[
     str | None,
     typer.Option("--draft", help="Folder or hub id. (default: the shipped one)", show_default=False),
 ]
-Device = Annotated[str, typer.Option(help="auto takes GPUs where there are any.", metavar="auto|cpu|cuda")]
+Device = Annotated[
+    str, typer.Option(help="Device of the engines; auto takes GPUs if there are any.", metavar="auto|cpu|cuda")
+]
+
+
+class LogView:
+    """Follows the log files of a cluster."""
+
+    def __init__(self, cluster: Cluster, console: Console) -> None:
+        self._console = console
+        self._logs = {name: service.log_path for name, service in cluster.services.items()}
+        self._offsets = dict.fromkeys(self._logs, 0)
+        self._width = max(map(len, self._logs))
+
+    def show_new_lines(self) -> None:
+        """Print the whole lines that were written since the last call."""
+        for style, (name, path) in zip(_STYLES * len(self._logs), self._logs.items(), strict=False):
+            with path.open("rb") as log:
+                log.seek(self._offsets[name])
+                data = log.read()
+            lines, newline, _rest = data.rpartition(b"\n")
+            self._offsets[name] += len(lines) + len(newline)
+            for line in lines.decode("utf-8", errors="replace").splitlines():
+                self._console.print(Text.assemble((f"{name:<{self._width}} ", style), line), soft_wrap=True)
 
 
 def _take_config(context: typer.Context, config: Path | None) -> Path | None:
@@ -67,30 +90,30 @@ def up(
     placement: Annotated[
         Literal["auto", "apart", "together"],
         typer.Option(
-            help="A draft service with cores of its own, or a draft that the target runs in turns with itself. "
-            "auto measures both on CPU, the first time, and takes the faster one.",
+            help="apart: a draft service with its own cores; together: the target runs the draft in turns with "
+            "itself. On CPU auto measures both once and takes the faster one; on GPUs it is apart.",
             envvar="SPECDEC_UP_PLACEMENT",
         ),
     ] = "auto",
-    num_targets: Annotated[int, typer.Option(help="Target replicas.", min=1)] = 1,
-    num_drafts: Annotated[int, typer.Option(help="Draft replicas; 0 decodes plainly.", min=0)] = 1,
+    num_targets: Annotated[int, typer.Option(help="Number of target replicas.", min=1)] = 1,
+    num_drafts: Annotated[int, typer.Option(help="Number of draft replicas; with 0 decoding is plain.", min=0)] = 1,
     drafter: Annotated[
         list[str] | None,
         typer.Option(
-            help="What drafts at the target in the place of a draft, by its name; may be repeated. A "
-            "head is METHOD=FOLDER, or METHOD for the one that ships. draft_model keeps the draft.",
+            help="Drafter that the target runs in place of a draft, such as ngram; may be repeated. A head is "
+            "METHOD=FOLDER, or METHOD for the shipped one. draft_model keeps the draft.",
             metavar="NAME",
         ),
     ] = None,
-    port: Annotated[int, typer.Option(help="The coordinator's.", min=1, max=65535)] = PORTS["coordinator"],
-    target_port: Annotated[int, typer.Option(help="The first target's.", min=1, max=65535)] = PORTS["target"],
-    draft_port: Annotated[int, typer.Option(help="The first draft's.", min=1, max=65535)] = PORTS["draft"],
-    gateway_port: Annotated[int, typer.Option(help="The HTTP gateway's.", min=1, max=65535)] = PORTS["gateway"],
+    port: Annotated[int, typer.Option(help="Port of the coordinator.", min=1, max=65535)] = PORTS["coordinator"],
+    target_port: Annotated[int, typer.Option(help="Port of the first target.", min=1, max=65535)] = PORTS["target"],
+    draft_port: Annotated[int, typer.Option(help="Port of the first draft.", min=1, max=65535)] = PORTS["draft"],
+    gateway_port: Annotated[int, typer.Option(help="Port of the gateway.", min=1, max=65535)] = PORTS["gateway"],
     no_gateway: Annotated[bool, typer.Option("--no-gateway", help="Start no HTTP gateway.")] = False,
-    free_ports: Annotated[bool, typer.Option("--free-ports", help="Take free ports, serve no metrics.")] = False,
+    free_ports: Annotated[bool, typer.Option("--free-ports", help="Take free ports, and serve no metrics.")] = False,
     redis_url: Annotated[
         str | None,
-        typer.Option(help="Redis in which the services find each other. [default: none is needed]", metavar="URL"),
+        typer.Option(help="Redis in which the services find each other. [default: none]", metavar="URL"),
     ] = None,
     target_set: Annotated[
         list[str] | None,
@@ -101,34 +124,34 @@ def up(
         typer.Option(help="Any setting of the draft; may be repeated.", metavar="NAME=VALUE"),
     ] = None,
     coordinator_set: Annotated[
-        list[str] | None, typer.Option(help="Any setting of the coordinator.", metavar="NAME=VALUE")
+        list[str] | None, typer.Option(help="Any setting of the coordinator; may be repeated.", metavar="NAME=VALUE")
     ] = None,
     gateway_set: Annotated[
-        list[str] | None, typer.Option(help="Any setting of the gateway.", metavar="NAME=VALUE")
+        list[str] | None, typer.Option(help="Any setting of the gateway; may be repeated.", metavar="NAME=VALUE")
     ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for logs. (default: a temporary one)")] = None,
-    logs: Annotated[bool, typer.Option("--logs", help="Show the services' logs, too.")] = False,
+    logs: Annotated[bool, typer.Option("--logs", help="Show the services' logs.")] = False,
     mps: Annotated[
         bool,
         typer.Option(
-            help="Let engines that share a GPU run side by side, by NVIDIA MPS where it is installed.",
+            help="Let engines that share a GPU run side by side by NVIDIA MPS, if it is installed.",
             envvar="SPECDEC_UP_MPS",
         ),
     ] = True,
     config: Annotated[
         Path | None,
         typer.Option(
-            help="File with flags of this command, as `specdec tune` writes it.",
+            help="File with flags of this command; `specdec tune` writes one.",
             dir_okay=False,
             is_eager=True,
             callback=_take_config,
         ),
     ] = None,
 ) -> None:
-    """Start target, draft, coordinator and gateway here; stop all on Ctrl-C.
+    """Start target, draft, coordinator and gateway on this machine; Ctrl-C stops all.
 
-    A service that ends by itself is started again. Each engine has its own GPU, or its own cores where there is no GPU.
-    The services read SPECDEC_TARGET_*, SPECDEC_DRAFT_*, SPECDEC_COORDINATOR_* and SPECDEC_GATEWAY_*, too.
+    A service that ends by itself is restarted. Each engine has its own GPU or, without GPUs, its own cores. The
+    services also read the variables SPECDEC_TARGET_*, SPECDEC_DRAFT_*, SPECDEC_COORDINATOR_* and SPECDEC_GATEWAY_*.
     """
     console = Console(stderr=True, highlight=False)
     with reported_errors(console), stop_on_signals():
@@ -136,7 +159,7 @@ def up(
         require_engine(settings)
         if drafter:
             if "drafters" in settings:
-                raise typer.BadParameter("--target-set names drafters, too", param_hint="--drafter")
+                raise typer.BadParameter("--target-set sets drafters already", param_hint="--drafter")
             num_drafts = num_drafts if DRAFT_MODEL in drafter or draft else 0
             settings |= drafter_settings(drafter, target=target)
         plan = LocalPlan(
@@ -161,17 +184,17 @@ def up(
                 f'  specdec generate --address {cluster.address} --show-origin --max-tokens 100 "def fibonacci(n):"'
             )
             tell_of_gateway(console, cluster, is_wanted=not no_gateway)
-            console.print("A service that ends is started again. Ctrl-C stops all.", style="dim")
+            console.print("A service that ends is restarted. Ctrl-C stops all.", style="dim")
             supervision = Supervision(cluster, lambda line: console.print(escape(line), soft_wrap=True))
             watch(supervision, LogView(cluster, console) if logs else None)
 
 
 def _placement(wish: Literal["auto", "apart", "together"], plan: LocalPlan, console: Console) -> Placement:
-    """Measures where that is asked for and says something: one target and one draft, both on CPU."""
+    """The placement; `auto` is measured for one target and one draft on CPU, otherwise it is apart."""
     if wish != "auto":
         return wish
     is_pair = plan.num_targets == 1 and plan.num_drafts == 1 and "drafters" not in plan.draft_settings
-    drafts_text = plan.draft_settings.get("heterogeneous_vocab") == "text"  # for which it needs a service
+    drafts_text = plan.draft_settings.get("heterogeneous_vocab") == "text"  # only a draft service can
     if device_kind(plan.device) != "cpu" or not is_pair or drafts_text:
         return "apart"
     with Progress(console) as progress:
@@ -184,15 +207,15 @@ def _placement(wish: Literal["auto", "apart", "together"], plan: LocalPlan, cons
 
 
 def tell_of_gateway(console: Console, cluster: Cluster, *, is_wanted: bool) -> None:
-    """Say where the page and OpenAI's API are, or why they are nowhere."""
+    """Print the addresses of the page and of OpenAI's API, or why there is no gateway."""
     if "gateway" not in cluster.services:
         if is_wanted:
             console.print("No HTTP gateway: it needs pip install 'specdec\\[gateway]'.", style="dim")
         return
     root = f"http://{cluster.services['gateway'].spec.address}"
     url = f"{root}/v1"
-    console.print(f"The page, to see speculation at work: {root}/", style="bold")
-    console.print(f"OpenAI's API at {url}. Try:", style="bold")
+    console.print(f"A page that shows speculation: {root}/", style="bold")
+    console.print(f"OpenAI's API: {url}. Try:", style="bold")
     body = '{"prompt": "def fibonacci(n):", "max_tokens": 60, "stream": true}'
     console.print(
         escape(f"  curl -N {url}/completions -H 'content-type: application/json' -d '{body}'"), soft_wrap=True
@@ -200,7 +223,7 @@ def tell_of_gateway(console: Console, cluster: Cluster, *, is_wanted: bool) -> N
 
 
 def watch(supervision: Supervision, log_view: LogView | None) -> None:
-    """Run until Ctrl-C. Raises ClusterFailed when a service that ended cannot be started any more."""
+    """Run until Ctrl-C. Raises ClusterFailed when a service cannot be restarted."""
     while True:
         supervision.check()
         if log_view is not None:
@@ -212,9 +235,9 @@ def watch(supervision: Supervision, log_view: LogView | None) -> None:
 def running_cluster(
     plan: LocalPlan, console: Console, log_dir: Path | None = None, *, mps: bool = True
 ) -> Iterator[Cluster]:
-    """Start a plan's services, saying what is waited for; stop them at the end. Raises ClusterFailed.
+    """Start a plan's services, printing progress; stop them at the end. Raises ClusterFailed.
 
-    With `mps`, engines that share a GPU are clients of NVIDIA MPS where it runs or can be started.
+    With `mps`, engines that share a GPU are clients of NVIDIA MPS if it runs or can be started.
     """
     specs = plan_services(plan)
     table = make_table("Services", "service", "address", "place")
@@ -244,7 +267,7 @@ def running_cluster(
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP stop as Ctrl-C does; only in the main thread."""
+    """Make SIGTERM and SIGHUP act as Ctrl-C; only in the main thread."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

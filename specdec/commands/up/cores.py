@@ -1,4 +1,4 @@
-"""Which service gets which cores, when one machine runs them all."""
+"""Assignment of one machine's cores to the services."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class CoreAssignment:
     target_engine: tuple[int, ...]
     draft_engine: tuple[int, ...]
     shared: tuple[int, ...]
-    """For the servicers and the coordinator."""
+    """Cores of the servicers, the coordinator and the gateway."""
 
 
 def share_cores(cores: Sequence[int]) -> CoreAssignment:
-    """Return what a target that runs its draft itself gets: all cores but one of more than two, for the others.
+    """Return the cores if the target runs its draft itself: its engine gets all but one, which the others share.
 
-    With two or less, all share all. Raises ValueError when there is no core.
+    With one or two cores all share all. Raises ValueError when there is no core.
     """
     ordered = tuple(sorted(set(cores)))
     if not ordered:
@@ -30,12 +30,11 @@ def share_cores(cores: Sequence[int]) -> CoreAssignment:
 
 
 def assign_cores(cores: Sequence[int]) -> CoreAssignment:
-    """Return about half of `cores` for the target's engine, one for the draft's, the rest for the others. The engines
-    share no core unless there is only one.
+    """Return half of `cores` for the target's engine, one for the draft's, the rest for the others.
 
-    With two cores, everything but the target's engine shares the second one; with one core, all share it.
-    OpenMP threads that are preempted stall their whole team, so the target's engine is never disturbed.
-    Raises ValueError when there is no core.
+    With two cores, everything but the target's engine shares the second one; with one core, all share it. The target's
+    engine has cores of its own, because a preempted OpenMP thread stalls its whole team. Raises ValueError when there
+    is no core.
     """
     ordered = tuple(sorted(set(cores)))
     if not ordered:

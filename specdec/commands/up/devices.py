@@ -1,4 +1,4 @@
-"""Which service gets which device, when one machine runs them all."""
+"""Assignment of one machine's devices to the engines."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """The device of one engine, the first of several for one with ranks."""
+    """The device of one engine; with several ranks, their first one."""
 
     device: str
     num_ranks: int = 1
     kv_bytes: int | None = None
-    """KV budget of each rank; set only where engines share a GPU and would race for its memory."""
+    """Bytes of KV cache per rank; set only for engines that share a GPU, which would race for its memory."""
 
     @property
     def gpus(self) -> range:
-        """Numbers of the GPUs it computes on; none on the CPU."""
+        """Numbers of its GPUs; none on the CPU."""
         kind, _, first = self.device.partition(":")
         return range(int(first), int(first) + self.num_ranks) if kind == "cuda" else range(0)
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """Where each target and each draft computes."""
+    """The devices of all targets and drafts."""
 
     targets: tuple[EnginePlace, ...]
     drafts: tuple[EnginePlace, ...]
@@ -39,15 +39,15 @@ class DevicePlan:
         return any(place.gpus for place in (*self.targets, *self.drafts))
 
 
-# Of what the weights leave free on a GPU that a target and a draft share. The rest is for activations, graphs and CUDA.
+# Shares of the memory that weights leave free on a shared GPU. The rest is for activations, graphs and CUDA.
 TARGET_KV_SHARE = 0.65
 DRAFT_KV_SHARE = 0.15
 _MOST_ASKING_S = 60.0
-"""For a GPU's free memory: torch is imported, and the GPU set up, which takes seconds."""
+"""Seconds until a GPU reports its free memory; importing torch and setting up the GPU takes some."""
 
 
 def device_kind(wish: str) -> str:
-    """`cpu` or `cuda`: what `auto` comes to here, and any other wish as it is."""
+    """Resolve `auto` to `cpu` or `cuda`; return any other wish unchanged."""
     return ("cuda" if count_gpus() else "cpu") if wish == "auto" else wish
 
 
@@ -56,7 +56,7 @@ def plan_devices(
 ) -> DevicePlan:
     """Return each engine's device; memory of shared GPUs is not divided yet (see `divide_memory`).
 
-    Targets choose before drafts. Each engine takes neighbouring GPUs, one per rank, on which the fewest others are.
+    Targets choose before drafts. Each engine takes neighbouring GPUs, one per rank, with the fewest other engines.
 
     Args:
         device: auto, cpu or cuda.
@@ -96,11 +96,11 @@ def _take_gpus(engines_on: list[int], num_ranks: int) -> EnginePlace:
 def divide_memory(
     plan: DevicePlan, free_bytes: Callable[[int], int], target_bytes: int, draft_bytes: int
 ) -> DevicePlan:
-    """Return the plan with KV budgets for engines that share a GPU, as all take memory at the same time.
+    """Return the plan with KV budgets for engines that share a GPU, because all take memory at the same time.
 
     Args:
         plan: what `plan_devices` returned.
-        free_bytes: the free memory of a GPU by its number; asked for shared ones only.
+        free_bytes: gives the free memory of a GPU by its number; called for shared GPUs only.
         target_bytes: weights of one target, all its ranks together.
         draft_bytes: weights of one draft.
 
@@ -137,10 +137,10 @@ def count_gpus() -> int:
 
 
 def free_gpu_bytes(gpu: int) -> int:
-    """Return the free memory of a GPU; raises ValueError where it does not tell.
+    """Return the free memory of a GPU. Raises ValueError if it cannot be read.
 
-    Another process asks: whoever does holds some hundred MiB of the GPU for as long as it lives, and would be on it
-    before NVIDIA MPS is, which such a process keeps out.
+    A child process asks, because a process that has asked keeps some hundred MiB of the GPU, and keeps NVIDIA MPS out
+    of it.
     """
     code = f"import torch; print(torch.cuda.mem_get_info({gpu})[0])"
     try:
@@ -148,10 +148,10 @@ def free_gpu_bytes(gpu: int) -> int:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=_MOST_ASKING_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"GPU {gpu} does not say in {_MOST_ASKING_S:g} s what memory is free") from error
+        raise ValueError(f"GPU {gpu} did not report its free memory in {_MOST_ASKING_S:g} s") from error
     if asked.returncode:
         reason = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
-        raise ValueError(f"GPU {gpu} does not say what memory is free: {reason[0]}")
+        raise ValueError(f"GPU {gpu} did not report its free memory: {reason[0]}")
     return int(asked.stdout)
 
 

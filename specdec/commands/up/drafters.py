@@ -1,4 +1,4 @@
-"""Drafters named on a command line, as a target's setting."""
+"""The target's setting `drafters`, made from names on the command line."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from specdec.engine.checkpoints.files import weights_digest
 
 
 def drafter_settings(names: Sequence[str], *, target: str | None) -> dict[str, object]:
-    """The target's setting `drafters` for names, of heads with `=FOLDER` where it is not the one that ships.
+    """The target's setting `drafters` for names; a head that does not ship has `=FOLDER` after its name.
 
-    `target`: a folder or hub id; None: the shipped one.
-
-    Raises typer.BadParameter: there is no such drafter, or no such head for this target.
+    `target` is a folder or hub id; None: the shipped one. Raises typer.BadParameter if there is no such drafter, or no
+    such head for this target.
     """
     found = [_options(name, target) for name in names if name != DRAFT_MODEL]
     return {"drafters": json.dumps(found)} if found else {}
 
 
 def expanded(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `specdec up`, with its flag `drafter` as what it stands for: a setting of the target, and no draft.
+    """The flags of `specdec up` with `drafter` replaced by the target's setting, and by `num_drafts` 0.
 
     Raises typer.BadParameter as `drafter_settings` does.
     """
@@ -36,7 +35,7 @@ def expanded(section: Mapping[str, Any]) -> dict[str, Any]:
     found = drafter_settings(names, target=str(values.get("target") or "") or None)
     others = list(values.get("target_set") or ())
     if found and any(str(entry).partition("=")[0].strip() == "drafters" for entry in others):
-        raise typer.BadParameter("--target-set names drafters, too", param_hint="--drafter")
+        raise typer.BadParameter("--target-set sets drafters already", param_hint="--drafter")
     values["target_set"] = [*others, *(f"{name}={value}" for name, value in found.items())]
     if names and not values.get("draft") and DRAFT_MODEL not in names:
         values["num_drafts"] = 0
@@ -47,16 +46,16 @@ def _options(name: str, target: str | None) -> dict[str, str]:
     method, separator, folder = name.partition("=")
     if method not in DRAFTER_NAMES:
         known = ", ".join(sorted({DRAFT_MODEL, *DRAFTER_NAMES}))
-        raise typer.BadParameter(f"there is no drafter {method!r}, only {known}", param_hint="--drafter")
+        raise typer.BadParameter(f"{method!r} is no drafter; there are {known}", param_hint="--drafter")
     if method not in HEAD_NAMES:
         if separator:
-            raise typer.BadParameter(f"{method} has no files", param_hint="--drafter")
+            raise typer.BadParameter(f"{method} takes no folder", param_hint="--drafter")
         return {"method": method}
     if not separator:
         shipped = shipped_head(method)
         if shipped is None or not _is_shipped(target):
             raise typer.BadParameter(
-                f"no head {method} ships for this target: name one ({method}=FOLDER), or make one (specdec train)",
+                f"no {method} head ships for this target: give {method}=FOLDER, or train one (specdec train)",
                 param_hint="--drafter",
             )
         folder = str(shipped)
@@ -66,7 +65,7 @@ def _options(name: str, target: str | None) -> dict[str, str]:
 
 
 def _is_shipped(target: str | None) -> bool:
-    """Whether it is the target that ships: by its folder, or as a copy of it by its weights."""
+    """Whether a target is the shipped one, or has equal weights."""
     if target is None:
         return True
     pair, folder = shipped_pair(), Path(target).expanduser()
@@ -75,7 +74,7 @@ def _is_shipped(target: str | None) -> bool:
     shipped = pair / "target"
     if folder.samefile(shipped):
         return True
-    # Reading a large model would take seconds; one of another size is another one.
+    # Sizes are compared first, because the digest of a large model takes seconds.
     return _sizes(folder) == _sizes(shipped) and weights_digest(folder) == weights_digest(shipped)
 
 

@@ -1,6 +1,6 @@
-"""NVIDIA's Multi-Process Service for engines that share a GPU: kernels of both run side by side, the target's first.
+"""NVIDIA's Multi-Process Service for engines that share a GPU: their kernels run side by side, the target's first.
 
-Names and values of variables and commands are those of NVIDIA's page on it:
+Variables and commands are explained on NVIDIA's page:
 https://docs.nvidia.com/deploy/mps/appendix-tools-and-interface-reference.html
 """
 
@@ -31,7 +31,7 @@ _LOG_NAME = "control.txt"
 
 
 class MpsUnusable(Exception):
-    """MPS does not run here; the message says why, for people."""
+    """MPS cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,9 @@ class MpsTimeouts:
     """Times in seconds."""
 
     start_s: float = 10.0
-    """For the daemon to answer, and for its server to be there."""
+    """Until the daemon answers and its server runs."""
     stop_s: float = 10.0
-    """For the daemon to leave after `quit`, before it is killed."""
+    """From `quit` until a daemon that still runs is killed."""
 
 
 def shared_gpus(specs: Sequence[ServiceSpec]) -> list[int]:
@@ -59,18 +59,17 @@ def shared_by_mps(
     environment: Mapping[str, str] | None = None,
     timeouts: MpsTimeouts | None = None,
 ) -> Iterator[list[ServiceSpec]]:
-    """The services to start, as clients of MPS where they share a GPU; its daemon ends with the block.
+    """Yield the services to start, as clients of MPS if they share a GPU; the daemon ends with the block.
 
-    A daemon that answers already is used, and left running. Where there is none and none can be started, services are
-    left as they are: their processes take turns on the GPU. So they do when the daemon ends before them, after the
-    restart that costs them.
+    A running daemon is used, and left running. If none runs and none can be started, the services are unchanged: they
+    take turns on the GPU. They do so as well after the daemon ends before them, which restarts them once.
 
     Args:
-        specs: what is to be started; the block must end it.
-        tell: gets one line for people, if a GPU is shared.
-        is_wanted: False leaves all as it is.
-        environment: this process's; None: the real one.
-        timeouts: how long the daemon may take.
+        specs: the services; the block must end them.
+        tell: called with one line for people if a GPU is shared.
+        is_wanted: False leaves the services unchanged.
+        environment: None: this process's.
+        timeouts: limits for the daemon.
     """
     gpus = shared_gpus(specs)
     if not gpus:
@@ -86,7 +85,7 @@ def shared_by_mps(
             control = shutil.which(CONTROL, path=environment.get("PATH"))
             if control is None:
                 raise MpsUnusable(f"{CONTROL} (NVIDIA MPS) is not on the PATH")
-            # Clients name devices by what the daemon sees: it is to see all, and they as many as they are told.
+            # Clients number the devices that the daemon sees, so it must see all of them.
             environment.pop("CUDA_VISIBLE_DEVICES", None)
             own: dict[str, str] = {}
             how = "that runs already"
@@ -112,15 +111,15 @@ def _as_client(spec: ServiceSpec, own: Mapping[str, str], environment: Mapping[s
 
 @contextlib.contextmanager
 def _running_daemon(control: str, environment: Mapping[str, str], timeouts: MpsTimeouts) -> Iterator[dict[str, str]]:
-    """Start a daemon with folders of its own; gives the variables by which clients find it. Raises MpsUnusable."""
-    folder = Path(tempfile.mkdtemp(prefix="specdec-mps-"))  # short: a path of sockets has a hundred characters
+    """Start a daemon with its own folders; yields the variables by which clients find it. Raises MpsUnusable."""
+    folder = Path(tempfile.mkdtemp(prefix="specdec-mps-"))  # short: a socket's path has at most 107 characters
     own = {PIPE_DIRECTORY: str(folder / "pipe"), LOG_DIRECTORY: str(folder / "log")}
     environment = {**environment, **own}
     for path in own.values():
         Path(path).mkdir()
     with (folder / _LOG_NAME).open("wb") as log:
         daemon = subprocess.Popen(
-            [sys.executable, "-m", "specdec.commands.up.child", str(os.getpid()), "", control, "-f"],
+            [sys.executable, "-m", "specdec.service.process", str(os.getpid()), "", control, "-f"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -136,7 +135,7 @@ def _running_daemon(control: str, environment: Mapping[str, str], timeouts: MpsT
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(timeouts.stop_s)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(daemon.pid, signal.SIGKILL)  # and the server that it may have left
+            os.killpg(daemon.pid, signal.SIGKILL)  # its server may still run
         daemon.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -144,7 +143,7 @@ def _running_daemon(control: str, environment: Mapping[str, str], timeouts: MpsT
 def _wait_for_server(
     control: str, environment: Mapping[str, str], daemon: subprocess.Popen[bytes], log: Path, timeout_s: float
 ) -> None:
-    """Return when a server of this user runs, which a first client would start otherwise. Raises MpsUnusable."""
+    """Return when a server of this user runs; otherwise the first client would start it. Raises MpsUnusable."""
     end_s, asked = time.monotonic() + timeout_s, False
     while True:
         if daemon.poll() is not None:
@@ -170,7 +169,7 @@ def _answers(control: str, environment: Mapping[str, str], timeout_s: float) -> 
 
 
 def _ask(control: str, environment: Mapping[str, str], command: str, timeout_s: float) -> str | None:
-    """What a daemon answers; None if there is none, or it takes too long."""
+    """The daemon's answer; None if no daemon runs, or it takes too long."""
     try:
         done = subprocess.run(
             [control],

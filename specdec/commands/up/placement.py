@@ -1,8 +1,8 @@
-"""Whether a draft gets a service and cores of its own, or is run by the target in turns with it: measured, and kept.
+"""Placement of a draft on CPU, chosen by measurement.
 
-*Apart*, the draft guesses while the target verifies, on cores of its own; a guess that is not there in time is missed.
-*Together*, both models have all cores, one after the other, in one process. Which is faster depends on the machine, the
-pair and the load, so both are started and asked the same, once; the answer is kept in a file of the user's cache.
+*Apart*, a draft service drafts on its own cores while the target verifies; a late proposal is a miss. *Together*, the
+target runs the draft in turns with itself, each on all cores. Which is faster depends on machine, pair and load, so
+both run the same requests once; the result is kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.client import ClientSettings
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.measuring.prompts import prompts_for
 from specdec.commands.measuring.requests import Sampling
-from specdec.commands.measuring.served import Load, Pass, Wishes, measure, warm_up
+from specdec.commands.measuring.served import Load, LoadPlan, LoadRun, measure, warm_up
 from specdec.commands.up.cluster import Cluster
 from specdec.commands.up.plan import LocalPlan, Placement, plan_services
 from specdec.engine.checkpoints.files import find_model_files, read_tokenizer
@@ -34,19 +34,19 @@ _LOADS = (Load(concurrency=1), Load(concurrency=4))
 _NUM_PROMPTS = 4
 _MAX_TOKENS = 96
 _MOST_S = 15.0
-"""Of one pass; what has come by then is what counts."""
+"""Seconds of one pass; tokens that come later do not count."""
 _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What was found for a pair here."""
+class PlacementChoice:
+    """The result for a pair on this machine."""
 
     placement: Placement
     tokens_per_s: Mapping[str, float]
-    """By placement, while decoding: geometric mean over temperatures 0 and 1, one and four requests at once."""
+    """Decoding speed by placement: geometric mean over temperatures 0 and 1, one and four requests at once."""
     is_new: bool
-    """Measured now, and not before."""
+    """Whether it was measured now and not read from the cache."""
 
     def __str__(self) -> str:
         figures = ", ".join(f"{name} {value:.0f}" for name, value in self.tokens_per_s.items())
@@ -54,10 +54,10 @@ class Choice:
         return f"{self.placement} (tokens/s measured here{when}: {figures})"
 
 
-def choose_placement(plan: LocalPlan, tell: Callable[[str], None], cache: Path | None = None) -> Choice:
-    """Return what is faster for a plan of one target and one draft, both on CPU; measures it the first time.
+def choose_placement(plan: LocalPlan, tell: Callable[[str], None], cache: Path | None = None) -> PlacementChoice:
+    """Return the faster placement of one target and one draft on CPU, measured the first time.
 
-    `tell` is called with what is going on. Where too little comes in time to compare, it is apart, and not remembered.
+    `tell` is called with the progress. If too few tokens come in time, the choice is apart and is not kept.
 
     Raises ClusterFailed and the typed errors of `specdec.wire.errors`.
     """
@@ -69,9 +69,9 @@ def choose_placement(plan: LocalPlan, tell: Callable[[str], None], cache: Path |
     for name in _PLACEMENTS:
         speeds[name] = _speed(dataclasses.replace(plan, placement=name), tell)
     if not all(speeds.values()):
-        tell("too few tokens came to tell which is faster")
-        return Choice("apart", speeds, is_new=True)
-    choice = Choice(max(_PLACEMENTS, key=lambda name: speeds[name]), speeds, is_new=True)
+        tell("too few tokens to compare the placements")
+        return PlacementChoice("apart", speeds, is_new=True)
+    choice = PlacementChoice(max(_PLACEMENTS, key=lambda name: speeds[name]), speeds, is_new=True)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"placement": choice.placement, "tokens_per_s": speeds}, indent=1) + "\n")
@@ -94,7 +94,7 @@ def _speed(plan: LocalPlan, tell: Callable[[str], None]) -> float:
     with Cluster(plan_services(trial)) as cluster:
         cluster.start(lambda what: say(f"waiting for {what}"))
         for temperature in _TEMPERATURES:
-            wishes = Wishes(
+            wishes = LoadPlan(
                 prompts=prompts,
                 sampling=Sampling(temperature=temperature, max_tokens=_MAX_TOKENS, verify_mode=None),
                 loads=_LOADS,
@@ -106,19 +106,19 @@ def _speed(plan: LocalPlan, tell: Callable[[str], None]) -> float:
     return math.exp(sum(map(math.log, speeds)) / len(speeds)) if all(speeds) else 0.0
 
 
-async def _measure(address: str, wishes: Wishes, tell: Callable[[str], None]) -> list[float]:
+async def _measure(address: str, wishes: LoadPlan, tell: Callable[[str], None]) -> list[float]:
     settings = ClientSettings(timeout_s=_TIMEOUT_S)
     await warm_up(address, settings, wishes)
     speeds = []
     for load in wishes.loads:
-        passes: list[Pass] = []
+        passes: list[LoadRun] = []
         try:
             async with asyncio.timeout(_MOST_S):
                 await measure(address, settings, dataclasses.replace(wishes, loads=[load]), passes, tell)
         except TimeoutError:
             pass
         gaps_s = [gap for stream in passes[0].streams for gap in stream.gaps_s]
-        # Of the decoding alone: prompts take the same however a draft is placed.
+        # Only decoding counts: the placement does not change the time of prompts.
         speeds.append(load.concurrency * len(gaps_s) / sum(gaps_s) if gaps_s else 0.0)
     return speeds
 
@@ -128,7 +128,7 @@ def _cache() -> Path:
 
 
 def _key(plan: LocalPlan) -> str:
-    """Of what the answer depends on: models, settings, cores, this version."""
+    """Digest of models, settings, cores and version, on which the result depends."""
     parts = [
         specdec.__version__,
         platform.node(),
@@ -142,18 +142,18 @@ def _key(plan: LocalPlan) -> str:
 
 
 def _files(model: str) -> list[object]:
-    """A model's name, and its files' sizes and times, where it is a folder."""
+    """A model's name and, if it is a folder, its files' sizes and times."""
     files = sorted(path for path in Path(model).glob("*") if path.is_file()) if Path(model).is_dir() else []
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return [str(Path(model).resolve()) if files else model, *facts]
 
 
-def _read(file: Path) -> Choice | None:
+def _read(file: Path) -> PlacementChoice | None:
     try:
         content = json.loads(file.read_text())
         placement, speeds = content["placement"], content["tokens_per_s"]
         if placement in _PLACEMENTS:
-            return Choice(placement, {str(name): float(speed) for name, speed in speeds.items()}, is_new=False)
+            return PlacementChoice(placement, {str(name): float(speed) for name, speed in speeds.items()}, is_new=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     return None

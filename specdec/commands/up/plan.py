@@ -1,4 +1,4 @@
-"""Turns the wishes of `specdec up` into services to start on this machine."""
+"""Turns the flags of `specdec up` into the services to start on this machine."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ Placement = Literal["apart", "together"]
 PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053, "gateway": 8000}
 _FEW_CORES = 2
 _WITHOUT_ENGINE = {"api", "specdec_target_api", "specdec_target_config"}
-"""Settings and variables by which a target may be behind an endpoint."""
+"""Settings and variables, in lower case, with which a target may need no engine."""
 METRICS_PORTS = {"coordinator": 9090, "target": 9092, "draft": 9093}
 DRAIN_S = 5.0
-# Replicas load for seconds; the coordinator, which starts with them, should be there when they are.
+# Replicas load for seconds; the coordinator should connect as soon as they are ready.
 RECONNECT_S = 0.5
 DISCOVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPlan:
-    """What to start. Settings by role are setting names and values, as the services know them."""
+    """The models, replicas, ports and settings of a local deployment."""
 
     target_model: str
     draft_model: str
-    """Not used where draft_settings have drafters, which need none."""
+    """Ignored if draft_settings have drafters, which need no model."""
     device: str = "auto"
     num_targets: int = 1
     num_drafts: int = 1
     ports: Mapping[str, int] = field(default_factory=lambda: PORTS)
     free_ports: bool = False
-    """Take ports that are free, and serve no metrics, so that any number can run on one machine."""
+    """Take free ports and serve no metrics, so that several clusters can run on one machine."""
     redis_url: str | None = None
-    """Services find each other in the registry of this Redis, and not by settings; None: no Redis."""
+    """Redis whose registry lists the services; None: settings list them."""
     placement: Placement = "apart"
-    """Whether the draft is a service, or run by the target, in turns with it."""
+    """Apart: a draft service; together: the target runs the draft in turns with itself."""
     target_settings: Mapping[str, object] = field(default_factory=dict)
     draft_settings: Mapping[str, object] = field(default_factory=dict)
     coordinator_settings: Mapping[str, object] = field(default_factory=dict)
     gateway: bool = False
-    """Start a gateway, too."""
+    """Whether to start a gateway."""
     gateway_settings: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -82,11 +82,11 @@ def plan_services(
     """Return the services of a plan, replicas first.
 
     Args:
-        environment: Where SPECDEC_* settings are looked for; None: this process's.
-        cores: What may be used; None: what this process may use.
+        environment: variables with SPECDEC_* settings; None: this process's.
+        cores: usable cores; None: this process's.
 
     Raises:
-        ClusterFailed: The device is not there, or memory does not suffice.
+        ClusterFailed: there is no such device, or too little memory.
     """
     environment = os.environ if environment is None else environment
     usable = sorted(os.sched_getaffinity(0)) if cores is None else cores
@@ -96,7 +96,7 @@ def plan_services(
         plan, assignment = _with_own_drafts(plan, devices), share_cores(usable)
     specs = _replicas(plan, "target", devices.targets, assignment, environment)
     if "drafters" in plan.draft_settings:
-        # They take the tokenizer of the target that they propose to, and run no model.
+        # Such a draft runs no model; it asks the target for its tokenizer.
         own: dict[str, object] = {"target": specs[0].address, **plan.draft_settings}
         plan = dataclasses.replace(plan, draft_model="", draft_settings=own)
     elif _runs_drafts(plan) and may_differ(plan.target_model, plan.draft_model):
@@ -110,7 +110,7 @@ def plan_services(
             **_common_defaults(plan, "coordinator", 0),
             "reconnect_backoff_max_s": RECONNECT_S,
             "discovery_s": DISCOVERY_S,
-            # A coordinator that is started again takes up the streams of its former life.
+            # A restarted coordinator continues the streams of its predecessor.
             "resume_secret": secrets.token_hex(32),
         },
         overrides={**plan.coordinator_settings, **replicas},
@@ -132,7 +132,7 @@ def plan_services(
 
 
 def _cores_of_gpu_engines(assignment: CoreAssignment) -> CoreAssignment:
-    """Engines on GPUs compute on no core: each needs one for Python, and others for what libraries do beside it."""
+    """Let GPU engines share cores: each needs one for Python, and more for threads of libraries."""
     together = tuple(sorted({*assignment.target_engine, *assignment.draft_engine}))
     return CoreAssignment(together, together, assignment.shared)
 
@@ -144,7 +144,7 @@ def _runs_drafts(plan: LocalPlan) -> bool:
 
 def _with_own_drafts(plan: LocalPlan, devices: DevicePlan) -> LocalPlan:
     if plan.num_drafts > 1:
-        raise ClusterFailed("--placement together: a target runs one draft, on its own device; here that is not so")
+        raise ClusterFailed("--placement together needs --num-drafts 1: a target runs one draft on its own device")
     own: dict[str, object] = {"model": plan.draft_model, **plan.draft_settings}
     budgets = [place.kv_bytes for place in devices.drafts if place.kv_bytes is not None]
     if budgets:
@@ -154,14 +154,14 @@ def _with_own_drafts(plan: LocalPlan, devices: DevicePlan) -> LocalPlan:
 
 
 def require_engine(target_settings: Mapping[str, object]) -> None:
-    """Raise ClusterFailed where a target would run a model and nothing here can."""
-    told = {*target_settings, *(name.lower() for name in os.environ)}
-    if importlib.util.find_spec("torch") is None and not told & _WITHOUT_ENGINE:
+    """Raise ClusterFailed if the target needs an engine and torch is not installed."""
+    given = {*target_settings, *(name.lower() for name in os.environ)}
+    if importlib.util.find_spec("torch") is None and not given & _WITHOUT_ENGINE:
         raise ClusterFailed("this needs torch: pip install 'specdec[engine]'")
 
 
 def gateway_is_installed() -> bool:
-    """Whether the packages that a gateway needs are here."""
+    """Whether the gateway's packages are installed."""
     return importlib.util.find_spec("fastapi") is not None and importlib.util.find_spec("uvicorn") is not None
 
 
@@ -171,7 +171,7 @@ def _devices(plan: LocalPlan) -> DevicePlan:
     try:
         devices = plan_devices(plan.device, 0 if plan.device == "cpu" else count_gpus(), target_ranks, draft_ranks)
         if devices.is_cuda and plan.placement == "together" and _runs_drafts(plan):
-            # One process runs both: each target brings a draft to the GPUs that it is on.
+            # One process runs both, so each target has a draft on its own GPUs.
             devices = DevicePlan(devices.targets, devices.targets)
         if devices.is_cuda:
             bytes_of_models = weights_bytes(plan.target_model), weights_bytes(plan.draft_model)
@@ -215,7 +215,7 @@ def _replicas(
 
 
 def _num_ranks(settings: Mapping[str, object]) -> int:
-    """Ranks of a replica, which share its cores; the service itself refuses what is no number."""
+    """Ranks of a replica; the service itself refuses a malformed setting."""
     size = str(settings.get("tensor_parallel_size", 1))
     return max(1, int(size)) if size.isdecimal() else 1
 
@@ -223,7 +223,7 @@ def _num_ranks(settings: Mapping[str, object]) -> int:
 def _common_defaults(plan: LocalPlan, role: str, number: int) -> dict[str, object]:
     metrics_port = METRICS_PORTS[role] if number == 0 and not plan.free_ports else None
     defaults: dict[str, object] = {"metrics_port": metrics_port, "log_format": "console", "drain_s": DRAIN_S}
-    if plan.redis_url is not None:  # not by flag: it may hold a password, and flags are for all to see
+    if plan.redis_url is not None:  # no flag: it may hold a password, and process lists show flags
         defaults["redis_url"] = plan.redis_url
     return defaults
 
@@ -233,7 +233,7 @@ def _port(plan: LocalPlan, role: str, number: int) -> int:
 
 
 def split_evenly(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Return `count` shares of the cores, as equal as can be; shares overlap when there are fewer cores."""
+    """Return `count` shares of the cores, as equal as possible; with fewer cores than shares they overlap."""
     if count == 0:
         return []
     if len(cores) < count:
@@ -243,8 +243,10 @@ def split_evenly(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
 
 
 def usual_placement(device: str, cores: Sequence[int]) -> Placement:
-    """Where a draft most likely runs faster, unmeasured: in the target where two engines on CPU would have a core each
-    at most, and share one of them with all other processes."""
+    """The placement that is faster in most cases, without a measurement.
+
+    It is together on at most two CPU cores, where one engine would share its core with all other processes.
+    """
     return "together" if device == "cpu" and len(cores) <= _FEW_CORES else "apart"
 
 
@@ -257,13 +259,13 @@ def describe_placement(specs: Sequence[ServiceSpec]) -> list[tuple[str, str, str
         engine_cores = spec.environment.get(f"{prefix}ENGINE_CORES", "")
         place = f"cores {engine_cores}" if device == "cpu" and engine_cores else device
         if any(argument.startswith("--own-draft=") for argument in spec.arguments):
-            place += ", runs the draft, too"
+            place += ", also runs the draft"
         rows.append((spec.name, spec.address, place))
     return rows
 
 
 def may_differ(target_model: str, draft_model: str) -> bool:
-    """Whether a draft might have to translate: its tokenizer is another one, or not at hand (a hub id)."""
+    """Whether a draft may have to translate: its tokenizer differs, or is not on disk (a hub id)."""
     try:
         target, draft = (_digest(Path(model).expanduser()) for model in (target_model, draft_model))
     except (OSError, ValueError):

@@ -19,36 +19,36 @@ MODULES = {
     "gateway": "specdec.gateway",
 }
 _END_LINES = 50
-"""An error further up is not what ended a service."""
+"""Lines at the log's end among which the error that ended a service is looked for."""
 _ERROR = re.compile(r"\[(error|critical) *\]|\"level\": ?\"(error|critical)\"|^[\w.]*(Error|Exception)\b")
-"""In either format of logs, or as the last line of a traceback."""
+"""An error in either log format, or the last line of a traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSpec:
-    """How to start a service."""
+    """Command line, variables and cores of a service."""
 
     name: str
-    """For messages and the log's name, for example target or target-1."""
+    """Name in messages and of the log, for example target or target-1."""
     role: str
     """target, draft, coordinator or gateway."""
     module: str
-    """Run as `python -m MODULE`."""
+    """The module that `python -m` runs."""
     address: str
     """host:port of its server."""
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to this process's environment."""
+    """Variables beyond this process's environment."""
     cores: tuple[int, ...] = ()
-    """Cores it may run on; empty: all."""
+    """Cores of the process; empty: all."""
     gpus: tuple[int, ...] = ()
-    """Numbers of the GPUs that it computes on."""
+    """Numbers of its GPUs."""
     speaks_http: bool = False
-    """Its health is asked for at /health, and not over gRPC."""
+    """Whether health is asked at /health instead of over gRPC."""
 
 
 class ServiceProcess:
-    """A service that runs, or ran. It dies with the thread that called `start`."""
+    """A service's process. It dies with the thread that called `start`."""
 
     def __init__(self, spec: ServiceSpec, log_path: Path) -> None:
         self.spec = spec
@@ -56,11 +56,11 @@ class ServiceProcess:
         self.told_to_end = False
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start_bytes = 0
-        """Where in the log this life of it begins."""
+        """Position in the log at the last start."""
 
     def start(self) -> None:
-        """Start it in a session of its own, which a terminal's Ctrl-C does not reach; append to its log."""
-        command = [sys.executable, "-m", "specdec.commands.up.child", str(os.getpid())]
+        """Start it in its own session, which a terminal's Ctrl-C does not reach; append to its log."""
+        command = [sys.executable, "-m", "specdec.service.process", str(os.getpid())]
         command += [",".join(map(str, self.spec.cores)), self.spec.module, *self.spec.arguments]
         with self.log_path.open("ab") as log:
             self._log_start_bytes = log.tell()
@@ -72,7 +72,7 @@ class ServiceProcess:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **self.spec.environment},
                 start_new_session=True,
             )
-        self.told_to_end = False  # Only now: another thread may look at how it ended before.
+        self.told_to_end = False  # Not before: another thread may still read it for the previous process.
 
     @property
     def pid(self) -> int | None:
@@ -90,7 +90,7 @@ class ServiceProcess:
         return self._process is not None and self._process.poll() is None
 
     def describe_end(self) -> str:
-        """Return how it ended, for people, as in `was killed by SIGKILL`; it must have ended."""
+        """Return how it ended, such as `was killed by SIGKILL`; it must have ended."""
         code = self.exit_code
         if code is None or code >= 0:
             return f"ended with exit code {code}"
@@ -103,13 +103,13 @@ class ServiceProcess:
         self.signal(signal.SIGTERM)
 
     def signal(self, number: int) -> None:
-        """Send a signal to its process, not to its children; nothing happens when it has ended."""
+        """Send a signal to its process, not to its children; no-op after its end."""
         if self._process is not None and self._process.poll() is None:
             self.told_to_end |= number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it and its own children at once, as a machine that fails would; returns when it is gone."""
+        """Kill it and its children; return when it has ended."""
         if self._process is None:
             return
         self.told_to_end = True
@@ -118,7 +118,7 @@ class ServiceProcess:
         self._process.wait()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; return whether it came in time."""
+        """Wait for its end; return whether it ended in time."""
         if self._process is None:
             return True
         try:
@@ -128,7 +128,7 @@ class ServiceProcess:
         return True
 
     def last_error_line(self) -> str:
-        """Return the last error among the end of what it logged since it was started, or else the last line, or ""."""
+        """Return the last error that it logged near the end since its start, else the last line, or ""."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(self._log_start_bytes)

@@ -1,4 +1,4 @@
-"""Keeps the services of a cluster running: what ends is started again, and people are told."""
+"""Keeps the services of a cluster running: restarts those that end, and reports it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from dataclasses import dataclass
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.up.cluster import Cluster, end_of_log
 from specdec.commands.up.service_process import ServiceProcess
-from specdec.service.restarts import RestartCount, RestartPolicy
+from specdec.wire.backoff import RestartCount, RestartPolicy
 
 
 @dataclass(slots=True)
 class _Watched:
-    """What is known of one service. Points in time are those of time.monotonic()."""
+    """State of one service. Times are those of time.monotonic()."""
 
     process: ServiceProcess
     restarts: RestartCount
     is_ready: bool = True
     since_s: float = 0.0
-    """When it became ready or, if it is not, when it was started."""
+    """Time at which it became ready or, if it is not ready, was started."""
     ended_s: float = 0.0
     restart_s: float | None = None
-    """When to start it; None while it runs."""
+    """Time of its next start; None while it runs."""
 
 
 class Supervision:
-    """Watches a cluster that has started. Call `check` again and again, in the thread that started it."""
+    """Watches a started cluster. Call `check` repeatedly in the thread that started it."""
 
     def __init__(self, cluster: Cluster, tell: Callable[[str], None], policy: RestartPolicy | None = None) -> None:
-        """Take all services for ready. `tell` gets a line for people whenever one ends, starts or is ready again."""
+        """Take all services as ready. `tell` is called with a line when one ends, starts or is ready again."""
         self._cluster = cluster
         self._tell = tell
         policy, now_s = policy or RestartPolicy(), time.monotonic()
@@ -38,10 +38,10 @@ class Supervision:
         self._watched = [_Watched(service, RestartCount(policy), since_s=now_s) for service in services]
 
     def check(self) -> None:
-        """Look at every service once; takes at most a second for each that is starting.
+        """Check every service once; a starting one takes at most a second.
 
         Raises:
-            ClusterFailed: a service cannot be started any more; says which and why.
+            ClusterFailed: a service cannot be restarted; the message says which and why.
         """
         for watched in self._watched:
             if watched.restart_s is not None:
@@ -59,17 +59,17 @@ class Supervision:
             raise ClusterFailed(
                 "\n".join([f"{ended}, {restarts.num_futile} times before it was ready", *end_of_log(service)])
             )
-        service.kill()  # What it has left behind would keep its port, its cores or its memory.
+        service.kill()  # Its children would keep its port, cores or memory.
         watched.is_ready, watched.ended_s, watched.restart_s = False, now_s, now_s + wait_s
         said = service.last_error_line()
-        self._tell(f"{ended}; starting it again in {wait_s:.3g} s" + (f". Its log: {said}" if said else ""))
+        self._tell(f"{ended}; restart in {wait_s:.3g} s" + (f". Its log: {said}" if said else ""))
 
     def _restart_when_due(self, watched: _Watched, due_s: float) -> None:
         if time.monotonic() < due_s:
             return
         watched.restart_s, watched.since_s = None, time.monotonic()
         watched.process.start()
-        self._tell(f"{watched.process.spec.name} is started again")
+        self._tell(f"{watched.process.spec.name} is restarted")
 
     def _look_for_ready(self, watched: _Watched) -> None:
         service, now_s = watched.process, time.monotonic()

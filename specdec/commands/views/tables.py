@@ -10,10 +10,25 @@ from rich.text import Text
 
 from specdec.client import Completion
 from specdec.commands.views.origins import ORIGIN_NAMES, ORIGIN_STYLES
-from specdec.commands.views.shown import cell
 from specdec.v1 import common_pb2, coordinator_pb2
 
+_KEPT = "\n\t"
+_PICTURES = 0x2400
+"""Unicode has a picture of each control character below a space, in their order, from here on."""
+_DELETE, _DELETE_PICTURE = 0x7F, 0x2421
+_HARMLESS = {code: chr(_PICTURES + code) for code in range(0x20) if chr(code) not in _KEPT}
+_HARMLESS |= {_DELETE: chr(_DELETE_PICTURE), **dict.fromkeys(range(128, 160), "�")}
 _MODES = {value: name.removeprefix("VERIFY_MODE_").lower() for name, value in common_pb2.VerifyMode.items()}
+
+
+def harmless(text: str) -> str:
+    """The text with pictures in place of control characters; lines and tabs stay."""
+    return text.translate(_HARMLESS)
+
+
+def cell(text: str, style: str = "") -> Text:
+    """The text, for a table or a line."""
+    return Text(harmless(text), style=style)
 
 
 def make_pairs(title: str) -> Table:

@@ -1,4 +1,4 @@
-"""What a constraint allows next: compiled apart from the engine's thread, followed token by token on it.
+"""Grammars of constraints: compiled on threads of their own, followed token by token on the engine's thread.
 
-Needs llguidance and numpy, no torch: engine processes of targets and drafts use it.
+Needs llguidance and numpy, but no torch.
 """

@@ -1,4 +1,4 @@
-"""Sessions whose constraint is being compiled: they begin when it is, or end for what is wrong with it."""
+"""Sessions that wait for the compilation of their constraint. A failed compilation ends them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec.v1 import common_pb2 as pb
 
 _SALT_MARK = b"\0"
 POLL_S = 0.002
-"""While a constraint is compiled the loop looks again after so long."""
+"""Seconds between two looks at a compilation."""
 
 
 class Constrained(Protocol):
@@ -27,12 +27,12 @@ ConstrainedT = TypeVar("ConstrainedT", bound=Constrained)
 
 
 def tenant_of(cache_salt: bytes) -> bytes:
-    """Whose a session is: a tenant may have many salts, but takes turns as one."""
+    """The tenant in a cache salt. All salts of one tenant share its turn."""
     return cache_salt.partition(_SALT_MARK)[0]
 
 
 class AwaitedGrammars(Generic[ConstrainedT]):
-    """Gives sessions their grammars, at once where these are known."""
+    """Gives sessions their grammars: at once if a grammar is cached."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class AwaitedGrammars(Generic[ConstrainedT]):
         on_fault: Callable[[ConstrainedT, Exception], None],
         figures: GrammarFigures | None = None,
     ) -> None:
-        """Wait for none yet.
+        """Start without waiting sessions.
 
         Args:
-            compiler: None: constraints are not known here.
-            output_of: a session's committed output tokens.
+            compiler: None: sessions with constraints are refused.
+            output_of: returns a session's committed output tokens.
             begin: called once for each session, when its `grammar` is set; may raise.
-            on_fault: ends a session that has not begun.
-            figures: are told what was asked for and refused; None: nobody is.
+            on_fault: called with a waiting session that must end.
+            figures: counts queries and refusals; None: they are not counted.
         """
         self._figures = figures or GrammarFigures()
         self._compiler = compiler
@@ -65,13 +65,13 @@ class AwaitedGrammars(Generic[ConstrainedT]):
         """Begin a session, now or when its constraint is compiled.
 
         Raises:
-            GrammarError: the constraint cannot be compiled, or the session's output is not what it allows.
+            GrammarError: the constraint cannot be compiled, or does not allow the session's output.
         """
         if not body.sampling.HasField("constraint"):
             self._begin(session)
             return
         if self._compiler is None:
-            raise GrammarError("constraint", "constraints are not known here")
+            raise GrammarError("constraint", "this model's tokenizer supports no constraints")
         try:
             compilation = self._compiler.compile(body.sampling.constraint, tenant_of(body.cache_salt))
         except GrammarError as error:
@@ -94,7 +94,7 @@ class AwaitedGrammars(Generic[ConstrainedT]):
                     self._on_fault(session, error)
 
     def drop(self, session: ConstrainedT) -> None:
-        """A session has ended; nothing happens if it did not wait."""
+        """Forget a session that has ended, if it was waiting."""
         if self._waiting.get(session.session_id, (None,))[0] is session:
             del self._waiting[session.session_id]
 

@@ -1,4 +1,4 @@
-"""Asks a process that may die whether a grammar compiles within bounds."""
+"""Checks in a separate process that a grammar compiles within bounds: compiling may kill the process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _CHILD = "specdec.constraints.grammar.checker_child"
 
 
 class GrammarChecker:
-    """One process, started with the first question, and again when it is gone. For one thread, which must outlive it.
+    """One checking process, started at the first question and after each death. For one thread, which outlives it.
 
-    Cost: the start takes what Python and the tokenizer take (0.1 s and more); a question 2 ms and the compilation.
+    Cost: starting takes as long as Python and the tokenizer (0.1 s and more); a question takes 2 ms plus the
+    compilation.
     """
 
     def __init__(self, tokenizer: TokenizerArguments) -> None:
@@ -23,7 +24,7 @@ class GrammarChecker:
         self._process: subprocess.Popen[str] | None = None
 
     def fault_of(self, text: str) -> str:
-        """What is wrong with a grammar, for people; empty: it compiles."""
+        """The error text for a client; empty if the grammar compiles."""
         for _ in range(2):
             process = self._started()
             try:
@@ -33,7 +34,7 @@ class GrammarChecker:
             if answer:
                 return str(json.loads(answer)["error"])
             self.close()
-        return "cannot be checked: the process that does it ended"
+        return "cannot be checked: the checking process died"
 
     def close(self) -> None:
         """End the process."""

@@ -1,7 +1,7 @@
 """Compiles unchecked grammars: `python -m specdec.constraints.grammar.checker_child`, started by GrammarChecker.
 
-Each in a process of its own, forked from this one, with little processor time, memory and stack: what is too much for
-those ends that process, and it alone. Reads JSON from standard input, a line each, and writes answers likewise.
+Each grammar is compiled in a process forked from this one, with bounds on processor time, memory and stack. A grammar
+that exceeds them ends only that process. Requests and answers are JSON lines on standard input and output.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import time
 from llguidance import LLMatcher, LLTokenizer
 
 from specdec.constraints.grammar.source import TokenizerArguments, make_matcher, make_tokenizer, shown
-from specdec.service.parent_process import die_with_parent
+from specdec.service.process import die_with_parent
 
 _MOST_CPU_S = 0.5
 _MOST_WALL_S = 5.0
-"""On a machine whose processors are taken."""
+"""Wall-clock seconds for one grammar on a busy machine."""
 _MOST_BYTES = 512 * 2**20
-"""Over what this process has."""
+"""Bytes beyond those of this process."""
 _STACK_BYTES = 1 * 2**20
-"""Less than what compiles the same grammar later has, so that this one overflows first."""
+"""Bytes of stack; fewer than the compiler's threads have, so that the check overflows first."""
 _MOST_ANSWER_BYTES = 4096
 _MOST_MASK_S = 0.1
-"""Of processor time: all sessions of an engine wait for a mask."""
+"""Processor seconds for one mask, for which all sessions of an engine wait."""
 _NUM_WALKS = 2
 _NUM_STEPS = 12
 
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _check_apart(tokenizer: LLTokenizer, text: str) -> str:
-    """What is wrong with a grammar; empty: nothing."""
+    """The error text; empty if the grammar compiles."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -86,7 +86,7 @@ def _check(tokenizer: LLTokenizer, text: str) -> str:
 
 
 def _fault_on_the_way(matcher: LLMatcher, rng: random.Random) -> str:
-    """Look at some way through the grammar: whoever decodes waits for its masks."""
+    """Walk a random path through the grammar and bound the cost of its masks."""
     for step in range(_NUM_STEPS):
         before_s = time.process_time()
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -108,7 +108,7 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)  # its last words are of no use
+    os.dup2(null, 2)  # a killed child's messages would only fill the log
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, _MOST_CPU_S)
 

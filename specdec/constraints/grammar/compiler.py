@@ -1,4 +1,4 @@
-"""Compiles constraints on threads of their own, for whoever polls: known ones at once, others in turns of tenants."""
+"""Compiles constraints on threads of their own. Cached ones are returned at once; tenants take turns for the others."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from specdec.v1 import common_pb2 as pb
 _MOST_CACHED = 32
 _MOST_FAULTS = 256
 _MOST_WAITING = 256
-"""Grammars that nobody has compiled yet; more are refused."""
+"""Queued grammars above which a request is refused."""
 _NUM_THREADS = 2
 _STACK_BYTES = 16 * 2**20
 
 
 @dataclass(slots=True)
 class Compilation:
-    """A grammar that is compiled, or will be. Written by one thread, read by others once it `is_done`."""
+    """A grammar that is or will be compiled. One thread writes it; others read it once it `is_done`."""
 
     source: GrammarSource
     done: threading.Event = field(default_factory=threading.Event)
     matcher: LLMatcher | None = None
-    """To be copied."""
+    """Result, to be copied for each session."""
     fault: str = ""
-    """What is wrong with it."""
+    """Error text; empty: none."""
     num_asked: int = 1
-    """How often it was asked for, since it is kept."""
+    """Requests for it since it was cached."""
     code: int = code_pb2.INVALID_ARGUMENT
 
     @property
@@ -47,29 +47,29 @@ class Compilation:
         return self.done.is_set()
 
     def result(self) -> LLMatcher:
-        """A matcher at its start, of one's own. Raises GrammarError. To be called when it is done."""
+        """A fresh copy of the matcher, at its start. Call only when done. Raises GrammarError."""
         if self.matcher is None:
             raise GrammarError(self.source.field, self.fault, self.code)
         return self.matcher.deep_copy()
 
 
 class GrammarCompiler:
-    """Of one tokenizer. All methods may be called by any thread and return at once.
+    """Compiles constraints for one tokenizer. Any thread may call all methods; they return at once.
 
-    A grammar is first compiled in a process that may die of it (`GrammarChecker`), then here, by threads that hold no
-    lock meanwhile. What was compiled lately is kept, as is what could not be.
+    A grammar is compiled twice: in a child process that it may kill (`GrammarChecker`), then here without a lock.
+    Recent results and errors are cached.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """Read the tokenizer.
 
         Args:
-            tokenizer_json: its file.
-            vocab_size: number of ids that a mask covers.
-            eos_token_ids: what may follow a complete output; one at least.
+            tokenizer_json: text of the file `tokenizer.json`.
+            vocab_size: token ids that a mask covers.
+            eos_token_ids: tokens that may follow a complete output; at least one.
 
         Raises:
-            ValueError: llguidance does not know the tokenizer, or no token ends a sequence.
+            ValueError: llguidance does not support the tokenizer, or `eos_token_ids` is empty.
         """
         if not eos_token_ids:
             raise ValueError("no token ends a sequence")
@@ -84,11 +84,11 @@ class GrammarCompiler:
         self._lock = threading.Condition()
         self._known: OrderedDict[bytes, Compilation] = OrderedDict()
         self._waiting: OrderedDict[bytes, deque[Compilation]] = OrderedDict()
-        """By tenant, the one whose turn is next first."""
+        """Queues by tenant; the next tenant's is first."""
         self._threads: list[threading.Thread] = []
 
     def compile(self, constraint: pb.Constraint, tenant: bytes) -> Compilation:
-        """What becomes of a constraint; `tenant`s take turns. Raises GrammarError for what can be seen at once."""
+        """Start compiling a constraint, or return the cached result. Raises GrammarError for errors visible at once."""
         source = grammar_source(constraint, self._special_tokens)
         key = hashlib.sha256(f"{source.field}\0{source.text}".encode()).digest()
         with self._lock:
@@ -98,7 +98,9 @@ class GrammarCompiler:
                 self._known.move_to_end(key)
                 return known
             if sum(map(len, self._waiting.values())) >= _MOST_WAITING:
-                raise GrammarError("constraint", "too many others are being compiled", code_pb2.RESOURCE_EXHAUSTED)
+                raise GrammarError(
+                    "constraint", "too many constraints are being compiled; retry later", code_pb2.RESOURCE_EXHAUSTED
+                )
             compilation = self._known[key] = Compilation(source)
             self._waiting.setdefault(tenant, deque()).append(compilation)
             self._forget()
@@ -108,12 +110,12 @@ class GrammarCompiler:
 
     @property
     def num_cached(self) -> int:
-        """Grammars that are kept, compiled; not those that could not be."""
+        """Number of cached grammars, without cached errors."""
         with self._lock:
             return sum(known.matcher is not None for known in self._known.values())
 
     def _forget(self) -> None:
-        """Drop what was used least lately: those with a grammar, and those with a fault, up to a number each."""
+        """Drop the least recently used grammars and errors beyond their limits."""
         for is_fault, most in ((False, _MOST_CACHED), (True, _MOST_FAULTS)):
             done = [key for key, known in self._known.items() if known.is_done and bool(known.fault) == is_fault]
             for key in done[: max(0, len(done) - most)]:

@@ -1,4 +1,4 @@
-"""What compiling grammars took and came to: counted by whoever knows it, and read by whoever exports it."""
+"""Counts of compiled and refused grammars, for metrics."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _REASONS = {code_pb2.RESOURCE_EXHAUSTED: "busy", code_pb2.INTERNAL: "fault"}
 
 
 class GrammarFigures:
-    """Running totals of one compiler. For any thread."""
+    """Running totals of one compiler. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._compile_s: list[float] = []
         self.num_queries = 0
-        """Constraints asked for."""
+        """Constraints that sessions asked for."""
         self.num_hits = 0
-        """Of these, those that had been asked for before and are kept; grammars that are still compiled, too."""
+        """Queries that found their grammar cached or already being compiled."""
         self.refusals: Counter[str] = Counter()
         """Sessions refused or ended for their constraint, by reason."""
 
@@ -32,7 +32,7 @@ class GrammarFigures:
             self.num_hits += is_known
 
     def compiled(self, elapsed_s: float) -> None:
-        """A grammar was compiled, or was found not to be one, in this time."""
+        """A compilation ended, with a grammar or an error, after `elapsed_s` seconds."""
         with self._lock:
             self._compile_s.append(elapsed_s)
 
@@ -42,14 +42,14 @@ class GrammarFigures:
             self.refusals[reason_of(error)] += 1
 
     def take_compile_s(self) -> list[float]:
-        """Times of what was compiled since the last call."""
+        """Seconds of each compilation since the last call."""
         with self._lock:
             found, self._compile_s = self._compile_s, []
         return found
 
 
 def reason_of(error: GrammarError) -> str:
-    """invalid, too_complex (it would take too much), output (not what it allows), busy (others wait), or fault."""
+    """One of invalid, too_complex, output (not allowed by the constraint), busy (queue full) and fault."""
     if error.code in _REASONS:
         return _REASONS[error.code]
     if error.field.startswith("open."):

@@ -1,4 +1,4 @@
-"""What a constraint allows after a session's committed tokens, and after each node of a tree below them."""
+"""Masks of the tokens that a constraint allows after the committed tokens and after each node of a tree."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ MaskWords = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class NodeMask:
-    """What may follow one node of a tree, or the last committed token."""
+    """The tokens that may follow one node of a tree or the last committed token."""
 
     words: MaskWords | None
-    """[ceil(V / 32)] uint32, a bit per token id, set where it is allowed; None: anything is."""
+    """[ceil(V / 32)] uint32, one bit per token id, set if allowed; None: all are allowed."""
     must_end: bool = False
-    """Nothing is allowed but what ends the choice: `min_tokens` does not hold that back then."""
+    """Only tokens that end the choice are allowed, so `min_tokens` must not hold them back."""
     fault: GrammarError | None = None
-    """Why it is not known what may follow; nothing is allowed then."""
+    """Why the mask is unknown; no token is allowed then."""
 
 
 class _Phase(enum.Enum):
     BEFORE = enum.auto()
-    """Anything goes."""
+    """All tokens are allowed."""
     INSIDE = enum.auto()
     """The grammar decides."""
     OVER = enum.auto()
-    """An end-of-sequence token has come: nothing goes."""
+    """An end-of-sequence token has come; no token is allowed."""
 
 
 class GrammarFollower:
-    """One session's place in its grammar. Committed tokens move it; looking at trees leaves it where it is.
+    """One session's place in its grammar. Committed tokens move it; masks of trees do not.
 
-    Before `after_token_id` has come everything is allowed, and behind an end-of-sequence token nothing.
-    Cost: about 1 us for a token, 10 to 30 us for a mask of a small vocabulary. For one thread.
+    All tokens are allowed before `after_token_id`, none after an end-of-sequence token. Not thread-safe. Cost: about 1
+    us per token, 10 to 30 us per mask of a small vocabulary.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class GrammarFollower:
         after_token_id: int | None = None,
         holds_back_eos: bool = False,
     ) -> None:
-        """Stand before the first token of the output.
+        """Start before the first output token.
 
         Args:
-            matcher: at its start; taken over.
-            field: of the constraint, for errors.
+            matcher: at its start; owned by the follower from now on.
+            field: the constraint's path, for errors.
             vocab_size: ids at and past it are never allowed.
-            eos_token_ids: what may follow a complete output.
-            after_token_id: where the grammar begins, if not at once.
-            holds_back_eos: none of these while something else is allowed (`ignore_eos`).
+            eos_token_ids: tokens that may follow a complete output.
+            after_token_id: token after which the grammar begins; None: it begins at once.
+            holds_back_eos: forbid `eos_token_ids` while other tokens are allowed (`ignore_eos`).
         """
         self._eos_token_ids = frozenset(eos_token_ids)
         self._start = matcher.deep_copy()
@@ -73,20 +73,20 @@ class GrammarFollower:
         self._holds_back_eos = holds_back_eos
         self._phase = _Phase.BEFORE if after_token_id is not None else _Phase.INSIDE
         self._committed: list[int] = []
-        """What the matcher was given of the committed tokens."""
+        """Committed tokens that the matcher has consumed."""
         self._trail: list[tuple[_Phase, int]] = []
-        """Of each token below the committed ones: the phase before it, and the token."""
+        """For each uncommitted token, the phase before it and the token."""
 
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Move on. Raises GrammarError when the constraint does not allow them; it is of no use then."""
+        """Move past tokens. Raises GrammarError if one is forbidden; the follower is unusable then."""
         for token in token_ids:
             if not self._push(token):
-                raise GrammarError(self._field, f"token {token} is not what the constraint allows")
+                raise GrammarError(self._field, f"the constraint does not allow token {token}")
         self._committed += self._given()
         self._trail.clear()
 
     def legal_nodes(self, token_ids: Sequence[int], parents: Sequence[int]) -> list[bool]:
-        """For each node of a tree, parents before children, whether its whole path is allowed."""
+        """[N] Whether each node's whole path is allowed. Parents come before their children."""
         legal = [False] * len(token_ids)
 
         def look(node: int) -> bool:
@@ -101,12 +101,12 @@ class GrammarFollower:
     ) -> list[NodeMask]:
         """What may follow the last committed token, then what may follow each node.
 
-        A node that is not allowed has a mask without any bit.
+        The mask of a forbidden node has no bit set.
 
         Args:
-            token_ids: [N] of the nodes, parents before children.
-            parents: [N], -1 for the last committed token.
-            held_back: [1 + N] what `min_tokens` holds back behind each; empty: nothing.
+            token_ids: [N] tokens of the nodes, parents before children.
+            parents: [N] index of each node's parent, -1 for the last committed token.
+            held_back: [1 + N] tokens that `min_tokens` forbids at each place; empty: none.
         """
         nothing = NodeMask(self._no_words())
         found = [nothing] * (1 + len(token_ids))
@@ -120,13 +120,13 @@ class GrammarFollower:
         return found
 
     def mask_after(self, token_ids: Sequence[int], held_back: Collection[int] = ()) -> NodeMask:
-        """What may follow these tokens. Without any bit where they are not allowed."""
+        """The mask after these tokens; no bit is set if they are forbidden."""
         mask = self._mask(held_back) if self._push_all(token_ids) else NodeMask(self._no_words())
         self._pop_all()
         return mask
 
     def forced(self, token_ids: Sequence[int] = (), limit: int = 64) -> list[int]:
-        """Tokens that must follow these, each being the only one that is allowed; at most `limit`."""
+        """Tokens that must follow these, each the only one allowed; at most `limit`."""
         found: list[int] = []
         if self._push_all(token_ids) and self._phase is _Phase.INSIDE:
             if not self._matcher.is_stopped():
@@ -142,7 +142,7 @@ class GrammarFollower:
     # --- details
 
     def _visit(self, token_ids: Sequence[int], parents: Sequence[int], look: Callable[[int], bool]) -> None:
-        """Stand at each node that is allowed, depth first; below those where `look` is false nobody stands."""
+        """Call `look` at each allowed node, depth first; skip the children of a node if it returns False."""
         children: list[list[int]] = [[] for _ in range(1 + len(token_ids))]
         for node in reversed(range(len(token_ids))):
             children[1 + parents[node]].append(node)
@@ -163,7 +163,7 @@ class GrammarFollower:
             self._pop()
 
     def _push(self, token: int) -> bool:
-        """Take a token; false, and no change, where it is not allowed."""
+        """Take a token. Returns False and changes nothing if it is forbidden."""
         phase = self._phase
         if phase is _Phase.BEFORE:
             if token == self._after:
@@ -188,13 +188,13 @@ class GrammarFollower:
         self._phase = phase
 
     def _given(self) -> list[int]:
-        """Tokens of the trail that the matcher was given."""
+        """Tokens of the trail that the matcher has consumed."""
         is_over = self._phase is _Phase.OVER
         tokens = self._trail[:-1] if is_over and self._trail else self._trail
         return [token for phase, token in tokens if phase is _Phase.INSIDE]
 
     def _rebuild(self) -> None:
-        """A matcher that has met a limit is of no use any more."""
+        """Replace the matcher, which is unusable after it has hit a limit."""
         self._matcher = self._start.deep_copy()
         self._matcher.consume_tokens([*self._committed, *self._given()])
 

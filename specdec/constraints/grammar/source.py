@@ -1,4 +1,4 @@
-"""From a constraint to the text that llguidance compiles."""
+"""Turns a constraint into the text that llguidance compiles."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ _LIMITS = {
     "step_lexer_fuel": 100_000,
     "step_max_items": 25_000,
     "max_lexer_states": 20_000,
-    # Above 65,525 symbols the parser gives up in a worse way.
+    # Above 65,525 symbols the parser panics.
     "max_grammar_size": 60_000,
 }
-"""Of what is counted, not of time: the same grammar fails at every replica or at none. A mask takes 15 ms at most."""
+"""llguidance's limits. They count work, not time, so that a grammar fails at every replica or at none. A mask takes at
+most 15 ms.
+"""
 _MOST_MESSAGE_CHARS = 300
 
 
 class TokenizerArguments(TypedDict):
-    """What a tokenizer of llguidance is made of; JSON."""
+    """Arguments of llguidance's tokenizer, as JSON."""
 
     tokenizer: str
     n_vocab: int
@@ -43,13 +45,13 @@ class GrammarSource:
     """A checked constraint."""
 
     field: str
-    """Where the text stands, as in constraint.regex."""
+    """Path of the field, such as constraint.regex."""
     text: str
-    """What llguidance compiles."""
+    """llguidance's grammar text."""
 
 
 def grammar_source(constraint: pb.Constraint, special_tokens: SpecialTokens) -> GrammarSource:
-    """Check a constraint as far as that goes without compiling it. Raises GrammarError."""
+    """Check a constraint without compiling it. Raises GrammarError, which names the field."""
     if (fault := fault_of(constraint)) is not None:
         raise GrammarError(*fault)
     form = str(constraint.WhichOneof("form"))
@@ -72,17 +74,17 @@ def grammar_source(constraint: pb.Constraint, special_tokens: SpecialTokens) -> 
 
 
 def make_tokenizer(arguments: TokenizerArguments) -> LLTokenizer:
-    """The tokenizer's tokens as bytes, in a tree. Raises ValueError for one that llguidance does not know."""
+    """A trie of the tokens' bytes. Raises ValueError if llguidance does not support the tokenizer."""
     return LLTokenizer(arguments["tokenizer"], n_vocab=arguments["n_vocab"], eos_token=arguments["eos_token"])
 
 
 def make_matcher(tokenizer: LLTokenizer, text: str, *, with_mask: bool = True) -> LLMatcher:
-    """Compile. May take seconds, or end the process, unless the text was checked (`GrammarChecker`).
+    """Compile. An unchecked text may take seconds or kill the process (see `GrammarChecker`).
 
-    `with_mask`: find the first mask, too, which is kept.
+    `with_mask`: also compute the first mask.
 
     Raises:
-        ValueError: with the cause for people.
+        ValueError: the text does not compile; the message is for clients.
     """
     limits = LLParserLimits(precompute_large_lexemes=True, verbose_errors=False, **_LIMITS)
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
@@ -94,15 +96,15 @@ def make_matcher(tokenizer: LLTokenizer, text: str, *, with_mask: bool = True) -
 
 
 def shown(error: str) -> str:
-    """An error of llguidance, for people: without its inner state."""
+    """llguidance's error for a client, without internal state."""
     if error.startswith("panic") or "schema too large" in error:
         return "is too large"
     if error.startswith("oneOf"):
         return (
-            "oneOf is supported where no value can fit two of its schemas; with "
-            '"x-guidance": {"coerce_one_of": true} in the schema it is taken as anyOf'
+            "oneOf is supported only if no value can match two of its schemas; "
+            'set "x-guidance": {"coerce_one_of": true} in the schema to treat it as anyOf'
         )
     if error.startswith("NoExtensionBias"):
-        return "nothing matches it"
+        return "no text matches it"
     text = error.split("\n<state>")[0].split("\n<non-verbose/>")[0].replace("\n", " ").strip()
     return text if len(text) <= _MOST_MESSAGE_CHARS else f"{text[:_MOST_MESSAGE_CHARS]}..."

@@ -1,8 +1,8 @@
-"""From a structural tag to the grammars that llguidance compiles, one in the form of Lark with others for its parts.
+"""Turns a structural tag into llguidance's grammars: one Lark grammar, and others for its parts.
 
-Free text before a text is one lazy lexeme, which ends where that text is complete for the first time; before a special
-token, which no text has in it, it is a greedy one. The same goes for regular expressions before the end of a tag.
-Stands on "Tool calling" in the description of llguidance's syntax (https://github.com/guidance-ai/llguidance).
+Free text before an end is one lazy lexeme, which stops at the first complete end. Before a special token, which no text
+contains, it is a greedy lexeme. Regular expressions before the end of a tag are written in the same way. See "Tool
+calling" in the description of llguidance's syntax (https://github.com/guidance-ai/llguidance).
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ from specdec.constraints.limits import formats
 _NO_END = ("",)
 _ANY = "/(?s:.*)/"
 _EMPTY = '""'
-"""An alternative that must be written."""
+"""The empty alternative, which Lark needs written out."""
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Between the tokens of JSON. Unbounded, a model may write nothing else to the end."""
+"""White space between JSON tokens. It is bounded, since a model could write it for ever."""
 
 
 class SpecialTokens:
-    """Those of a tokenizer. Where a text of a structural tag has one in it, that token is meant."""
+    """A tokenizer's special tokens. Their texts in a structural tag stand for the tokens."""
 
     def __init__(self, ids: Mapping[str, int], eos_token_ids: Collection[int]) -> None:
-        """Know `ids` by texts; those of `eos_token_ids` end an output, and cannot be in it."""
+        """`ids`: token ids by text. Tokens of `eos_token_ids` end an output, so that a tag cannot contain them."""
         self._ids = ids
         self._eos_token_ids = frozenset(eos_token_ids)
         self._pattern = _any_of(ids)
 
     @classmethod
     def of_tokenizer(cls, tokenizer: LLTokenizer, tokenizer_json: str) -> SpecialTokens:
-        """Those that llguidance takes for special: marked as such, or in angle brackets. Raises ValueError."""
+        """The tokens that llguidance treats as special: marked so, or in angle brackets. Raises ValueError."""
         added = json.loads(tokenizer_json).get("added_tokens") or ()
         ids = {token["content"]: token["id"] for token in added if 0 <= token["id"] < tokenizer.vocab_size}
         special = {text: token_id for text, token_id in ids.items() if text and tokenizer.is_special_token(token_id)}
         return cls(special, tokenizer.eos_tokens)
 
     def pieces(self, text: str) -> list[str]:
-        """Text, special token, text, and so on; the first text may be empty, others are left out then."""
+        """Text, special token, text and so on. Only the first text may be empty; other empty ones are left out."""
         if self._pattern is None:
             return [text]
         first, *rest = self._pattern.split(text)
         return [first, *filter(None, rest)]
 
     def expression(self, piece: str) -> str:
-        """A piece in a rule. Raises ValueError for what ends an output."""
+        """A piece as it stands in a rule. Raises ValueError for an end-of-sequence token."""
         token_id = self._ids.get(piece)
         if token_id is None:
             return _quoted(piece) if piece else ""
         if token_id in self._eos_token_ids:
-            raise ValueError(f"the token {piece!r} ends the output, and cannot be in it")
+            raise ValueError(f"the token {piece!r} ends the output, so it cannot be in a tag")
         return f"<[{token_id}]>"
 
 
 def structural_tag_grammar(tag: formats.Format, special_tokens: SpecialTokens) -> str:
-    """The grammars, as JSON. Raises ValueError: a special token where there can be none, or a schema that is none."""
+    """The grammars as JSON. Raises ValueError for a misplaced special token or an invalid schema."""
     return _Writer(special_tokens).write(tag)
 
 
 class _Writer:
-    """Writes rules (and terminals, in capitals) with a number each."""
+    """Writes numbered rules, and terminals in capitals."""
 
     def __init__(self, special_tokens: SpecialTokens) -> None:
         self._special_tokens = special_tokens
         self._rules: dict[tuple[str, bool], str] = {}
-        """Names by terminals, and whether they are lazy."""
+        """Rule names by terminal and laziness."""
         self._grammars: list[dict[str, Any]] = []
 
     def write(self, tag: formats.Format) -> str:
@@ -82,7 +82,7 @@ class _Writer:
         return json.dumps({"grammars": [{"name": "structural_tag", "lark_grammar": lark}, *self._grammars]})
 
     def _format(self, tag: formats.Format, ends: Sequence[str]) -> str:
-        """An expression of a rule: the format, and one of the `ends` behind it."""
+        """A rule's expression: the format, followed by one of the `ends`."""
         if (terminal := self._terminal(tag)) is not None:
             return self._until(terminal, ends)
         match tag:
@@ -90,18 +90,18 @@ class _Writer:
                 return self._until(self._text(tag.excludes), ends)
             case formats.TriggeredTags():
                 return self._triggered(tag, ends)
-            case formats.Sequence():
+            case formats.SequenceFormat():
                 return self._sequence(tag, ends)
             case formats.Either():
                 return _either(self._format(each, ends) for each in tag.elements)
         return _joined(self._whole(tag), self._literals(ends))
 
     def _whole(self, tag: formats.Format) -> str:
-        """The same for formats that tell their end themselves."""
+        """A rule's expression for formats with an end of their own."""
         match tag:
             case formats.ConstString():
                 return self._literal(tag.value)
-            case formats.JsonSchema():
+            case formats.SchemaFormat():
                 return self._grammar(json_schema_grammar(json.dumps(tag.schema)))
             case formats.LarkGrammar():
                 return self._grammar(json.dumps({"grammars": [{"lark_grammar": tag.text}]}))
@@ -115,12 +115,12 @@ class _Writer:
                 return f"({_joined(each, more)}){'' if tag.at_least_one else '?'}"
         raise TypeError(f"{type(tag).__name__} is no format")
 
-    def _sequence(self, tag: formats.Sequence, ends: Sequence[str]) -> str:
-        """What is regular side by side is one lexeme: what is greedy in it leaves room for what follows it there."""
+    def _sequence(self, tag: formats.SequenceFormat, ends: Sequence[str]) -> str:
+        """Adjacent regular formats become one lexeme, so that a greedy one leaves room for the next."""
         parts: list[formats.Format] = []
         for is_regular, group in groupby(tag.elements, lambda each: self._terminal(each) is not None):
             elements = tuple(group)
-            parts += (formats.Sequence(elements),) if is_regular else elements
+            parts += (formats.SequenceFormat(elements),) if is_regular else elements
         if len(parts) == 1:
             return self._format(tag.elements[0], ends)
         found = [self._format(each, _NO_END) for each in parts[:-1]]
@@ -147,7 +147,7 @@ class _Writer:
         return _joined(f"({any_tag})*", close)
 
     def _until(self, terminal: str, ends: Sequence[str], *, is_trigger: bool = False) -> str:
-        """What a terminal matches, up to one of the ends; without one, as far as it goes."""
+        """The terminal up to one of the ends; without ends, its longest match."""
         if tuple(ends) == _NO_END:
             return self._rule(terminal)
         texts, found = [], []
@@ -165,25 +165,25 @@ class _Writer:
         return _either(found)
 
     def _terminal(self, tag: formats.Format) -> str | None:
-        """An expression of a terminal, where the format is a regular one without special tokens."""
+        """A terminal's expression if the format is regular and has no special tokens, else None."""
         match tag:
             case formats.ConstString():
                 return None if len(self._special_tokens.pieces(tag.value)) > 1 else _quoted(tag.value)
             case formats.Regex():
                 return _regex(tag.pattern)
-            case formats.Sequence() | formats.Either():
+            case formats.SequenceFormat() | formats.Either():
                 found = [self._terminal(each) for each in tag.elements]
                 known = [each for each in found if each is not None]
                 if len(known) < len(found):
                     return None
-                return f"({' '.join(known)})" if isinstance(tag, formats.Sequence) else _either(known)
+                return f"({' '.join(known)})" if isinstance(tag, formats.SequenceFormat) else _either(known)
             case formats.Repeat():
                 content = self._terminal(tag.content)
                 return None if content is None else _repeated(content, tag)
         return None
 
     def _text(self, excludes: Sequence[str]) -> str:
-        # Special tokens are in no text, and so is what has one in it.
+        # Text never contains special tokens, so that such exclusions need not be written.
         without = [_quoted(text) for text in excludes if len(self._special_tokens.pieces(text)) == 1]
         return f"({_ANY} & ~({_ANY} {_either(without)} {_ANY}))" if without else _ANY
 
@@ -194,7 +194,7 @@ class _Writer:
         return _joined(*map(self._special_tokens.expression, self._special_tokens.pieces(text)))
 
     def _grammar(self, grammars: str) -> str:
-        """The name of one more grammar, the only one of these."""
+        """Add a grammar; returns its name. `grammars` is JSON that holds one grammar."""
         name = f"g{len(self._grammars)}"
         (grammar,) = json.loads(grammars)["grammars"]
         self._grammars.append({**grammar, "name": name})
@@ -209,7 +209,7 @@ def _quoted(text: str) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """Between slashes, with those in it escaped."""
+    """A regular expression between slashes, with inner slashes escaped."""
     (grammar,) = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
     return str(grammar["lark_grammar"]).removeprefix("start: ")
 
@@ -228,7 +228,10 @@ def _repeated(content: str, tag: formats.Repeat) -> str:
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str] | None:
-    """The longest of these texts that is there, as a group, at a step per character; None: there are none."""
+    """A pattern with one group: the longest of these texts that matches, found in one step per character.
+
+    Returns None without texts.
+    """
     trie: dict[str, Any] = {}
     for text in texts:
         node = trie
@@ -246,7 +249,7 @@ def _any_of(texts: Collection[str]) -> re.Pattern[str] | None:
 
 
 def json_schema_grammar(schema: str) -> str:
-    """The grammar of a schema, which is JSON: an object or a boolean. Raises ValueError."""
+    """The grammar of a JSON schema (an object or a boolean, as JSON). Raises ValueError."""
     if schema.strip() in ("true", "false"):
         schema = '{"not":{}}' if schema.strip() == "false" else "{}"
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITE_SPACE})

@@ -1,4 +1,4 @@
-"""What a constraint may look like, the same at coordinators and at replicas. Needs the standard library only."""
+"""Checks of a constraint's form, the same at coordinators and replicas. Needs the standard library only."""
 
 from specdec.constraints.limits.faults import MAX_CHOICES, MAX_CONSTRAINT_BYTES, fault_of
 

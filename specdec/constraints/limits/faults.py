@@ -1,4 +1,4 @@
-"""What can be seen of a constraint at once. Whether it compiles is found out later."""
+"""Checks a constraint without compiling it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from specdec.constraints.limits.structural_tags import StructuralTagFault, read_
 from specdec.v1 import common_pb2 as pb
 
 MAX_CONSTRAINT_BYTES = 64 * 1024
-"""Of all its texts: what is larger than every schema in use would cost seconds to compile."""
+"""Bytes of a constraint; a larger one would take seconds to compile."""
 MAX_CHOICES = 1024
 _FORMS = tuple(field.name for field in pb.Constraint.DESCRIPTOR.oneofs_by_name["form"].fields)
 
 
 def fault_of(constraint: pb.Constraint) -> tuple[str, str] | None:
-    """The field at fault, as in ``constraint.regex``, and what is wrong with it; None if nothing can be seen.
+    """The faulty field, such as ``constraint.regex``, and its error; None if no fault is visible.
 
-    Cost: linear in the text, and so at most a millisecond.
+    Cost: linear in the text; at most a millisecond.
     """
     form = constraint.WhichOneof("form")
     if form is None:

@@ -1,4 +1,4 @@
-"""What a structural tag is made of: an output as a tree of formats, such as calls of tools between free text."""
+"""The formats of a structural tag, which describe an output as a tree, such as tool calls between free text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ConstString:
-    """This text."""
+    """A fixed text."""
 
     value: str
 
 
 @dataclass(frozen=True, slots=True)
-class JsonSchema:
+class SchemaFormat:
     """JSON that a schema allows; `schema` is an object or a boolean."""
 
     schema: Mapping[str, Any] | bool
@@ -30,36 +30,36 @@ class Regex:
 
 @dataclass(frozen=True, slots=True)
 class LarkGrammar:
-    """A text of a grammar, in the form of Lark that llguidance reads."""
+    """A text of a grammar, in llguidance's Lark syntax."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class AnyText:
-    """Free text, up to the end of the tag that it is in, or of the output."""
+    """Free text up to the end of its tag or of the output."""
 
     excludes: tuple[str, ...] = ()
-    """What it does not have in it."""
+    """Texts that it must not contain."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
-    """All of these, one after the other."""
+class SequenceFormat:
+    """All elements, one after the other."""
 
     elements: tuple[Format, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """One of these."""
+    """One of the elements."""
 
     elements: tuple[Format, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """From `least` to `most` times the same; None: any number."""
+    """The content `least` to `most` times; None: no upper bound."""
 
     content: Format
     least: int
@@ -68,17 +68,12 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """Something between a begin and one of its ends."""
+    """Content between a begin and one of the ends."""
 
     begin: str
     content: Format
     ends: tuple[str, ...]
-    """One at least; an empty one is the only one."""
-
-    @property
-    def has_end(self) -> bool:
-        """Whether a text tells where it ends."""
-        return self.ends != ("",)
+    """At least one; an empty end stands alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +81,7 @@ class TriggeredTags:
     """Free text in which each trigger begins a tag."""
 
     triggers: tuple[str, ...]
-    """None is part of another."""
+    """No trigger is part of another."""
     tags: tuple[Tag, ...]
     """The begin of each starts with one of the triggers."""
     at_least_one: bool = False
@@ -94,7 +89,7 @@ class TriggeredTags:
     stop_after_first: bool = False
     """The text ends with the first tag."""
     excludes: tuple[str, ...] = ()
-    """What the text between tags does not have in it."""
+    """Texts that do not occur between tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +103,6 @@ class SeparatedTags:
 
 
 Format = (
-    ConstString | JsonSchema | Regex | LarkGrammar | AnyText | Sequence | Either | Repeat | Tag | TriggeredTags
+    ConstString | SchemaFormat | Regex | LarkGrammar | AnyText | SequenceFormat | Either | Repeat | Tag | TriggeredTags
     | SeparatedTags
 )  # fmt: skip

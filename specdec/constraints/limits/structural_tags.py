@@ -1,4 +1,4 @@
-"""Reads structural tags, in both forms that vLLM takes.
+"""Reads structural tags, in both forms that vLLM accepts.
 
 `{"format": ...}` is xgrammar's (https://xgrammar.mlc.ai/docs); the older `{"structures": ..., "triggers": ...}` means
 triggered tags whose contents are JSON.
@@ -15,29 +15,29 @@ from specdec.constraints.limits.formats import (
     ConstString,
     Either,
     Format,
-    JsonSchema,
     LarkGrammar,
     Regex,
     Repeat,
+    SchemaFormat,
     SeparatedTags,
-    Sequence,
+    SequenceFormat,
     Tag,
     TriggeredTags,
 )
 
 _MOST_FORMATS = 512
-"""In all: a tag counts as one, and its content as another."""
+"""Formats of a structural tag; a tag and its content count as two."""
 _MOST_DEPTH = 16
-"""Of formats in each other."""
+"""Nesting depth of formats."""
 _MOST_TEXTS = 64
-"""Triggers, excluded texts, or ends of a tag."""
+"""Triggers, excluded texts or ends of one tag."""
 _MOST_TEXT_BYTES = 256
-"""Of one of these: free text is searched for them."""
+"""Bytes of one such text, for which free text is searched."""
 _MOST_REPEATS = 1000
 
 
 class StructuralTagFault(Exception):
-    """A structural tag that is not taken. `path` leads there, as in `.format.tags[0].begin`."""
+    """A structural tag that is refused. `path` names the faulty field, such as `.format.tags[0].begin`."""
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(message)
@@ -45,10 +45,10 @@ class StructuralTagFault(Exception):
 
 
 def read_structural_tag(text: str) -> Format:
-    """A structural tag as JSON. Raises StructuralTagFault for what is not well-formed, not supported, or too much.
+    """Read a structural tag from JSON. Raises StructuralTagFault for malformed, unsupported or too large ones.
 
-    Free text has its place only where something tells its end: directly in a tag with an end, or last in the output.
-    Cost: linear in the text but for triggers, of which each is held against each.
+    Free text must stand where its end is marked: directly in a tag with an end, or last in the output. Cost: linear in
+    the text, quadratic in the number of triggers.
     """
     try:
         value = json.loads(text, parse_constant=_no_number)
@@ -56,7 +56,7 @@ def read_structural_tag(text: str) -> Format:
     except RecursionError:
         raise StructuralTagFault("", "is nested too deeply") from None
     except UnicodeEncodeError:
-        raise StructuralTagFault("", "has half of a surrogate pair") from None
+        raise StructuralTagFault("", "has an unpaired surrogate") from None
     except ValueError as error:
         raise StructuralTagFault("", f"is not JSON: {error}") from None
     outer = _Fields("", value)
@@ -71,7 +71,7 @@ def read_structural_tag(text: str) -> Format:
 
 
 class _Fields:
-    """An object of which each field that is not null must be asked for."""
+    """An object's fields. `check_names` refuses those that were never read, unless null."""
 
     def __init__(self, path: str, value: object) -> None:
         if not isinstance(value, dict):
@@ -112,7 +112,7 @@ class _Fields:
         return [(f"{self.path}.{name}[{index}]", item) for index, item in enumerate(value)]
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of texts that are searched for, none of them empty."""
+        """A list of texts without empty ones."""
         found = self.many(name)
         if len(found) > _MOST_TEXTS:
             raise StructuralTagFault(f"{self.path}.{name}", f"{len(found)} texts are more than {_MOST_TEXTS}")
@@ -131,11 +131,11 @@ class _Fields:
 
 
 class _Reader:
-    """Reads formats, which have a bound together."""
+    """Reads formats; their total number is bounded."""
 
     def __init__(self) -> None:
         self._num_left = _MOST_FORMATS
-        # Of a format's fields, with its depth, and whether free text may be last in it.
+        # Arguments: the format's fields, its depth, and whether it may end with free text.
         self._kinds: dict[str, Callable[[_Fields, int, bool], Format]] = {
             "const_string": lambda fields, _, __: ConstString(fields.text("value")),
             "json_schema": lambda fields, _, __: self._json_schema(fields),
@@ -169,7 +169,7 @@ class _Reader:
         return found
 
     def older(self, outer: _Fields) -> TriggeredTags:
-        """The form without formats."""
+        """The older form, with structures and triggers."""
         if outer.get("structures") is None:
             raise StructuralTagFault("", "one of format and structures must be set")
         tags = []
@@ -180,25 +180,27 @@ class _Reader:
                 raise StructuralTagFault(path, f"there are more than {_MOST_FORMATS // 2} structures")
             schema = _schema(fields, "schema") if fields.get("schema") is not None else True
             begin, end = fields.text("begin"), fields.text("end", may_be_empty=True)
-            tags.append(Tag(begin, JsonSchema(schema), (end,)))
+            tags.append(Tag(begin, SchemaFormat(schema), (end,)))
             fields.check_names()
         return _triggered(outer, "structures", tuple(tags))
 
-    def _json_schema(self, fields: _Fields) -> JsonSchema:
+    def _json_schema(self, fields: _Fields) -> SchemaFormat:
         if fields.get("style") not in (None, "json"):
             raise StructuralTagFault(f"{fields.path}.style", "must be json")
         if fields.flag("any_order"):
             raise StructuralTagFault(f"{fields.path}.any_order", "is not supported")
-        return JsonSchema(_schema(fields, "json_schema"))
+        return SchemaFormat(_schema(fields, "json_schema"))
 
     def _any_text(self, fields: _Fields, free: bool) -> AnyText:
         self._check_place(fields, free)
         return AnyText(fields.excludes())
 
-    def _sequence(self, fields: _Fields, depth: int, free: bool) -> Sequence:
+    def _sequence(self, fields: _Fields, depth: int, free: bool) -> SequenceFormat:
         items = fields.many("elements")
         last = len(items) - 1
-        return Sequence(tuple(self.format(p, v, depth + 1, free=free and i == last) for i, (p, v) in enumerate(items)))
+        return SequenceFormat(
+            tuple(self.format(p, v, depth + 1, free=free and i == last) for i, (p, v) in enumerate(items))
+        )
 
     def _either(self, fields: _Fields, depth: int, free: bool) -> Either:
         return Either(tuple(self.format(p, v, depth + 1, free=free) for p, v in fields.many("elements")))
@@ -214,7 +216,7 @@ class _Reader:
 
     def _tag(self, fields: _Fields, depth: int, free: bool) -> Tag:
         begin, ends = fields.text("begin", may_be_empty=True), _ends(fields)
-        # What follows a tag without an end may be told from it no better than from its content.
+        # The end of a tag without an end text is as invisible as that of its content.
         content = self.format(f"{fields.path}.content", fields.get("content"), depth + 1, free=free or ends != ("",))
         return Tag(begin, content, ends)
 

@@ -1,4 +1,4 @@
-"""Between text and the target's tokens: what was committed since a place as text, and text as tokens after it."""
+"""Converts between an endpoint's text and the target's tokens."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 _LOOK_BACK = 16
-"""Committed tokens that are tokenized again with what follows: a boundary may merge."""
+"""Committed tokens that are tokenized again with new text, since tokens may merge at the boundary."""
 _MOST_UNSTABLE = 4
-"""Of the last word, while more may come, so many tokens may still become others."""
+"""Tokens of the last, possibly unfinished word that later text may change."""
 _MOST_CHARS_PER_TOKEN = 16
-"""Of text that is tokenized for a number of tokens."""
+"""Characters that are tokenized per wanted token."""
 _HALF_CHARACTER = "\ufffd"
 
 
 class TargetText:
-    """The target's tokenizer, for text that is compared with what an endpoint says."""
+    """The target's tokenizer, to compare tokens with an endpoint's text."""
 
     def __init__(self, tokenizer_json: str) -> None:
-        """Raises ValueError where that is no tokenizer."""
+        """Raises ValueError if the JSON is no tokenizer."""
         try:
             self._tokenizer = Tokenizer.from_str(tokenizer_json)
         except Exception as error:
             raise ValueError(f"the target's tokenizer cannot be read: {type(error).__name__}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # What a tokenizer puts before every text the endpoint's own puts there, too.
+        # The endpoint adds the tokens that its tokenizer puts before every text.
         self._before = list(self._tokenizer.encode("").ids)
 
     def prompt(self, token_ids: Sequence[int]) -> str | None:
-        """The text of tokens, special ones as they are written; None where it ends within a character."""
+        """The tokens' text, with special tokens written out; None if it ends inside a character."""
         ids = list(token_ids)
         if self._before and ids[: len(self._before)] == self._before:
             ids = ids[len(self._before) :]
@@ -38,7 +38,7 @@ class TargetText:
         return None if text.endswith(_HALF_CHARACTER) else text
 
     def since(self, token_ids: Sequence[int], start: int) -> str | None:
-        """The text of the tokens from `start` on; None where it ends within a character.
+        """The text of the tokens from `start` on; None if it ends inside a character.
 
         Cost: linear in these tokens.
         """
@@ -51,10 +51,10 @@ class TargetText:
         return whole[len(before) :]
 
     def tokens_after(self, token_ids: Sequence[int], text: str, most: int, *, is_whole: bool) -> list[int]:
-        """The tokens of `text` where it follows `token_ids`, as far as more text could not change them.
+        """The tokens of `text` after `token_ids`, without those that later text may change.
 
-        Empty where the last committed token would merge with the text, so that the target writes it otherwise.
-        `is_whole`: nothing follows the text. Cost: linear in `most`.
+        Empty if the last committed token would merge with the text. `is_whole`: no more text will come. Cost: linear in
+        `most`.
         """
         most_chars = _MOST_CHARS_PER_TOKEN * most
         text, is_whole = text[:most_chars], is_whole and len(text) <= most_chars
@@ -69,7 +69,7 @@ class TargetText:
         return ids[begin : min(end, begin + most)]
 
     def _boundary(self, ids: list[int], before: str, expected: int) -> int | None:
-        """How many of the tokens stand for the text before; None where a token spans its end."""
+        """Number of tokens that make up `before`; None if a token crosses its end."""
         for place in sorted(
             range(max(0, expected - 2), min(len(ids), expected + 2) + 1), key=lambda i: abs(i - expected)
         ):

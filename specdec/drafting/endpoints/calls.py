@@ -1,7 +1,6 @@
-"""Where an OpenAI-compatible endpoint is, and calls of its completions, which trust nothing that comes back.
+"""Calls an OpenAI-compatible endpoint's completions and checks everything that comes back.
 
-No redirect is followed, no proxy of the environment used, nothing decompressed. Lines, and all of an answer, are
-bounded.
+Follows no redirect, uses no proxy of the environment, decompresses nothing. Lines and whole answers are bounded.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _MOST_KEY_BYTES = 4096
 
 
 class ApiRefused(ValueError):
-    """The options do not describe an endpoint that can be called; for people, and without the key."""
+    """The options describe no usable endpoint. The message names the option, never the key."""
 
 
 class ApiFault(Exception):
-    """An answer that is of no use. `kind` is one word for logs and metrics; nothing of the answer is in it."""
+    """An unusable answer. `kind` is one word for logs and metrics, without the answer's content."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -37,18 +36,18 @@ class ApiFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What is called."""
+    """An endpoint's address, model and key."""
 
     host: str
     port: int | None
     is_tls: bool
     path: str
-    """Of completions."""
+    """Path of the completions' URL."""
     model: str
     key: str = field(repr=False)
-    """Empty: none is sent."""
+    """API key; empty: none is sent."""
     timeout_s: float
-    """Longest silence, and longest attempt to connect."""
+    """Seconds of silence, or of connecting, after which a call fails."""
 
     def connect(self) -> http.client.HTTPConnection:
         """A connection that is not open yet."""
@@ -59,7 +58,7 @@ class Endpoint:
 
 
 def read_endpoint(options: EndpointOptions) -> Endpoint:
-    """The endpoint that options describe, with its key from the file or variable that they name. Raises ApiRefused."""
+    """The endpoint of the options, with its key read from their file or variable. Raises ApiRefused."""
     url = urlsplit(options.base_url)
     if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
         raise ApiRefused("base_url: must be http://host[:port]/v1 or https://host[:port]/v1")
@@ -68,7 +67,7 @@ def read_endpoint(options: EndpointOptions) -> Endpoint:
     try:
         port = url.port
     except ValueError as error:
-        raise ApiRefused("base_url: its port is no number below 65536") from error
+        raise ApiRefused("base_url: the port must be a number below 65536") from error
     path = f"{url.path.rstrip('/')}/completions"
     return Endpoint(
         url.hostname, port, url.scheme == "https", path, options.model, _read_key(options), options.timeout_s
@@ -88,18 +87,18 @@ def _read_key(options: EndpointOptions) -> str:
     else:
         return ""
     if not key or not all("!" <= character <= "~" for character in key):
-        raise ApiRefused(f"{source}: holds no key, or one with other characters than printable ASCII")
+        raise ApiRefused(f"{source}: holds no key of printable ASCII characters")
     return key
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event of an answer says."""
+    """One event of a streamed answer."""
 
     text: str
     finish_reason: str | None = None
     num_completion_tokens: int | None = None
-    """As the endpoint counts them."""
+    """The endpoint's own count."""
 
 
 def stream_completion(
@@ -107,7 +106,7 @@ def stream_completion(
 ) -> Iterator[Piece]:
     """Greedy text after a prompt, piece by piece.
 
-    Raises ApiFault for an answer that is none, and OSError or http.client.HTTPException where the connection fails.
+    Raises ApiFault for an invalid answer, OSError or http.client.HTTPException if the connection fails.
     """
     body = {
         "model": endpoint.model,
@@ -121,7 +120,7 @@ def stream_completion(
 
 
 def complete(endpoint: Endpoint, connection: http.client.HTTPConnection, body: Any, most_bytes: int) -> Any:
-    """The JSON object that a body is answered with, of at most so many bytes. Raises as `stream_completion` does."""
+    """The answer to a body: a JSON object of at most `most_bytes`. Raises as `stream_completion` does."""
     response = _ask(endpoint, connection, body, "application/json")
     content = bytearray()
     while chunk := response.read1(65536):

@@ -1,8 +1,8 @@
-"""`openai_api`: what an OpenAI-compatible endpoint says comes next, streamed ahead of the target.
+"""`openai_api`: proposes an OpenAI-compatible endpoint's continuation, streamed ahead of the target.
 
-A session has one stream at most. It is opened after the committed text, followed for as long as the target writes the
-same, and closed where the target writes something else. Each call is paid for by its prompt, so that one is opened the
-later the less the last ones said that was right.
+A session has at most one stream. It starts after the committed text, is followed while the target writes the same text,
+and is closed when the target differs. Every call pays for its prompt, so that a session waits longer before a new call
+if its last streams were rarely right.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ CAPABILITIES = Capabilities(
 _FIRST_SCORE = 0.6
 _SCORE_WEIGHT = 1 / 16
 _GOOD_TOKENS = 4
-"""A stream of which the target wrote so many tokens was worth its prompt."""
+"""Tokens that the target must confirm for a stream to be worth its prompt."""
 _MOST_WAIT_TOKENS = 256
 _MOST_BEHIND_TOKENS = 32
-"""A stream that is so far behind the target is given up."""
+"""Tokens behind the target at which a stream is given up."""
 _log = structlog.get_logger("specdec.drafting.lookup")
 
 
 class OpenAiApi:
-    """One for all sessions, which share the limits of its endpoint."""
+    """The drafter `openai_api`. All sessions share the limits of its endpoint."""
 
     name = "openai_api"
     capabilities = CAPABILITIES
@@ -41,21 +41,21 @@ class OpenAiApi:
     def __init__(
         self, options: OpenAiApiOptions, tokenizer_json: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Raises ValueError where the options name no endpoint, and for what is no tokenizer."""
+        """Raises ValueError if the options name no endpoint, or the JSON is no tokenizer."""
         self.options = options
         self.endpoint = read_endpoint(options)
         self.text = TargetText(tokenizer_json)
         self.ledger = Ledger(options, clock)
         self.clock = clock
         self.on_fault: Callable[[str], None] = lambda kind: None
-        """Is told the kind of each failure, from any thread."""
+        """Called with the kind of each failure, from any thread."""
 
-    def open(self, context: Context) -> ApiSession:
-        """All sessions are alike."""
-        return ApiSession(self)
+    def open(self, context: Context) -> EndpointSession:
+        """Begin a session."""
+        return EndpointSession(self)
 
     def begin(self, token_ids: Sequence[int]) -> CompletionStream | None:
-        """A stream after these tokens; None where none may be opened now."""
+        """A stream after these tokens; None if none may be opened now."""
         if not self.ledger.may_ask:
             return None
         options = self.options
@@ -66,7 +66,7 @@ class OpenAiApi:
         return CompletionStream(self.endpoint, self.ledger, reservation, prompt, self._failed)
 
     def was_slow(self) -> None:
-        """A stream never was ahead of the target."""
+        """A stream was never ahead of the target."""
         if (wait_s := self.ledger.was_slow()) is not None:
             self._say("slow", wait_s)
 
@@ -78,7 +78,7 @@ class OpenAiApi:
         _log.warning("openai_api_paused", kind=kind, host=self.endpoint.host, for_s=round(wait_s, 1))
 
 
-class ApiSession:
+class EndpointSession:
     """The endpoint's part of one session."""
 
     def __init__(self, api: OpenAiApi) -> None:
@@ -95,7 +95,7 @@ class ApiSession:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether more may come without anything being committed."""
+        """Whether more text may come before the next commit."""
         stream = self._stream
         if stream is not None and self._api.clock() > self._ends_at_s:
             stream.close()
@@ -103,23 +103,23 @@ class ApiSession:
 
     @property
     def has_news(self) -> bool:
-        """Whether something has come since it was last asked."""
+        """Whether text has come since the last proposal."""
         return self._stream is not None and len(self._stream.text) > self._seen_chars
 
     def close(self, context: Context) -> None:
-        """The session has ended, or wants no drafts."""
+        """Stop the stream: the session has ended or wants no drafts."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
     def propose(self, context: Context, room: Room) -> Offer | None:
-        """A chain: what the stream says beyond the committed tokens."""
+        """A chain of the streamed text beyond the committed tokens."""
         token_ids = context.token_ids
         stream = self._stream
         if stream is None:
             self._begin(token_ids)
             return None
-        is_over, text = stream.is_over, stream.text  # in this order: nothing comes after it is over
+        is_over, text = stream.is_over, stream.text  # in this order, as `text` is final once `is_over`
         self._seen_chars = len(text)
         grown = self._api.text.since(token_ids, self._start)
         if grown is None:
@@ -155,7 +155,7 @@ class ApiSession:
         self._ends_at_s = self._api.clock() + self._api.options.stream_timeout_s
 
     def _end(self, token_ids: Sequence[int], *, is_done: bool = False) -> None:
-        """The target writes something else, or nothing more comes; begin anew when it is time to."""
+        """End the stream, which differs from the target's text or is over; open another when allowed."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()

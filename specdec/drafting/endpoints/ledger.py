@@ -1,4 +1,4 @@
-"""What an endpoint may still be asked: limits in tokens and in money, and waits after answers that were of no use."""
+"""Limits of an endpoint in tokens and money, and pauses after failures."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from specdec.wire.backoff import Backoff
 
 _MILLION = 1_000_000
 _SLOW_IN_A_ROW = 4
-"""Streams that never were ahead of the target, before they count as a failure."""
+"""Streams in a row, never ahead of the target, that count as a failure."""
 _BACKOFF = Backoff(1.0, 300.0)
 
 
 @dataclass(slots=True)
 class Spent:
-    """What was asked and answered so far."""
+    """Tokens and money spent so far."""
 
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     cost: float = 0.0
-    """In the currency of the prices."""
+    """Money in the currency of the prices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The most that one call may take."""
+    """Greatest spending of one call."""
 
     num_prompt_tokens: int
     max_tokens: int
 
 
 class Ledger:
-    """Of one endpoint and all sessions. Used from several threads.
+    """The spending of all sessions at one endpoint. Thread-safe.
 
-    A call reserves the most that it may take before it is made, so that calls at once do not exceed a limit either.
-    Tokens are counted here; an endpoint's own count is believed only between what arrived and what was asked for.
+    A call first reserves its greatest spending, so that concurrent calls cannot exceed a limit. The endpoint's token
+    count is clamped between the tokens that arrived and the tokens asked for.
     """
 
     def __init__(self, options: OpenAiApiOptions, clock: Callable[[], float]) -> None:
@@ -51,12 +51,12 @@ class Ledger:
 
     @property
     def may_ask(self) -> bool:
-        """Whether a call may be made now, as far as waits and other calls go."""
+        """Whether pauses and running calls allow a call now."""
         with self._lock:
             return self._running < self._options.max_streams and self._clock() >= self._not_before_s
 
     def reserve(self, num_prompt_tokens: int, max_tokens: int) -> Reservation | None:
-        """Room for a call; None: it may not be made now, or not any more. From one thread only."""
+        """Reserve a call; None if it is not allowed now or exceeds a limit. Call from one thread only."""
         if not self.may_ask:
             return None
         with self._lock:
@@ -75,7 +75,7 @@ class Ledger:
             return Reservation(num_prompt_tokens, max_tokens)
 
     def settle(self, reservation: Reservation, num_arrived: int, num_counted: int | None) -> None:
-        """A call is over: so many tokens arrived, and so many the endpoint says that it made."""
+        """End a call, of which `num_arrived` tokens arrived; `num_counted` is the endpoint's own count."""
         with self._lock:
             self._running -= 1
             self._add(self._reserved, reservation.num_prompt_tokens, reservation.max_tokens, -1)
@@ -83,7 +83,7 @@ class Ledger:
             self._add(self.spent, reservation.num_prompt_tokens, min(counted, reservation.max_tokens), 1)
 
     def failed(self) -> float:
-        """A call failed: nothing is asked for a while, longer each time in a row. Returns how long, in seconds."""
+        """Pause after a failed call, longer after each failure in a row. Returns the seconds."""
         with self._lock:
             self._failures += 1
             wait_s = _BACKOFF.wait_s(self._failures)
@@ -91,7 +91,7 @@ class Ledger:
             return wait_s
 
     def was_slow(self) -> float | None:
-        """A stream never was ahead of the target. Several in a row are a failure; then as `failed`."""
+        """A stream was never ahead of the target. Several in a row count as a failure; returns its pause then."""
         with self._lock:
             self._slow += 1
             if self._slow < _SLOW_IN_A_ROW:
@@ -100,7 +100,7 @@ class Ledger:
         return self.failed()
 
     def was_useful(self) -> None:
-        """The target took something that a stream had said before."""
+        """The target committed a token that a stream had predicted."""
         with self._lock:
             self._failures = self._slow = 0
 

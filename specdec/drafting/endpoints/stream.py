@@ -1,4 +1,4 @@
-"""A completion on its way, read by a thread of its own."""
+"""A streamed completion, read by a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specdec.drafting.endpoints.calls import ApiFault, Endpoint, stream_completi
 from specdec.drafting.endpoints.ledger import Ledger, Reservation
 
 _MOST_CHARS_PER_TOKEN = 64
-"""An answer that has more text for the tokens it was asked for is garbage."""
+"""Characters per requested token above which an answer is refused."""
 
 
 class CompletionStream:
-    """Text after a prompt, as it comes. The engine's thread reads it and closes; another waits for the endpoint.
+    """The text after a prompt as it arrives. A thread of its own reads the endpoint; the engine's thread reads `text`.
 
-    It is closed from outside once its time is over, whatever the endpoint does. What has come stays readable.
+    The engine's thread closes it after its time limit. Received text stays readable.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class CompletionStream:
         prompt: str,
         on_fault: Callable[[str], None],
     ) -> None:
-        """`on_fault` is called from the stream's thread with the kind of a fault, if it comes to one."""
+        """`on_fault` is called from the stream's thread with the kind of a failure."""
         self._endpoint = endpoint
         self._ledger = ledger
         self._reservation = reservation
@@ -42,13 +42,13 @@ class CompletionStream:
         self._counted: int | None = None
         self._num_pieces = 0
         self.text = ""
-        """What has come; only ever grows."""
+        """Text received so far; it only grows."""
         self.is_over = False
-        """Nothing more comes."""
+        """No more text comes."""
         self.has_failed = False
-        """It came to a fault."""
+        """The call failed."""
         self.is_complete = False
-        """The endpoint ended the text there, and not for its length."""
+        """The endpoint ended the text with reason `stop`."""
         self._thread = threading.Thread(target=self._run, name="openai-api", daemon=True)
         self._thread.start()
 
@@ -61,7 +61,7 @@ class CompletionStream:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end; whether it has."""
+        """Wait for the thread to end. Returns whether it has."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -69,7 +69,7 @@ class CompletionStream:
         try:
             self._connection.connect()
             with self._lock:
-                self._socket = self._connection.sock  # the connection forgets it where its answer is the last one
+                self._socket = self._connection.sock  # http.client drops it if the answer closes the connection
                 if self._is_closed:
                     return
             self._read()

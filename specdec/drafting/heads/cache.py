@@ -1,12 +1,12 @@
 """Keys and values of a head, in the target's own blocks.
 
-The entry of token j lies in the physical slot that the target's own keys and values of token j have. So the blocks of
-a sequence, its forks, its prefix cache and its preemption are the head's as well, and there is no pool of its own. What
-is drafted and not committed lies in scratch slots past the target's blocks, and is forgotten after a draft.
+Token j's entry has the same physical slot as the target's keys and values of token j. So the head shares the target's
+blocks, forks, prefix cache and preemption, and needs no pool of its own. Drafted tokens use scratch slots behind the
+target's blocks, which are reused after each draft.
 
-Not every slot has an entry: the head may have come after the token, or not have been asked for its session. Rows attend
-from the first whole block on behind the last slot without one. An entry that is missing, or was made for another
-continuation (the last one of a block that the prefix cache shares), costs acceptance, never a token.
+Some slots have no entry: the head was loaded after the token, or was not asked for its session. Rows attend from the
+first whole block after the last such slot. A missing entry, or one of another continuation (the last entry of a block
+that the prefix cache shares), lowers acceptance but changes no token.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from specdec.engine.batch import Batch, to_device
 from specdec.engine.sequence import Sequence as EngineSequence
 
 NUM_SCRATCH_SLOTS = 4096
-"""For what is drafted at once, of all sessions."""
+"""Scratch slots for all tokens that are drafted at once, over all sessions."""
 
 
 @dataclass(slots=True)
 class Rows:
-    """Rows of a head's pass: where each writes and what it reads. Laid out row by row, sessions one after the other."""
+    """Rows of a head's pass: where each writes and what it reads. A session's rows are adjacent."""
 
     slots: list[int] = field(default_factory=list)
-    """Physical, of each row's own entry."""
+    """Physical slot of each row's own entry."""
     token_ids: list[int] = field(default_factory=list)
-    """What each row is told beside its states."""
+    """Token that each row embeds beside its states."""
     positions: list[int] = field(default_factory=list)
-    """In the text, as rotary embeddings count them."""
+    """Position in the text, for rotary embeddings."""
     contexts: list[int] = field(default_factory=list)
-    """How many entries each reads from its sequence's blocks, from the first of them on."""
+    """Number of entries that each row reads from its sequence's `tables`."""
     paths: list[list[int]] = field(default_factory=list)
-    """Slots that it reads besides, in order, its own among them unless the blocks have it."""
+    """Further slots that each row reads, in order; with its own, unless `contexts` covers it."""
     lines: list[int] = field(default_factory=list)
-    """Which of `tables` is its sequence's."""
+    """Index of its sequence in `tables`."""
     tables: list[Sequence[int]] = field(default_factory=list)
-    """Blocks of each sequence, from the first that is read on."""
+    """Block ids of each sequence, from the first that is read."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -53,12 +53,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """Rows of a head's pass, where it computes."""
+    """Rows of a head's pass as tensors on its device."""
 
     batch: Batch
-    """Attention's view: its positions count what a row reads."""
+    """The rows for attention; its positions are the numbers of entries read, minus 1."""
     positions: torch.Tensor
-    """[T] int64, in the text."""
+    """[T] int64, positions in the text."""
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -67,7 +67,7 @@ class LaidOut:
 
     @property
     def slots(self) -> torch.Tensor:
-        """[T] int64, where entries go."""
+        """[T] int64, slots to which entries are written."""
         return self.batch.slot_mapping
 
 
@@ -84,14 +84,14 @@ class HeadCache:
         device: torch.device,
         kernel: Callable[[Sequence[LayerGeometry]], AttentionKernel],
     ) -> None:
-        """`num_blocks` are the target's; `kernel` attends over the cache of such layers."""
+        """`num_blocks`: the target's number of blocks; `kernel`: makes attention for layers of a geometry."""
         _, num_kv_heads, head_dim = head_sizes(config)
         geometry = LayerGeometry(num_kv_heads, head_dim, head_dim)
         num_scratch = -(-NUM_SCRATCH_SLOTS // block_size) + 1
         self.block_size = block_size
         self.first_scratch_slot = num_blocks * block_size
         self.spare_block = num_blocks + num_scratch - 1
-        """Nobody's: what rows of padding write to."""
+        """Block that padding rows write to."""
         self._cache = KVCache([geometry] * num_layers, num_blocks + num_scratch, block_size, dtype, device)
         self._kernel = kernel(self._cache.geometries)
         self._options = AttentionOptions(scaling=head_dim**-0.5)
@@ -99,30 +99,30 @@ class HeadCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
+        """Bytes of the cache."""
         return self._cache.num_bytes
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Device of the cache."""
         return self._cache.device
 
     def slots_of(self, seq: EngineSequence, start: int, end: int) -> list[int]:
-        """Physical slots of tokens [start, end), as far as the sequence has blocks for them."""
+        """Physical slots of tokens [start, end); fewer if the sequence lacks blocks for them."""
         size, blocks = self.block_size, seq.block_ids
         end = min(end, len(blocks) * size)
         return [blocks[index // size] * size + index % size for index in range(start, end)]
 
     def forget(self, slots: Sequence[int]) -> None:
-        """The target has written these slots anew: no entry is in them."""
+        """Mark slots that the target has overwritten as without entry."""
         self._has_entry[slots] = False
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Entries have been written."""
+        """Mark slots as having an entry."""
         self._has_entry[slots] = True
 
     def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """The target has copied whole blocks (source, destination), in order."""
+        """Copy entries as the target has copied whole blocks (source, destination), in order."""
         pairs = list(pairs)
         self._cache.copy_blocks(pairs)
         by_block = self._has_entry.reshape(-1, self.block_size)
@@ -130,7 +130,7 @@ class HeadCache:
             by_block[destination] = by_block[source]
 
     def first_block(self, seq: EngineSequence, num_tokens: int) -> int:
-        """The first block from which on all of a sequence's first `num_tokens` tokens have entries."""
+        """Index of the first block from which all tokens below `num_tokens` have entries."""
         size = self.block_size
         blocks = (
             np.frombuffer(seq.block_ids, dtype=np.int32)[: -(-num_tokens // size)] if num_tokens else np.zeros(0, int)
@@ -144,7 +144,7 @@ class HeadCache:
         self._cache.write(layer, slots, keys, values)
 
     def attend(self, batch: Batch) -> Attend:
-        """What attends for these rows: it writes their entries, layer by layer, before any reads."""
+        """Attention for these rows. In each layer it writes their entries before it reads any."""
         context = ForwardContext(batch, self._cache, self._kernel)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What heads with keys and values have in common: committed tokens are taken in, and a draft reads their entries."""
+"""Common to heads with keys and values: they make entries of committed tokens, which drafts read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from specdec.drafting.heads.cache import HeadCache, LaidOut, Rows
 from specdec.drafting.heads.drawing import warm_up
-from specdec.drafting.heads.passes import Pass, Projection
+from specdec.drafting.heads.passes import HeadPass, Projection
 from specdec.drafting.heads.session import HeadAsk, HeadSession
 from specdec.drafting.heads.target import HeadTarget
 from specdec.drafting.heads.vocabulary import DraftVocabulary
@@ -19,28 +19,28 @@ from specdec.engine.sequence import Sequence as EngineSequence
 
 @dataclass(slots=True)
 class TakenIn:
-    """Committed tokens of several sessions, for one pass."""
+    """Committed tokens of several sessions, as one pass takes them in."""
 
     states: torch.Tensor
     """[n, layers of the head, hidden size of the target]."""
     rows: LaidOut
-    """Where entries go, and what each reads; its token is the one after it."""
+    """Where entries go and what each row reads. A row's token is the next token."""
 
 
 @dataclass(slots=True)
 class Base:
-    """What the drafted tokens of one session read: the entries of its committed tokens."""
+    """The entries of one session's committed tokens, which its drafted tokens read."""
 
     table: Sequence[int]
     num_entries: int
     last_position: int
-    """Of the last token that the head has taken in."""
+    """Position of the last token that the head has taken in."""
     last: torch.Tensor
-    """What it goes on from."""
+    """State from which drafting continues."""
 
 
 class CachedHead:
-    """Keeps entries of sessions in the target's blocks. Subclasses say what an entry is."""
+    """Keeps sessions' entries in the target's blocks. Subclasses define an entry."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class CachedHead:
         self.cache = cache
         self.vocabulary = vocabulary.to(target.runner.device)
         self.passes = target.passes(cache)
-        self.kinds: tuple[Pass | Projection, ...] = ()
-        """Its passes that are worth capturing before the first request."""
+        self.kinds: tuple[HeadPass | Projection, ...] = ()
+        """Passes that are captured before the first request."""
         self.top_k = 1
-        """Best tokens of a row that it looks for."""
+        """Number of best tokens taken from a row."""
 
     def open(self, context: Context) -> HeadSession:
-        """Begin with a session."""
+        """Begin a session."""
         return HeadSession()
 
     def prepare(self) -> None:
@@ -82,7 +82,7 @@ class CachedHead:
 
     @torch.inference_mode()
     def absorb(self, sessions: Sequence[HeadSession]) -> None:
-        """One pass over all that is pending, which overwrites what was drafted in its place."""
+        """Take in all pending tokens in one pass, which overwrites drafted entries in their slots."""
         rows = Rows()
         states: list[torch.Tensor] = []
         shares: list[tuple[HeadSession, int]] = []
@@ -94,7 +94,7 @@ class CachedHead:
             start, end = pending[0].start, pending[-1].end
             slots = self.cache.slots_of(seq, start, end)
             if len(slots) < end - start:
-                session.last = None  # it has given up its blocks, and will compute these tokens again
+                session.last = None  # preempted: it will compute these tokens again
                 continue
             first = self.cache.first_block(seq, start)
             base = first * self.cache.block_size
@@ -119,11 +119,11 @@ class CachedHead:
             session.last = (rows.positions[row], lasts[row].clone())
 
     def take_in(self, taken: TakenIn) -> torch.Tensor:
-        """Write the entries of these tokens; returns for each what a draft would go on from, [n, any]."""
+        """Write the entries of these tokens. Returns for each the state from which a draft would continue, [n, any]."""
         raise NotImplementedError
 
     def bases(self, asks: Sequence[HeadAsk]) -> list[Base | None]:
-        """Take in what is pending; None for sessions of whose last tokens the head knows nothing."""
+        """Take in pending tokens. Returns each session's base; None if the head has not seen its last token."""
         self.absorb([ask.session for ask in asks])
         found: list[Base | None] = []
         for ask in asks:

@@ -1,4 +1,4 @@
-"""The files of a head, a config and tensors: nothing in them is executed, and no tensor is believed for its name."""
+"""Reads a head's config and tensors. Executes nothing in the files and checks every tensor's name, shape and values."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from specdec.engine.errors import ModelLoadError
 
 PICKLED = ("medusa_lm_head.pt", "pytorch_model.bin")
 _NAMED = 8
-"""Most tensors that a refusal names."""
+"""Tensors named in an error, at most."""
 
 
 class HeadRefused(ModelLoadError):
-    """Files that are no head, or none for this target: says what is wrong, by name."""
+    """Files that are no head, or do not fit the target. The message names the file, field or tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """What a folder holds."""
+    """The files of a head's folder."""
 
     directory: Path
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
-    """By the names in the files, on the CPU, as they are stored."""
+    """Tensors by their stored names, on the CPU in their stored dtypes."""
 
 
 def read_head_files(directory: str | Path) -> HeadFiles:
     """Read a folder's config.json and its tensors: safetensors, or else medusa_lm_head.pt or pytorch_model.bin.
 
-    Of pickled files only tensors are read. Raises HeadRefused.
+    Pickled files may hold tensors only. Raises HeadRefused.
     """
     path = Path(directory).expanduser()
     try:
@@ -47,7 +47,7 @@ def read_head_files(directory: str | Path) -> HeadFiles:
     except ValueError as error:
         raise HeadRefused(f"{path}/config.json: {error}") from error
     if not isinstance(config, dict):
-        raise HeadRefused(f"{path}/config.json: it is no object")
+        raise HeadRefused(f"{path}/config.json: must be a JSON object")
     tensors: dict[str, torch.Tensor] = {}
     files = sorted(path.glob("*.safetensors"))
     for file in files:
@@ -55,13 +55,13 @@ def read_head_files(directory: str | Path) -> HeadFiles:
     if not files:
         pickled = next((path / name for name in PICKLED if (path / name).is_file()), None)
         if pickled is None:
-            raise HeadRefused(f"{path}: it has neither *.safetensors nor {' nor '.join(PICKLED)}")
+            raise HeadRefused(f"{path}: has neither *.safetensors nor {' nor '.join(PICKLED)}")
         tensors = _unpickle(pickled)
     return HeadFiles(path, config, tensors)
 
 
 def read_tensors(file: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, or those of them that are named. Raises HeadRefused."""
+    """The tensors of a safetensors file: all, or those in `names`. Raises HeadRefused."""
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys() if names is None or name in names}  # noqa: SIM118
@@ -73,14 +73,14 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise HeadRefused(f"{file}: it holds more than tensors, or is damaged: {str(error).splitlines()[0]}") from error
+        raise HeadRefused(f"{file}: holds more than tensors, or is damaged: {str(error).splitlines()[0]}") from error
     if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise HeadRefused(f"{file}: it is no table of tensors")
+        raise HeadRefused(f"{file}: must be a dict of tensors")
     return {str(name): value for name, value in loaded.items()}
 
 
 def renamed(tensors: Mapping[str, torch.Tensor], rename: Callable[[str], str]) -> dict[str, torch.Tensor]:
-    """The tensors under other names. Raises HeadRefused where two come to have one name."""
+    """The tensors under new names. Raises HeadRefused if two get the same name."""
     result: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
         if (new := rename(name)) in result:
@@ -90,10 +90,10 @@ def renamed(tensors: Mapping[str, torch.Tensor], rename: Callable[[str], str]) -
 
 
 def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, unused: Iterable[str] = ()) -> None:
-    """Copy tensors into all parameters and buffers of a module, by name.
+    """Copy tensors into a module's parameters and buffers, by name.
 
-    Raises HeadRefused by name for tensors that are missing, of another shape, not finite numbers, or not in the module
-    and not `unused`.
+    Raises HeadRefused, which names tensors that are missing, unknown (neither in the module nor `unused`), of a wrong
+    shape or not finite.
     """
     wanted = dict(module.state_dict())
     ignored = set(unused)

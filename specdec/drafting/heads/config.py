@@ -1,7 +1,7 @@
-"""What a head's config.json says, in one form for all formats.
+"""Reads a head's config.json, in any format, into one form.
 
-Ids of layers are those of `specdec.engine.tap`: k is what comes out of k layers. Formats differ by one, and nothing
-shows it but acceptance, so each key is read as its writers mean it:
+Layer ids are those of `specdec.engine.tap`: k is the output of k layers. Formats differ by one, and only acceptance
+would show a mistake, so each key is read as its writers define it:
 
     eagle_aux_hidden_state_layer_ids, aux_hidden_state_layer_ids    (speculators, EAGLE)    k
     eagle_config.eagle_aux_hidden_state_layer_ids                   (SpecForge, SGLang)     output of layer k: k + 1
@@ -37,56 +37,56 @@ _FIRST_BLOCK = 8
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """A head, whoever wrote it."""
+    """A head's config, independent of its format."""
 
     method: str
-    """Of the config; "" where it does not say."""
+    """The method that the config names; "" if none."""
     values: dict[str, Any]
-    """All of the config, of which the fields below are parts."""
+    """The whole config, from which the other fields are read."""
     layers: LlamaConfig
-    """Sizes of its decoder layers, rotary positions included."""
+    """Sizes and rotary embedding of its decoder layers."""
     has_head_norms: bool
-    """Queries and keys are normed per head."""
+    """Whether queries and keys are normed per head."""
     draft_vocab_size: int | None
     layer_ids: tuple[int, ...] | None
-    """What it reads of the target; None: it does not say."""
+    """The target's layers that it reads; None: the config names none."""
     num_speculative_tokens: int | None
 
     def flag(self, name: str, default: bool) -> bool:
-        """A value that is true or false. Raises HeadRefused for another."""
+        """A boolean value. Raises HeadRefused for another type."""
         value = self.values.get(name, default)
         if not isinstance(value, bool):
             raise HeadRefused(f"config.json: {name} is {value!r}, not true or false")
         return value
 
     def token_id(self, *names: str) -> int:
-        """The first of these values that is there, a token id. Raises HeadRefused where there is none."""
+        """The first of these values that is a token id. Raises HeadRefused if none is."""
         for name in names:
             value = self.values.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 return value
-        raise HeadRefused(f"config.json: it has no {names[0]}")
+        raise HeadRefused(f"config.json: {names[0]} is missing")
 
     @property
     def block_size(self) -> int:
-        """Slots of a block that is drafted in one pass."""
+        """Tokens of a block that is drafted in one pass."""
         return int(self.values.get("block_size") or _FIRST_BLOCK)
 
     @property
     def is_speculators(self) -> bool:
-        """Whether it is of the `speculators` format."""
+        """Whether it is in the `speculators` format."""
         return "speculators_model_type" in self.values
 
     def taps(self, chosen: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-        """The target's layers that are read: as chosen by the operator, or as the config says.
+        """The target's layers that the head reads: the operator's choice, else the config's.
 
-        Where neither says it is (2, n//2, n-3), with a warning: wrong ids show in nothing but acceptance.
+        Without either they are (2, n//2, n-3), with a warning: only low acceptance would show wrong ids.
         """
         ids = chosen or self.layer_ids
         if ids is None:
             ids = (2, num_layers // 2, num_layers - 3)
             log = structlog.get_logger("specdec.drafting.heads")
-            log.warning("head_layers_guessed", layer_ids=ids, reason="its config names none: set layer_ids")
+            log.warning("head_layers_guessed", layer_ids=ids, reason="the head's config names no layers: set layer_ids")
         return ids
 
 
@@ -122,7 +122,7 @@ def _layers(flat: dict[str, Any]) -> LlamaConfig:
     if flat.get("num_key_value_heads") is None and "num_attention_heads" in given:
         given["num_key_value_heads"] = given["num_attention_heads"]
     if flat.get("model_type") == "qwen3" and "head_dim" not in given:
-        given["head_dim"] = 128  # its own default
+        given["head_dim"] = 128  # Qwen3's default
     if given.get("hidden_act", "silu") != "silu":
         raise HeadRefused(f"config.json: hidden_act {given['hidden_act']} is not supported, only silu")
     try:

@@ -1,8 +1,8 @@
-"""From a head's logits to tokens that the target may take, with a guess at how likely that is.
+"""Chooses a head's tokens from its logits and estimates the probability that the target takes them.
 
-Coupled verification: the head draws with the target's noise, so that its first choice is the target's token wherever
-their logits agree enough, and its runners-up are those that come next under the same noise. Rejection verification: the
-likeliest tokens without noise; each counts as certain (a point mass), and must not depend on what is drawn.
+Coupled verification: the head samples with the target's noise. Its first choice is the target's token if their logits
+agree enough; its runners-up come next under the same noise. Rejection verification: the head takes the likeliest tokens
+without noise, as each counts as certain (a point mass) and must not depend on the noise.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.wire.sampling_params import SamplingParams
 
 Choices = list[tuple[int, float]]
-"""Tokens, best first, each with an estimated probability that the target takes it after its parent."""
+"""Tokens, best first, each with the estimated probability that the target takes it after its parent."""
 
 
 def choose(sampler: Sampler, logits: torch.Tensor, rows: Sequence[RowContext], num_choices: int) -> list[Choices]:
-    """The best tokens of each row of logits [R, V]; none where none may be drawn. Raises NonFiniteLogits for NaN."""
+    """The best tokens of each row of logits [R, V]; an empty list if no token is allowed. Raises NonFiniteLogits for
+    NaN.
+    """
     if not rows:
         return []
     drawn = sampler.candidates(logits, rows, max(2, num_choices))
-    if not all(drawn) and bool(torch.isnan(logits).any()):  # of a row with NaN nothing is drawn
+    if not all(drawn) and bool(torch.isnan(logits).any()):  # a row with NaN has no candidates
         raise NonFiniteLogits
     return [
         list(zip([each.token_id for each in best], shares([each.score for each in best]), strict=True))[:num_choices]
@@ -35,9 +37,9 @@ def choose(sampler: Sampler, logits: torch.Tensor, rows: Sequence[RowContext], n
 
 
 def warm_up(sampler: Sampler, num_logits: int, num_choices: int) -> None:
-    """Choose once, with cuts and without, where a compiler makes what chooses so many: no draft waits for it then.
+    """Choose once with and without top-p on a GPU, so that no draft waits for the kernels' compilation.
 
-    `num_logits`: of a row.
+    `num_logits`: size of a row of logits.
     """
     if sampler.device.type == "cpu":
         return
@@ -47,7 +49,7 @@ def warm_up(sampler: Sampler, num_logits: int, num_choices: int) -> None:
 
 
 def without_noise(row: RowContext) -> RowContext:
-    """The same row, of which the likeliest token is taken."""
+    """The same row, without noise: its likeliest token is taken."""
     return replace(row, params=replace(row.params, temperature=0.0))
 
 
@@ -57,7 +59,7 @@ def after(row: RowContext, path: tuple[int, ...]) -> RowContext:
 
 
 def shares(scores: Sequence[float]) -> list[float]:
-    """Only their order and rough size matter: the target learns how often each size is right."""
+    """Softmax of scores. Only order and rough size matter: the target learns how often each size is right."""
     weights = [math.exp(score - scores[0]) for score in scores]
     total = sum(weights)
     return [weight / total for weight in weights]

@@ -1,4 +1,4 @@
-"""What heads will take of a device's memory, by their files' sizes and configs: no tensor is read."""
+"""Estimates the device memory of heads from their files' sizes and configs, without reading tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from specdec.drafting.heads.parts import head_sizes
 from specdec.engine.model.kv_budget import Beside
 
 _SHARED = ("embed_tokens.weight", "lm_head.weight")
-"""What heads may take from their target, each as a copy."""
+"""Weights that a head may copy from its target."""
 
 
 def footprint(drafters: Iterable[DrafterOptions]) -> Beside | None:
-    """Memory that all heads among these drafters take; None: no head is among them.
+    """Memory that the heads among these drafters take; None: there are no heads.
 
-    Files that cannot be read count for nothing: loading says what is wrong with them.
+    Unreadable files count as zero: loading reports their errors.
     """
     each = [_of(options) for options in drafters if isinstance(options, HeadOptions)]
     return (

@@ -1,8 +1,7 @@
-"""How trees of several sessions grow level by level (EAGLE-2, arXiv:2406.16858).
+"""Grows a tree level by level (EAGLE-2, arXiv:2406.16858).
 
-A node's value is the product of the estimates on its path. Of each level the best `top_k` nodes go on, each with
-`top_k` children; at the end the best nodes of all levels stay. A parent is worth no less than its child, so they form a
-tree.
+A node's value is the product of the scores on its path. The best `top_k` nodes of a level get `top_k` children each; at
+the end the best nodes of all levels remain. As no child has a higher value than its parent, they form a tree.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from specdec.drafting.interface import Offer, Room
 
 @dataclass(slots=True)
 class GrownNode:
-    """A token under consideration."""
+    """A candidate token."""
 
     parent: int
     token_id: int
     score: float
     value: float
     path: tuple[int, ...]
-    """Tokens from the root down, its own last."""
+    """Tokens from the root to this node."""
 
 
 @dataclass(slots=True)
@@ -31,30 +30,30 @@ class GrowingTree:
 
     room: Room
     top_k: int
-    """Of children and of nodes of a level that go on."""
+    """Number of children per node, and of nodes per level that get children."""
     nodes: list[GrownNode] = field(default_factory=list)
     beam: list[int] = field(default_factory=list)
-    """Nodes of the last level that go on."""
+    """Nodes of the last level that get children."""
 
     def __post_init__(self) -> None:
         self.beam = [-1]
 
     @property
     def depth(self) -> int:
-        """Of the nodes that go on; 0 at the root."""
+        """Depth of the beam's nodes; 0 at the root."""
         return 0 if self.beam == [-1] else len(self.nodes[self.beam[0]].path) if self.beam else self.room.depth
 
     @property
     def grows(self) -> bool:
-        """Whether there is a level to come."""
+        """Whether another level can be added."""
         return bool(self.beam) and self.depth < self.room.depth
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Tokens from the root down to a node; none for -1."""
+        """Tokens from the root to a node; empty for -1."""
         return () if node < 0 else self.nodes[node].path
 
     def add_level(self, choices: list[Choices]) -> None:
-        """The children of each node of the beam, in its order."""
+        """Add the children of each node of the beam, in the beam's order."""
         first = len(self.nodes)
         for parent, found in zip(self.beam, choices, strict=True):
             value = 1.0 if parent < 0 else self.nodes[parent].value
@@ -65,7 +64,7 @@ class GrowingTree:
         self.beam = sorted(level[: self.top_k])
 
     def offer(self) -> Offer | None:
-        """The best nodes, parents before children; None without any."""
+        """The best nodes, parents before children; None if there are none."""
         best = sorted(range(len(self.nodes)), key=lambda node: (-self.nodes[node].value, node))[: self.room.num_nodes]
         places = {-1: -1}
         offer = Offer([], [], [])

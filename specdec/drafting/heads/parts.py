@@ -1,7 +1,7 @@
-"""Modules that heads are made of. Parameters have the names of the checkpoints; attention itself is given from outside.
+"""Modules of heads. Parameters have the checkpoints' names; callers provide attention.
 
-A layer's `attend` takes queries [T, heads, d] and, where it has new ones, keys and values [T, kv heads, d], and returns
-[T, heads, d]: over a paged cache when serving (`cache.py`), over the rows themselves in training (`dense_attention`).
+`attend` takes queries [T, heads, d] and new keys and values [T, kv heads, d], and returns [T, heads, d]. It reads a
+paged cache in serving (`cache.py`) and the rows themselves in training (`dense_attention`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specdec.engine.model.fused import rotary_tables
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From layer, queries, keys and values to what was attended to."""
+"""(layer, queries, keys, values) to attention's output."""
 
 
 def head_sizes(config: LlamaConfig) -> tuple[int, int, int]:
-    """Query heads, key-value heads, and the size of one."""
+    """Number of query heads, of key-value heads, and size of a head."""
     num_heads = int(config.num_attention_heads)
     return num_heads, int(config.num_key_value_heads or num_heads), int(config.head_dim or 0)
 
@@ -35,13 +35,13 @@ class RmsNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Norm the last dimension; in float32, whatever the input is."""
+        """Norm the last dimension, computing in float32."""
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(x.dtype)
 
 
 class Rotary:
-    """Rotary positions, half of a head against the other, as transformers computes them from a config."""
+    """Rotary embedding that rotates the halves of a head, with transformers' tables."""
 
     def __init__(self, config: LlamaConfig, num_positions: int) -> None:
         """Tables for positions below `num_positions`."""
@@ -77,7 +77,7 @@ class Attention(nn.Module):
     def keys_values(
         self, x: torch.Tensor, rotary: Rotary, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys, rotated, and values of rows [T, in_size]: each [T, kv heads, d]."""
+        """Rotated keys, and values, of rows [T, in_size]: each [T, kv heads, d]."""
         key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         key = key if self.k_norm is None else self.k_norm(key)
         return rotary(key, positions), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -130,7 +130,7 @@ class Layer(nn.Module):
 
 
 def dense_attention(visible: torch.Tensor) -> Attend:
-    """Attention of rows over one another; visible [T, T] bool, true where a row (first) reads another."""
+    """Attention among rows; visible[i, j] (bool [T, T]): row i reads row j."""
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         group = query.shape[1] // key.shape[1]

@@ -1,7 +1,7 @@
-"""A head's passes: run as they are, or where there are replays as one of what was captured for so many rows.
+"""A head's passes: replays of captured graphs on a GPU, else plain calls.
 
-A pass over a few rows is some hundred small kernels, and one is made for each level of a tree: on a GPU their launches
-would take longer than they do.
+A tree needs one pass per level. A pass over a few rows has about a hundred small kernels, whose launches on a GPU would
+take longer than the kernels.
 """
 
 from __future__ import annotations
@@ -16,69 +16,69 @@ from specdec.drafting.heads.cache import HeadCache, LaidOut
 from specdec.drafting.heads.parts import Attend
 
 Compute = Callable[[torch.Tensor, LaidOut, Attend], torch.Tensor]
-"""From states [T, ...] of rows, these, and attention among them to [T, ...]."""
+"""(states [T, ...], rows, attention) to [T, ...]."""
 Project = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states [T, H] to [T, V]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """One kind of pass over rows that attend. No operation of it may depend on data.
+class HeadPass:
+    """One kind of pass over rows that attend. None of its operations may depend on data.
 
-    `compute` refers to modules, and not to the head that has it: in a cycle one that was exchanged would keep its
-    memory until somebody looks for cycles, and one of the start for good, as what is there then is left out of that.
+    `compute` refers to modules, never to the head: in a reference cycle a replaced head would keep its memory until a
+    garbage collection, and a head of the start for ever, as start-up objects are frozen (`gc.freeze`).
     """
 
     name: str
-    """Its own among those of a head."""
+    """Unique within a head."""
     state_shape: tuple[int, ...]
-    """Of what each row goes in with."""
+    """Shape of one row's input state."""
     compute: Compute
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One kind of pass in which rows know nothing of one another; the same holds for it."""
+    """One kind of pass over independent rows, with the same rules as `HeadPass`."""
 
     name: str
     state_shape: tuple[int, ...]
     compute: Project
 
 
-class Replays(Protocol):
+class PassReplays(Protocol):
     """Replays passes of a head."""
 
-    def run(self, each: Pass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor | None:
-        """What the pass gives, to be kept as long as one likes; None where it has to be run as it is."""
+    def run(self, each: HeadPass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor | None:
+        """The pass's result, owned by the caller; None: the caller must run the pass itself."""
 
     def project(self, each: Projection, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The same."""
+        """The projection's result, as in `run`."""
 
-    def prepare(self, kinds: Iterable[Pass | Projection], max_len: int) -> None:
-        """Capture what first steps need, for contexts up to `max_len` tokens, as far as time and memory go."""
+    def prepare(self, kinds: Iterable[HeadPass | Projection], max_len: int) -> None:
+        """Capture likely passes over contexts up to `max_len` tokens, as time and memory allow."""
 
 
 class HeadPasses:
     """Runs the passes of one head over its cache."""
 
-    def __init__(self, cache: HeadCache, replays: Replays | None) -> None:
-        """Without `replays` all are run as they are."""
+    def __init__(self, cache: HeadCache, replays: PassReplays | None) -> None:
+        """Without `replays` passes are plain calls."""
         self._cache = cache
         self._replays = replays
 
-    def run(self, each: Pass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor:
-        """States [T, *state_shape] of rows to what `compute` makes of them; their entries are written."""
+    def run(self, each: HeadPass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor:
+        """Apply `compute` to states [T, *state_shape]; writes the rows' entries."""
         found = None if self._replays is None else self._replays.run(each, states, rows)
         if found is not None:
             return found
         return each.compute(states, rows, self._cache.attend(rows.batch))
 
     def project(self, each: Projection, hidden: torch.Tensor) -> torch.Tensor:
-        """States [T, *state_shape] to what `compute` makes of them."""
+        """Apply `compute` to states [T, *state_shape]."""
         found = None if self._replays is None else self._replays.project(each, hidden)
         return each.compute(hidden) if found is None else found
 
-    def prepare(self, kinds: Iterable[Pass | Projection], max_len: int) -> None:
-        """Do what can be done before the first request, for contexts up to `max_len` tokens."""
+    def prepare(self, kinds: Iterable[HeadPass | Projection], max_len: int) -> None:
+        """Capture likely passes over contexts up to `max_len` tokens, before the first request."""
         if self._replays is not None:
             self._replays.prepare(kinds, max_len)

@@ -1,4 +1,4 @@
-"""Captured passes of a head, by number of rows: the buckets and the memory of the target's own captured steps."""
+"""Captured passes of a head, in the buckets and memory of the target's captured steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from specdec.drafting.heads.cache import HeadCache, LaidOut
-from specdec.drafting.heads.passes import Pass, Projection
+from specdec.drafting.heads.passes import HeadPass, Projection
 from specdec.engine.cuda.buckets import ROW_BUCKETS, Key, all_buckets, bucket_of, empty_batch, fill, row_bucket
-from specdec.engine.model.device_choice import Replays
+from specdec.engine.model.device_choice import ReplayingModel
 
 PATH_SLOTS_PER_ROW = 16
-"""Deeper trees and longer blocks are run as they are. A power of two."""
+"""Path slots per row in captured passes, a power of two; deeper trees and longer blocks are not captured."""
 _PREPARED_ROWS = ROW_BUCKETS[:5]
-"""One session's levels, or a few sessions' chains."""
+"""Row buckets captured at the start: one session's levels, or a few sessions' chains."""
 _MOST_GRAPHS = 96
 _NO_TABLES: Key = (0, 0)
 _logger = logging.getLogger(__name__)
@@ -27,31 +27,31 @@ _logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Graph:
     states: torch.Tensor
-    """What rows go in with; those past a call's own keep what they had."""
+    """Input states; rows past a call's own keep old values."""
     rows: LaidOut | None
-    """None: they do not attend."""
+    """None for a projection."""
     replay: Callable[[], None]
     result: torch.Tensor
-    """What a replay fills, in memory that other replays write to as well."""
+    """A replay's output, in memory that other replays overwrite."""
 
 
 class HeadReplays:
-    """`specdec.drafting.heads.passes.Replays` over one head's cache. What `prepare` has not captured is captured when
-    it is first met; where capturing fails passes are run as they are from then on.
+    """Replays over one head's cache. A pass is captured at first use unless `prepare` did so. If a capture fails, all
+    passes run uncaptured from then on.
 
-    Cost of a replay: two copies on the device before it, one after it, and with attention a launch.
+    Cost of a replay: two copies on the device before and one after it; with attention, one more launch.
     """
 
-    def __init__(self, steps: Replays, cache: HeadCache, dtype: torch.dtype) -> None:
-        """`steps`: the target's, whose memory for what is captured is used; `dtype`: of the head's states."""
+    def __init__(self, steps: ReplayingModel, cache: HeadCache, dtype: torch.dtype) -> None:
+        """`steps`: the target's replays, whose graph memory is shared; `dtype`: of the head's states."""
         self._steps = steps
         self._cache = cache
         self._dtype = dtype
         self._can_capture = True
         self._graphs: OrderedDict[tuple[str, int, Key], _Graph] = OrderedDict()
 
-    def run(self, each: Pass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor | None:
-        """See `Replays`."""
+    def run(self, each: HeadPass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor | None:
+        """See `ReplayingModel`."""
         key = bucket_of(rows.batch, self._cache.block_size, PATH_SLOTS_PER_ROW)
         graph = None if key is None else self._graph_of(each, key[0], key)
         if graph is None or graph.rows is None:
@@ -62,33 +62,32 @@ class HeadReplays:
         return _replayed(graph, states)
 
     def project(self, each: Projection, hidden: torch.Tensor) -> torch.Tensor | None:
-        """See `Replays`."""
+        """See `ReplayingModel`."""
         num_rows = row_bucket(len(hidden))
         graph = None if num_rows is None else self._graph_of(each, num_rows, _NO_TABLES)
         return None if graph is None else _replayed(graph, hidden)
 
     @torch.inference_mode()
-    def prepare(self, kinds: Iterable[Pass | Projection], max_len: int) -> None:
-        """See `Replays`."""
+    def prepare(self, kinds: Iterable[HeadPass | Projection], max_len: int) -> None:
+        """See `ReplayingModel`."""
         began_s, kinds = time.monotonic(), list(kinds)
         self._compile_others(kinds)
         for key in all_buckets(min(max_len, self._cache.first_scratch_slot), self._cache.block_size):
             for each in kinds:
                 if key[0] not in _PREPARED_ROWS or not self._steps.has_room(time.monotonic() - began_s):
                     continue
-                self._graph_of(each, key[0], key if isinstance(each, Pass) else _NO_TABLES)
+                self._graph_of(each, key[0], key if isinstance(each, HeadPass) else _NO_TABLES)
         _logger.info("head_captured", extra={"num": len(self._graphs), "seconds": round(time.monotonic() - began_s, 3)})
 
-    def _compile_others(self, kinds: Iterable[Pass | Projection]) -> None:
-        """Run what no capture does: what fills buckets, and attention over a single block, whose kernel is that of more
-        rows than are captured."""
+    def _compile_others(self, kinds: Iterable[HeadPass | Projection]) -> None:
+        """Compile the kernels that no capture runs: filling buckets, and attention over a single block."""
         for each in kinds:
-            if isinstance(each, Pass):
+            if isinstance(each, HeadPass):
                 (states, rows), (_, static) = self._padding(each, (1, 1)), self._padding(each, (1, 1))
                 fill(static.batch, rows.batch, self._cache.spare_block, self._cache.block_size)
                 each.compute(states, rows, self._cache.attend(rows.batch))
 
-    def _graph_of(self, each: Pass | Projection, num_rows: int, key: Key) -> _Graph | None:
+    def _graph_of(self, each: HeadPass | Projection, num_rows: int, key: Key) -> _Graph | None:
         if not (self._can_capture and self._steps.row_edges):
             return None
         name = (each.name, num_rows, key)
@@ -97,7 +96,7 @@ class HeadReplays:
             try:
                 graph = self._captured(each, num_rows, key)
             except RuntimeError:
-                _logger.exception("a head's pass could not be captured: it is launched kernel by kernel")
+                _logger.exception("a head's pass could not be captured; its kernels are launched one by one")
                 self._can_capture = False
                 return None
             self._graphs[name] = graph
@@ -106,7 +105,7 @@ class HeadReplays:
         self._graphs.move_to_end(name)
         return graph
 
-    def _captured(self, each: Pass | Projection, num_rows: int, key: Key) -> _Graph:
+    def _captured(self, each: HeadPass | Projection, num_rows: int, key: Key) -> _Graph:
         if isinstance(each, Projection):
             hidden, project = self._states(each, num_rows), each.compute
             return _Graph(hidden, None, *self._steps.capture(lambda: project(hidden)))
@@ -114,14 +113,14 @@ class HeadReplays:
         compute, cache = each.compute, self._cache
         return _Graph(states, rows, *self._steps.capture(lambda: compute(states, rows, cache.attend(rows.batch))))
 
-    def _padding(self, each: Pass, key: Key) -> tuple[torch.Tensor, LaidOut]:
-        """What a pass goes in with whose rows are padding only."""
+    def _padding(self, each: HeadPass, key: Key) -> tuple[torch.Tensor, LaidOut]:
+        """A pass's input of padding rows."""
         device = self._cache.device
         batch = empty_batch(key, device, self._cache.spare_block, self._cache.block_size, PATH_SLOTS_PER_ROW)
         positions = torch.zeros(key[0], dtype=torch.int64, device=device)
         return self._states(each, key[0]), LaidOut(batch, positions)
 
-    def _states(self, each: Pass | Projection, num_rows: int) -> torch.Tensor:
+    def _states(self, each: HeadPass | Projection, num_rows: int) -> torch.Tensor:
         return torch.zeros(num_rows, *each.state_shape, dtype=self._dtype, device=self._cache.device)
 
 

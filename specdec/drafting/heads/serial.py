@@ -1,4 +1,4 @@
-"""Drafting token by token over a head's own hidden states: EAGLE's way, level by level for all sessions at once."""
+"""Drafts as EAGLE does: each token from the head's own hidden states, level by level for all sessions at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec.drafting.heads.cached import Base, CachedHead, TakenIn
 from specdec.drafting.heads.drawing import Choices, after, choose, without_noise
 from specdec.drafting.heads.growth import GrowingTree
 from specdec.drafting.heads.parts import Attend
-from specdec.drafting.heads.passes import Pass, Projection
+from specdec.drafting.heads.passes import HeadPass, Projection
 from specdec.drafting.heads.session import HeadAsk
 from specdec.drafting.heads.target import HeadTarget
 from specdec.drafting.heads.vocabulary import DraftVocabulary
@@ -21,7 +21,7 @@ from specdec.drafting.interface import Capabilities, Offer, Room
 
 
 class SerialModel(Protocol):
-    """A head's modules. Rows [T]; H is the head's width, D its vocabulary. No operation depends on data."""
+    """A head's modules, of width H and vocabulary size D. No operation may depend on data."""
 
     @property
     def width(self) -> int:
@@ -33,30 +33,30 @@ class SerialModel(Protocol):
     def run(
         self, states: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """States [T, H] of tokens at these positions, and the tokens after them [T]: hidden states [T, H]."""
+        """Hidden states [T, H] from states [T, H] at these positions and the next tokens [T]."""
 
     def carry(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, H] of drafted tokens, in the place of what `fuse` gives for committed ones."""
+        """Hidden states [T, H] of drafted tokens as input states, as `fuse` gives for committed tokens."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, D] of the token after the next."""
+        """Logits [T, D] of the token after the next."""
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A session's tree, with what each node was computed to."""
+    """A session's tree, with its nodes' hidden states and slots."""
 
     ask: HeadAsk
     base: Base
     tree: GrowingTree
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By node, -1 the last committed token."""
+    """Hidden state by node; -1 is the last committed token."""
     slots: dict[int, list[int]] = field(default_factory=dict)
-    """By node, where it and those above it lie."""
+    """Slots of the path to each node."""
 
 
 class SerialHead(CachedHead):
-    """Grows a chain or a tree of some depth, each level in one pass."""
+    """Grows chains or trees, one pass per level."""
 
     def __init__(
         self,
@@ -72,8 +72,7 @@ class SerialHead(CachedHead):
         top_k: int,
         num_nodes: int | None,
     ) -> None:
-        """`depth` levels of the `top_k` best nodes, of which the `num_nodes` best are offered (None: all there is room
-        for)."""
+        """`depth`: levels of `top_k` nodes each; `num_nodes`: best nodes offered (None: as the room allows)."""
         super().__init__(name, capabilities, layer_ids, target, cache, vocabulary)
         self.model = model
         taps, width, vocabulary = (len(layer_ids), target.runner.hidden_size), model.width, self.vocabulary
@@ -84,14 +83,14 @@ class SerialHead(CachedHead):
         def carried(states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
             return model.run(model.carry(states), rows.token_ids, rows.positions, attend)
 
-        self._entering = Pass("entering", taps, entered)
-        self._level = Pass("level", (width,), carried)
+        self._entering = HeadPass("entering", taps, entered)
+        self._level = HeadPass("level", (width,), carried)
         self._logits = Projection("logits", (width,), lambda hidden: vocabulary.spread(model.logits(hidden)))
         self.kinds = self._entering, self._level, self._logits
         self.top_k, self._depth, self._num_nodes = top_k, depth, num_nodes
 
     def take_in(self, taken: TakenIn) -> torch.Tensor:
-        """An entry is of a token's features and the token after it."""
+        """Write entries of each token's features and the next token."""
         return self.passes.run(self._entering, taken.states, taken.rows)
 
     @torch.inference_mode()
@@ -108,7 +107,7 @@ class SerialHead(CachedHead):
         return [drafts[index].tree.offer() if index in drafts else None for index in range(len(asks))]
 
     def room(self, ask: HeadAsk) -> Room:
-        """What a tree may have of nodes and depth."""
+        """Bounds on a tree's nodes and depth."""
         num_nodes = ask.room.num_nodes if self._num_nodes is None else min(ask.room.num_nodes, self._num_nodes)
         return Room(num_nodes, min(ask.room.depth, self._depth))
 
@@ -132,7 +131,7 @@ class SerialHead(CachedHead):
         return choose(self.target.sampler, logits, rows, self.top_k)
 
     def _compute(self, level: Sequence[tuple[_Draft, int]], drafts: Sequence[_Draft], first_slot: int) -> None:
-        """Hidden states of nodes, each over its own path."""
+        """Compute hidden states of nodes, each over its own path."""
         rows = Rows(tables=[draft.base.table for draft in drafts])
         lines = {id(draft): line for line, draft in enumerate(drafts)}
         states: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Trees from heads that know all depths at once: choices of each depth, and the likeliest paths through them."""
+"""Trees from heads that compute all depths at once: the likeliest paths through each depth's choices."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from specdec.engine.sampling.sampler import Sampler
 
 
 def draw_slots(sampler: Sampler, logits: torch.Tensor, asks: Sequence[HeadAsk], top_k: int) -> list[Offer | None]:
-    """The tree of each session, of the likeliest paths; logits [sessions, depths, V] float32 of the target's tokens.
+    """Each session's tree of likeliest paths, from logits [sessions, depths, V] float32 over the target's tokens.
 
-    What penalties make of a depth is taken from the best path above it: its other nodes are drawn as if below that.
+    Penalties of a depth assume the best path above it, for all of its nodes.
     """
     slots = choose_slots(sampler, logits, asks, top_k)
     offers: list[Offer | None] = []
@@ -31,7 +31,7 @@ def draw_slots(sampler: Sampler, logits: torch.Tensor, asks: Sequence[HeadAsk], 
 
 
 def choose_slots(sampler: Sampler, logits: torch.Tensor, asks: Sequence[HeadAsk], top_k: int) -> list[list[Choices]]:
-    """By session and depth, the best tokens; a session's end where one has none."""
+    """The best tokens by session and depth; a session ends at the first depth without any."""
     found: list[list[Choices]] = [[] for _ in asks]
     paths: list[tuple[int, ...]] = [()] * len(asks)
     going = list(range(len(asks)))

@@ -1,4 +1,4 @@
-"""What heads need of the target that they sit on."""
+"""The target as heads see it."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class HeadTarget:
 
     @property
     def num_positions(self) -> int:
-        """Positions that a head may be asked for: those of the context, and what is drafted past its end."""
+        """Positions of the rotary tables: the context, and drafted tokens past its end."""
         return self.runner.max_model_len + 2 * MAX_TREE_NODES
 
     def place(self, module: nn.Module) -> None:
-        """Put a head where the target computes, in its dtype; on the CPU with its kernels, where there are any."""
+        """Move a head to the target's device and dtype; on a CPU with native kernels it uses them."""
         module.to(self.runner.device, self.runner.dtype)
         module.eval().requires_grad_(False)
         if self.runner.kernels is not None:
             make_modules_row_invariant(module, self.runner.kernels.pack)
 
     def attention(self, geometries: Sequence[LayerGeometry]) -> AttentionKernel:
-        """The fastest kernel at hand for layers of a head."""
+        """The fastest available kernel for a head's layers."""
         if is_on_gpu(self.runner.device):
             return device_attention(geometries)
         if self.runner.kernels is not None:
@@ -63,7 +63,7 @@ class HeadTarget:
         return GatherAttention()
 
     def passes(self, cache: HeadCache) -> HeadPasses:
-        """What runs a head's passes over its cache: replays, where the target's steps are replayed."""
+        """The head's passes over its cache; replayed if the target's steps are."""
         steps = self.runner.replays
         if steps is None:
             return HeadPasses(cache, None)
@@ -72,11 +72,13 @@ class HeadTarget:
         return HeadPasses(cache, HeadReplays(steps, cache, self.runner.dtype))
 
     def embedding(self, width: int) -> torch.Tensor:
-        """The target's embedding [V, width], from its files. Raises HeadRefused where it is not there or as wide."""
+        """The target's embedding [V, width], from its files. Raises HeadRefused if it is missing or of another
+        width.
+        """
         return self._checked("embedding", _EMBEDDINGS, width)
 
     def lm_head(self, width: int) -> torch.Tensor:
-        """The weight [V, width] of the target's logits, its embedding where it has no other. Raises HeadRefused."""
+        """The weight [V, width] of the target's logits, or its embedding if tied. Raises HeadRefused."""
         return self._checked("lm_head", (*_HEADS, *_EMBEDDINGS), width)
 
     def _checked(self, what: str, names: Sequence[str], width: int) -> torch.Tensor:
@@ -90,7 +92,7 @@ class HeadTarget:
     def _read(self, what: str, names: Sequence[str]) -> torch.Tensor:
         settings = self.runner.settings
         if settings.load_format == "dummy":
-            raise HeadRefused(f"the target's {what} is not in its files: its weights are made up")
+            raise HeadRefused(f"the target's {what} is not in its files: load_format is dummy")
         directory, _ = find_model_files(settings.model, settings.revision)
         found: dict[str, torch.Tensor] = {}
         for file in sorted(Path(directory).glob("*.safetensors")):

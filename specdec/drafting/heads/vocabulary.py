@@ -1,4 +1,4 @@
-"""The tokens that a head can name, where they are fewer than the target's."""
+"""A head's vocabulary, which may be a part of the target's."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class DraftVocabulary:
     """Maps a head's ids to the target's."""
 
     def __init__(self, target_ids: torch.Tensor | None, draft_size: int, target_size: int) -> None:
-        """`target_ids` [draft_size] int64: of each of the head's; None: they are the target's first ones."""
+        """`target_ids` [draft_size] int64: the target's id of each of the head's; None: the first `draft_size` ids."""
         self.draft_size = draft_size
         self.target_size = target_size
         self.target_ids = target_ids
 
     def to(self, device: torch.device) -> DraftVocabulary:
-        """The same on a device."""
+        """A copy on a device."""
         ids = None if self.target_ids is None else self.target_ids.to(device)
         return DraftVocabulary(ids, self.draft_size, self.target_size)
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [R, draft_size] as those of the target's ids [R, target_size] float32.
+        """Logits [R, draft_size] as [R, target_size] float32 over the target's ids.
 
-        Those of tokens that the head cannot name are minus infinity.
+        Tokens outside the head's vocabulary get minus infinity.
         """
         if self.target_ids is None and self.draft_size == self.target_size:
             return logits.float()
@@ -39,10 +39,9 @@ class DraftVocabulary:
 
 
 def read_vocabulary(tensors: Mapping[str, torch.Tensor], draft_size: int, target_size: int) -> DraftVocabulary:
-    """What `d2t` says, an offset for each of the head's ids, held against `t2d`; without them the ids are the target's.
+    """Read `d2t` (an offset per head id) and check it against `t2d`; without them the ids are the target's.
 
-    Raises HeadRefused where they have other sizes, name ids that the target has not or one twice, or contradict
-    each other.
+    Raises HeadRefused for wrong sizes, ids outside the target's vocabulary, ids named twice, or contradictions.
     """
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None:
@@ -57,7 +56,7 @@ def read_vocabulary(tensors: Mapping[str, torch.Tensor], draft_size: int, target
 def checked_map(
     target_ids: torch.Tensor, target_size: int, name: str, t2d: torch.Tensor | None = None
 ) -> DraftVocabulary:
-    """The vocabulary of these ids of the target's. Raises HeadRefused as `read_vocabulary` does."""
+    """The vocabulary of these target ids. Raises HeadRefused as `read_vocabulary` does."""
     draft_size = target_ids.shape[0]
     if draft_size and not (int(target_ids.min()) >= 0 and int(target_ids.max()) < target_size):
         raise HeadRefused(f"{name} names tokens outside the target's {target_size}")

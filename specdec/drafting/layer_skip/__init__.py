@@ -1,1 +1,1 @@
-"""Drafting with the target's own weights and keys, of which a pass leaves sublayers out."""
+"""Drafting with the target itself, with some of its sublayers skipped."""

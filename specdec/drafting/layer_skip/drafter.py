@@ -1,8 +1,8 @@
-"""Drafts of the target itself, of which a pass leaves sublayers out (arXiv:2309.08168, 2404.16710).
+"""Drafts with the target itself, with sublayers skipped (arXiv:2309.08168, 2404.16710).
 
-Committed tokens have the whole target's keys and values. Those of drafted tokens are written behind them, in free
-blocks or in the rest of the last one, for the sublayers that run; the step that verifies writes all that it reads anew,
-and what it does not reach is past the end, where nothing is read. So a draft needs no memory, and takes nothing over.
+Committed tokens have the full target's keys and values. Those of drafted tokens are written behind them, in free slots
+or blocks, for the sublayers that run. The verifying step overwrites all that it reads; entries behind its end are never
+read. So drafting needs no memory of its own and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from specdec.engine.sublayers import SkippedSublayers, skipped_sublayers
 
 CAPABILITIES = Capabilities(needs_engine=True, is_serial=True, places=frozenset({"target", "draft_service"}))
 NUM_CHOICES = 3
-"""Of each place: the token that is drafted, and runners-up beside it."""
+"""Tokens per depth: the drafted one and its runners-up."""
 _JUDGED_GUESSES = 128
 _log = structlog.get_logger("specdec.replica.worker")
 
 
 @dataclass(slots=True)
 class SkipSession(HeadSession):
-    """What the drafter keeps of a session."""
+    """The drafter's state of a session."""
 
     rule: DrawRule | None = None
-    """How its tokens are drawn in native code; None: they are not, or it is not known yet."""
+    """Rule to sample its tokens in native code; None: not possible, or not known yet."""
     is_known: bool = False
     guess: tuple[int, int] | None = None
-    """Position and id of the first token that was drafted last."""
+    """Position and id of the last draft's first token."""
 
     def take(self, seq: object, features: object) -> None:
-        """Hidden states are for others."""
+        """Ignored: it reads no hidden states."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class _Draft:
             self.path_score *= choices[0][1]
 
     def offer(self) -> Offer | None:
-        """The chain, and runners-up beside it, which come after it where there is no room for all."""
+        """The chain, followed by runners-up as the room allows."""
         offer = GrowingOffer(self.ask.room)
         parents: list[int] = []
         parent: int | None = ROOT
@@ -84,7 +84,7 @@ class _Draft:
 
 
 class LayerSkip(StatelessHead):
-    """Asked for all sessions at once; see `specdec.drafting.heads.session.Head`."""
+    """Drafts for all sessions at once; a `specdec.drafting.heads.session.Head`."""
 
     name = "layer_skip"
     capabilities = CAPABILITIES
@@ -93,11 +93,13 @@ class LayerSkip(StatelessHead):
     def __init__(
         self, target: HeadTarget, skipped: SkippedSublayers, num_speculations: int, search: SkipSearch | None
     ) -> None:
-        """`search`: of better sets; None: it stays at this one. Raises ModelLoadError where no pass leaves any out."""
+        """`search`: looks for better sets; None: `skipped` stays. Raises ModelLoadError if no pass can skip
+        sublayers.
+        """
         self.target = target
         self.search = search
         self.search_s = 0.0
-        """Spent on the search."""
+        """Seconds spent on the search."""
         self.max_search_share = 0.0
         self._told_s = 0.0
         self._began_s = time.monotonic()
@@ -106,7 +108,7 @@ class LayerSkip(StatelessHead):
         self.use(skipped)
 
     def use(self, skipped: SkippedSublayers) -> None:
-        """Leave these out from now on."""
+        """Skip these sublayers from now on."""
         runner = self.target.runner
         self.skipped = skipped
         self.left = skipped.left(runner.num_layers)
@@ -116,17 +118,17 @@ class LayerSkip(StatelessHead):
             self._drawing = DrawingDecoder(self.run.fused, self.run.cache, runner.vocab_size)
 
     def open(self, context: Context) -> SkipSession:
-        """Begin with a session."""
+        """Begin a session."""
         return SkipSession()
 
     def absorb(self, sessions: Sequence[HeadSession]) -> None:
-        """Nothing is taken in: the target's own keys and values are there."""
+        """Nothing to take in: it reads the target's own keys and values."""
 
     def draft(self, asks: Sequence[HeadAsk]) -> list[Offer | None]:
-        """See `Head`. Cost: a pass over a row per session for each token of depth, of what sublayers are left.
+        """See `Head`. Cost: one pass of the remaining sublayers per depth, over one row per session.
 
-        A session's draft ends where its next token is less likely to be accepted than what it costs, in steps.
-        Raises OfNoUse once it is seen that nothing drafted is right.
+        A session's draft ends when the probability of its path falls below the cost of a token, in full steps. Raises
+        OfNoUse if hardly any drafted token was right.
         """
         self._judge(asks)
         drafts: dict[int, _Draft] = {}
@@ -209,7 +211,7 @@ class LayerSkip(StatelessHead):
         return session.rule
 
     def _judge(self, asks: Sequence[HeadAsk]) -> None:
-        """See whether what was drafted first was right, whatever was verified."""
+        """Count how often the first drafted token was right, verified or not."""
         for ask in asks:
             session = ask.session
             if isinstance(session, SkipSession) and session.guess is not None and ask.seq is not None:
@@ -226,14 +228,16 @@ class LayerSkip(StatelessHead):
             raise OfNoUse(too_different(self.skipped, share))
 
     def take_found(self) -> tuple[float, float] | None:
-        """Seconds of search since the last call, and the share of tokens that the best set finds again; None: none."""
+        """Seconds of search since the last call, and the best set's share of equal tokens; None: no search since
+        then.
+        """
         if self.search is None or self.search.matchness is None or self.search_s == self._told_s:
             return None
         elapsed_s, self._told_s = self.search_s - self._told_s, self.search_s
         return elapsed_s, self.search.matchness
 
     def _search(self, search: SkipSearch, asks: Sequence[HeadAsk]) -> None:
-        """Score one more set, where there is time for it: at most its share of that since the start."""
+        """Score one more set, unless the search has used its share of the time since the start."""
         now_s = time.monotonic()
         if search.is_over or self.search_s > self.max_search_share * (now_s - self._began_s):
             return
@@ -256,12 +260,12 @@ class LayerSkip(StatelessHead):
 
 
 def make_layer_skip(options: LayerSkipOptions, target: HeadTarget) -> LayerSkip:
-    """The drafter that these options describe.
+    """Make the drafter of these options.
 
     Raises:
-        HeadRefused: the target has no such layers.
-        ModelLoadError: what runs the target cannot leave any out.
-        OfNoUse: what is left hardly agrees with the target on a text, and nothing better is searched.
+        HeadRefused: the options name layers that the target lacks.
+        ModelLoadError: the target's runner cannot skip sublayers.
+        OfNoUse: the remaining layers hardly agree with the target on a text, and no search is configured.
     """
     runner = target.runner
     search: SkipSearch | None = None

@@ -1,4 +1,4 @@
-"""How many of a session's last tokens a pass without some sublayers finds again: in one pass over all of them."""
+"""Measures in one pass how many of a session's last tokens a pass with skipped sublayers reproduces."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specdec.engine.model.beside import PassRows, SkippingPass
 from specdec.wire.sampling_params import SamplingParams
 
 WINDOW = 32
-"""Tokens that are looked at."""
+"""Tokens that one measurement compares, at most."""
 
 
 def matchness(target: HeadTarget, run: SkippingPass, ask: HeadAsk) -> float | None:
-    """The share of a session's last tokens that a draft would have drawn, each after the tokens before it.
+    """The share of a session's last tokens that a draft would have sampled, each after the true previous tokens.
 
-    None where fewer than two are the model's own, or no blocks are free. What is before the window is read as the whole
-    target has left it; the window's own keys and values go into blocks that are given back.
+    None if fewer than two tokens are output, or no blocks are free. Tokens before the window use the full target's keys
+    and values; those of the window go into temporary blocks.
     """
     seq = ask.seq
     if seq is None:
@@ -46,7 +46,7 @@ def matchness(target: HeadTarget, run: SkippingPass, ask: HeadAsk) -> float | No
 
 
 def _plain(params: SamplingParams, is_greedy: bool) -> SamplingParams:
-    """The same draws without what depends on the tokens before: greedy ones where that counts."""
+    """Parameters without penalties and the like, which depend on earlier tokens; greedy if they did or `is_greedy`."""
     if params.adjusts_logits:
         return SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     return replace(params, temperature=0.0) if is_greedy else params

@@ -1,8 +1,8 @@
-"""Which sublayers to leave out, searched while serving (SWIFT, arXiv:2410.06916).
+"""Searches, while serving, for the best sublayers to skip (SWIFT, arXiv:2410.06916).
 
-A set is scored by the share of recent tokens that a pass without it finds again. New sets are drawn at random, half of
-them beside the best one; every 25th is the one of many of which a Gaussian process over all that was scored expects
-most (upper confidence bound).
+A set's score is the share of recent tokens that a pass without it reproduces. New sets are random; half of them are
+neighbours of the best one. Every 25th is the most promising of many by the upper confidence bound of a Gaussian process
+over all scores.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ MOST_TRIALS = 1000
 MOST_VAIN_TRIALS = 300
 _PROCESS_EVERY = 25
 _MOST_OBSERVED = 200
-"""That the Gaussian process knows of: its cost rises with the third power."""
+"""Scores that the Gaussian process uses; its cost is cubic in them."""
 _DRAWN = 64
 _NOISE = 1e-2
 _KAPPA = 2.5
 _SETTLED = 8
-"""Windows that the score of the best set is a mean of, about; what is good enough has had so many."""
+"""Windows averaged in the best set's score; the search may end only after as many."""
 
 Chosen = frozenset[int]
-"""Sublayers by number: attention of layer i is 2i, its MLP 2i + 1."""
+"""Numbers of sublayers: attention of layer i is 2i, its MLP 2i + 1."""
 
 
 class SkipSearch:
-    """Proposes sets and keeps the best. The first and the last layer always run."""
+    """Proposes sets and keeps the best one. The first and the last layer always run."""
 
     def __init__(self, num_layers: int, skip_ratio: float) -> None:
-        """`skip_ratio`: of the sublayers of the layers between. Raises ValueError for a model of two layers."""
+        """`skip_ratio`: share of the inner layers' sublayers to skip. Raises ValueError below three layers."""
         self._candidates = list(range(2, 2 * num_layers - 2))
         if not self._candidates:
-            raise ValueError(f"layer_skip: a model of {num_layers} layers has none between its first and its last")
+            raise ValueError(
+                f"layer_skip: a model of {num_layers} layers has no inner layer to skip; use another drafter"
+            )
         self._num_skipped = max(1, round(skip_ratio * len(self._candidates)))
         step = len(self._candidates) / self._num_skipped
         self.best: Chosen = frozenset(self._candidates[int(i * step)] for i in range(self._num_skipped))
-        """At first spread evenly."""
+        """The best set; at first spread evenly."""
         self.matchness: float | None = None
-        """Of the best set; None: nothing was scored."""
+        """Mean score of the best set; None: nothing was scored."""
         self.num_trials = 0
         self._num_vain = 0
         self._num_windows = 0
@@ -53,7 +55,7 @@ class SkipSearch:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is tried."""
+        """Whether the search has ended."""
         return (
             (self.matchness is not None and self._num_windows == _SETTLED and self.matchness >= GOOD_ENOUGH)
             or self.num_trials >= MOST_TRIALS
@@ -62,11 +64,11 @@ class SkipSearch:
 
     @property
     def skipped(self) -> SkippedSublayers:
-        """The best set."""
+        """The best set, in the engine's form."""
         return as_skipped(self.best)
 
     def propose(self) -> Chosen:
-        """The set to score next, with the best one, over one window: one that has won is asked to win once more."""
+        """The set to score next beside the best one, on the same window. A winner must win a second time."""
         if self._challenger is not None:
             return self._challenger
         if self.num_trials % _PROCESS_EVERY == _PROCESS_EVERY - 1 and len(self._observed) > 1:
@@ -74,7 +76,7 @@ class SkipSearch:
         return self._draw()
 
     def observe(self, trial: Chosen, score: float, score_of_best: float) -> bool:
-        """Both sets were scored, each in [0, 1], over the same window. Returns whether the trial is the best now."""
+        """Take both sets' scores in [0, 1] on one window. Returns whether the trial is the new best set."""
         self.num_trials += 1
         self._num_vain += 1
         self._observed.append((trial, score))
@@ -115,12 +117,12 @@ class SkipSearch:
         return torch.tensor([[float(each in chosen) for each in self._candidates] for chosen in sets]).double()
 
     def _kernel(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """By how many sublayers two sets differ, as a share of what is skipped."""
+        """Similarity of sets: exp(-(number of differing sublayers) / (2 x number skipped))."""
         return torch.exp(-torch.cdist(left, right).square() / (2 * self._num_skipped))
 
 
 def as_skipped(chosen: Chosen) -> SkippedSublayers:
-    """A set in the engine's words."""
+    """A set in the engine's form."""
     return SkippedSublayers(
         frozenset(each // 2 for each in chosen if each % 2 == 0), frozenset(each // 2 for each in chosen if each % 2)
     )

@@ -1,1 +1,1 @@
-"""Drafters that need no weights: each proposes trees of tokens for sessions, from what it has seen of their text."""
+"""Drafters without weights, which propose tokens from text that they have seen."""

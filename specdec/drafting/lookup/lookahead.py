@@ -1,12 +1,12 @@
-"""Lookahead decoding (arXiv:2402.02057): the target guesses its own future in rows beside its step.
+"""Lookahead decoding (arXiv:2402.02057): the target guesses its own future in extra rows of its step.
 
-A window of W columns and N - 1 levels holds guesses for the positions that come. Level 0 is a chain below the last
-committed token, and each column hangs from its token there: a tree, so that its rows are those of any offer. What the
-target draws after the last level completes an n-gram per column, which goes into a pool, and becomes the newest level
-of the window after the next step. N-grams that begin with the last committed token are offered.
+A window of W columns and N - 1 levels holds guesses of future tokens. Level 0 is a chain below the last committed
+token, and column i hangs from its i-th token, so that the window's rows form a tree. The target's samples after the
+last level complete one n-gram per column. These go into a pool, and become the window's newest level after the next
+step. N-grams that begin with the last committed token are offered.
 
-The target draws with the noise of each position (coupled verification), so that a guess may be the very token that is
-drawn there later. Rejection verification takes chains only, in which no window fits: nothing is offered there.
+In coupled verification the target samples with each position's noise, so that a guess may equal its later token.
+Rejection verification takes chains only, in which no window fits: nothing is offered.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from specdec.drafting.interface import ROOT, Capabilities, Context, GrowingOffer
 
 CAPABILITIES = Capabilities(reads_drawn=True)
 MOST_KEYS = 1024
-"""Tokens whose n-grams a session keeps; that of the one unused for longest leaves first."""
+"""First tokens whose n-grams a session keeps; the least recently used is dropped."""
 _MOST_NODES = 64
-"""Of a step's tree."""
+"""Nodes of a step's tree, with the window."""
 _SCORE = 0.5
-"""Of what is in the pool; how often it is right is learnt."""
+"""Score of the pool's tokens; the target learns how often it is right."""
 
 NGram = tuple[int, ...]
 
 
 class Lookahead:
-    """Makes a window and a pool for each session."""
+    """The drafter `lookahead`: one window and pool per session."""
 
     name = "lookahead"
     capabilities = CAPABILITIES
@@ -40,7 +40,7 @@ class Lookahead:
         self._options = options
 
     def open(self, context: Context) -> LookaheadSession:
-        """A session of its own."""
+        """Begin a session."""
         return LookaheadSession(self._options, context)
 
 
@@ -54,11 +54,11 @@ class LookaheadSession:
         self._context = context
         self._levels = [[self._any() for _ in range(self._width)] for _ in range(self._num_levels)]
         self._num_tokens = len(context.token_ids)
-        """For which the window was laid out."""
+        """Committed tokens at which the window begins."""
         self._newest: list[int | None] | None = None
-        """What the target drew after each column in the last step."""
+        """The target's sample after each column in the last step."""
         self.pool: OrderedDict[int, OrderedDict[NGram, None]] = OrderedDict()
-        """By first token the tokens that may follow, newest last."""
+        """N-grams by first token, without that token; newest last."""
 
     def propose(self, context: Context, room: Room) -> Offer | None:
         """N-grams of the pool, newest first, and the window."""
@@ -81,7 +81,7 @@ class LookaheadSession:
         return offer
 
     def drawn(self, tokens: Mapping[NGram, int]) -> None:
-        """What the target drew in the step, by the tokens between the last committed one and the place."""
+        """Take the target's samples of the step, by the uncommitted tokens before each."""
         self._newest = []
         for column in range(self._width):
             below = tuple(level[column] for level in self._levels[1:])
@@ -95,7 +95,9 @@ class LookaheadSession:
         self.pool.clear()
 
     def _shift(self, num_tokens: int) -> None:
-        """The window after a step: a level on for what was drawn, and as many columns on as tokens came besides."""
+        """Move the window after a step: up one level for the samples, and right one column per further committed
+        token.
+        """
         num_new, self._num_tokens = num_tokens - self._num_tokens, num_tokens
         if num_new <= 0:
             return

@@ -1,8 +1,8 @@
-"""Prompt look-up: what followed the last tokens where they stood before, in prompt or output.
+"""Prompt look-up: proposes what followed earlier occurrences of the last tokens, in prompt or output.
 
-Occurrences of which more tokens agree come first, then newer ones: of a text that is edited the newest version is the
-one that goes on. The first gives a chain, others branch off where they differ. A text that repeats itself is continued
-past its end. No state but the session's index; a step costs 5 to 40 us.
+Longer matches come first, then newer ones: the newest version of an edited text is the likeliest. The first match gives
+a chain; others branch off where they differ. A text that repeats itself is continued past its end. The session's index
+is the only state. A step costs 5 to 40 us.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ CAPABILITIES = Capabilities(places=frozenset({"target", "draft_service"}))
 _MOST_MATCHES = 24
 _MOST_BRANCHES = 4
 _DOUBT = 0.6
-"""A match of n tokens is wrong with this probability to the power of n: a first word, which calibration corrects."""
+"""Assumed probability that a match of one token is wrong; of n tokens, its n-th power. The target corrects it."""
 
 
 class Ngram:
-    """One for all sessions: it keeps nothing of its own."""
+    """The drafter `ngram`, without state of its own."""
 
     name = "ngram"
     capabilities = CAPABILITIES
@@ -28,17 +28,17 @@ class Ngram:
         self._key_length = min(2, self._min)
 
     def open(self, context: Context) -> Ngram:
-        """All sessions are alike."""
+        """Begin a session."""
         return self
 
     def close(self, context: Context) -> None:
-        """Nothing is kept."""
+        """Nothing to free."""
 
     def propose(self, context: Context, room: Room) -> Offer | None:
-        """Chains from the best occurrences. Cost: as many comparisons as agree, and the nodes offered."""
+        """Chains from the best occurrences. Cost: linear in matching tokens and offered nodes."""
         index = context.index(self._key_length)
         if len(index) < len(context.token_ids):
-            return None  # a long prompt is still being taken in: what its end is followed by is not known yet
+            return None  # a long prompt is not fully indexed yet
         found = [match for match in index.matches(context.token_ids, self._max, _MOST_MATCHES) if match[1] >= self._min]
         if not found:
             return None
@@ -61,7 +61,7 @@ class Ngram:
     def _chain(
         self, growing: GrowingOffer, context: Context, start: int, length: int, score: float, depth: int
     ) -> None:
-        """What follows at `start`; past the end of the text, what was just offered."""
+        """Offer the tokens from `start` on; past the end of the text, the tokens just offered."""
         committed = context.token_ids
         chain: list[int] = []
         node: int | None = ROOT

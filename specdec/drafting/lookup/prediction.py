@@ -1,9 +1,9 @@
-"""The text that the client expects, followed for as long as the output agrees with it.
+"""Proposes the text that the client expects, while the output agrees with it.
 
-Where they part, the places are offered at which it may go on: past one token that was replaced, at the same place
-after an insertion, behind the next occurrence of the new token after a deletion. Once two tokens agree with some place,
-it goes on there, the longest agreement first, then the nearest place ahead. A prompt that ends within the text, as one
-that has the first lines of the answer in it, is gone on from there. A step costs 2 to 20 us.
+When they differ, it offers the places where the output may rejoin the text: one token on (replacement), the same place
+(insertion), or after the next occurrence of the new token (deletion). Once two tokens agree with a place, it follows
+that place: longest match first, then the nearest place ahead. If the prompt already ends with the text's first lines,
+it continues from there. A step costs 2 to 20 us.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _KEY_LENGTH = 2
 _MOST_MATCHES = 32
 _LONGEST_MATCH = 16
 _LEAST_PROMPT_MATCH = 4
-"""Tokens at the prompt's end that must agree with the text: else the output is taken to begin where the text does."""
+"""Tokens at the prompt's end that must match to start inside the text; otherwise the output starts at its beginning."""
 _LOOK_AHEAD = 64
-"""How far ahead the next occurrence of a token is looked for."""
+"""Tokens ahead in which the next occurrence of a token is searched."""
 _GUESS = 0.35
-"""Score of a place that nothing speaks for but its being near."""
+"""Score of a place that is merely near."""
 
 
-class Prediction:
-    """Opens sessions whose request says what it expects."""
+class PredictionDrafter:
+    """The drafter `prediction`, for requests with an expected text."""
 
     name = "prediction"
     capabilities = CAPABILITIES
@@ -41,24 +41,24 @@ class Prediction:
 
 
 class FollowedPrediction:
-    """Where one session's output is in the text that was expected."""
+    """One session's place in its expected text."""
 
     def __init__(self, context: Context) -> None:
         self._text = Corpus(_KEY_LENGTH)
         self._expected = list(context.prediction)
         self._next = 0
-        """Where it goes on, while `_num_agreed` says that it does; else where it went on last."""
+        """Index of the next expected token; when lost, the last one followed."""
         self._num_agreed = 0
         self._is_lost = False
         self._is_placed = False
-        """Whether its beginning was looked for."""
+        """Whether the start was searched for."""
         self._num_seen = context.num_prompt_tokens
 
     def close(self, context: Context) -> None:
-        """Nothing is kept."""
+        """Nothing to free."""
 
     def propose(self, context: Context, room: Room) -> Offer | None:
-        """What is expected next, at the likeliest places."""
+        """The expected text at the likeliest places."""
         self._text.follow(self._expected)
         tokens = context.token_ids
         if not self._is_placed:
@@ -83,7 +83,7 @@ class FollowedPrediction:
         return growing.done()
 
     def _places(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """Where the end of a text stands in what is expected, and how much of it; the likeliest place first."""
+        """Places in the expected text after the tokens' end, with the match's length; the likeliest first."""
         found = self._text.matches(tokens, _LONGEST_MATCH, _MOST_MATCHES)
         return sorted(found, key=lambda match: (-match[1], match[0] < self._next, abs(match[0] - self._next)))
 
@@ -95,7 +95,7 @@ class FollowedPrediction:
             self._is_lost, self._num_agreed = True, 0
 
     def _near(self, token: int) -> list[int]:
-        """Places to go on at after a token that was not expected."""
+        """Places to continue at after an unexpected token."""
         ahead = self._expected[self._next : self._next + _LOOK_AHEAD]
         places = [self._next + ahead.index(token) + 1] if token in ahead else []
         return [*places, self._next + 1, self._next]

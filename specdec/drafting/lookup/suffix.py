@@ -1,11 +1,11 @@
-"""Suffix decoding (arXiv:2411.04975): what most often followed the longest context that occurred before.
+"""Suffix decoding (arXiv:2411.04975): proposes what most often followed the longest context seen before.
 
-It looks into the session's own text and into earlier outputs of its tenant. Counts are taken over the newest
-occurrences; of several lengths of context the one is used of which most tokens are expected to be accepted, of two
-sources that expect the same the session's own. Offers are trees, best nodes first.
+It searches the session's own text and earlier outputs of its tenant, and counts over the newest occurrences. Of several
+context lengths it uses the one with the most expected accepted tokens; ties go to the session's own text. Offers are
+trees, best nodes first.
 
-Outputs are kept per tenant salt, so nobody's speed depends on what other tenants were told; in all they take at most
-`max_bytes`, and the oldest text of the tenant unused for longest leaves first. A step costs 10 to 80 us.
+Outputs are kept per tenant salt, so that no tenant's speed depends on another's text. They take at most `max_bytes` in
+all; the least recently used tenant loses its oldest text first. A step costs 10 to 80 us.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _KEY_LENGTH = 2
 _MOST_MATCHES = 48
 _MOST_LENGTHS = 3
 _MOST_OUTPUT_TOKENS = 8192
-"""Of an output so many of the last tokens are kept: taking them in holds up other sessions for 3 ms."""
+"""Last tokens kept of an output; indexing them delays other sessions by 3 ms."""
 _TOKEN_BYTES = 160
-"""What a token that is kept takes at most, by measurement (tests/unit/drafting/test_suffix.py)."""
+"""Bytes that a kept token takes at most, measured by tests/unit/drafting/test_suffix.py."""
 _DOUBT = 0.6
-"""As in `ngram`: how little a short context says, even where all that followed it agree."""
+"""Doubt about a match of one token, as in `ngram`, even if all continuations agree."""
 
 
 class SharedOutputs:
-    """Outputs of all tenants, each for itself."""
+    """Outputs of all tenants, kept apart."""
 
     def __init__(self, most_requests: int, max_bytes: int) -> None:
         self._most_requests = most_requests
@@ -42,11 +42,11 @@ class SharedOutputs:
         self.num_tokens = 0
 
     def of(self, salt: bytes) -> Corpus | None:
-        """What is kept of a tenant."""
+        """A tenant's outputs."""
         return self._corpora.get(salt)
 
     def add(self, salt: bytes, token_ids: Sequence[int]) -> None:
-        """Keep an output, and forget old ones."""
+        """Keep an output and drop old ones beyond the limits."""
         token_ids = token_ids[-min(_MOST_OUTPUT_TOKENS, max(0, self._most_tokens - 1)) :]
         if len(token_ids) <= _KEY_LENGTH or self._most_requests == 0:
             return
@@ -71,7 +71,7 @@ class SharedOutputs:
 
 
 class Suffix:
-    """One for all sessions, which share what is kept of their tenant."""
+    """The drafter `suffix`. Sessions share their tenant's outputs."""
 
     name = "suffix"
     capabilities = CAPABILITIES
@@ -81,7 +81,7 @@ class Suffix:
         self.outputs = SharedOutputs(options.suffix_decoding_max_cached_requests, options.max_bytes)
 
     def open(self, context: Context) -> Suffix:
-        """All sessions are alike."""
+        """Begin a session."""
         return self
 
     def close(self, context: Context) -> None:
@@ -90,7 +90,7 @@ class Suffix:
         self.outputs.add(context.salt, context.token_ids[start:])
 
     def propose(self, context: Context, room: Room) -> Offer | None:
-        """The tree of which most is expected. Cost: occurrences times nodes, both bounded."""
+        """The tree with the most expected accepted tokens. Cost: occurrences times nodes, both bounded."""
         own = context.index(_KEY_LENGTH)
         best: tuple[float, Offer] | None = None
         for corpus in (own, self.outputs.of(context.salt)):
@@ -106,12 +106,12 @@ class Suffix:
         return None if best is None or not best[1].token_ids else best[1]
 
     def _tree(self, corpus: Corpus, starts: list[int], length: int, room: Room) -> tuple[float, Offer]:
-        """The likeliest nodes after these positions, and how many of them are expected to be accepted."""
+        """The likeliest nodes after these positions; returns the expected accepted tokens, and the tree."""
         options = self._options
         budget = min(room.num_nodes, max(1, int(options.suffix_decoding_max_spec_factor * length)))
         offer = Offer([], [], [])
         expected = 0.0
-        # Of each: what it is worth with all above it, order, where it hangs, its token and score, depth, what follows.
+        # (minus path probability, order, parent, token, score, depth, positions after it)
         waiting: list[tuple[float, int, int, int, float, int, list[int]]] = []
         num_seen = 0
 
@@ -143,7 +143,7 @@ class Suffix:
 
 
 def _lengths(found: Sequence[tuple[int, int]]) -> list[int]:
-    """Lengths of context worth counting for: the longest, and shorter ones of which there is more to count."""
+    """Context lengths to try: the longest, and shorter ones with at least four times the occurrences."""
     counts = Counter(length for _, length in found)
     lengths: list[int] = []
     total = needed = 0

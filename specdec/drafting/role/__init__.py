@@ -1,1 +1,1 @@
-"""Drafting with a model: a role over an engine. Start reading at `drafter.py`."""
+"""Drafting with a model. Start reading at `drafter.py`."""

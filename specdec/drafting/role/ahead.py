@@ -1,4 +1,4 @@
-"""Several guesses per head in one call, where these are what as many steps would have guessed."""
+"""Drafts several tokens per head in one call, with the same result as single steps."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from specdec.drafting.role.branches import Branches
 from specdec.drafting.role.growth import GrowthPolicy
 from specdec.drafting.role.guess import Place, guess_of, guess_of_sample, row_context
-from specdec.drafting.role.session import DraftSession, Guess, Head
+from specdec.drafting.role.session import DraftSession, GrowingLeaf, Guess
 from specdec.engine.drawing.rows import Drawing, DrawRow, DrawRule
 from specdec.engine.engine import Engine
 from specdec.wire.sampling_params import VerifyMode
 
 _FORGETTING = 0.9
-"""A round too long for two of them counts for this much less at the next chance, so that it is tried again."""
+"""Factor per call by which the time of a too long round fades, so that two rounds are tried again."""
 
 Round = list[tuple[Place, Guess | None]]
 
 
 class Ahead:
-    """Draws the next tokens of all heads of a step, and computes all of them but the last.
+    """Samples the next tokens of all heads of a step, and computes all but the last.
 
-    What it draws is hung in the trees round by round, as long as the heads that would step next are among those it drew
-    for. So trees are those that single steps would have grown, token for token and in the same order.
+    Its tokens are added to the trees round by round, while the heads that would step next are among its own. So the
+    trees are those of single steps, token for token and in the same order.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Ahead:
         self._num_sparse = num_sparse
         self._max_model_len = max_model_len
         self._round_s: dict[int, float] = {}
-        """What a round took, by the number of bits of its number of rows."""
+        """Seconds of a round, by the bit length of its number of rows."""
 
     def draw(
         self,
@@ -57,18 +57,18 @@ class Ahead:
         growth: GrowthPolicy,
         num_branches: int,
     ) -> list[Round] | None:
-        """Guesses for all places, and in the rounds after the first for those of them that may go on.
+        """Guesses for all places; in later rounds, for the places that may continue.
 
-        While another sequence waits for a step there is one round. None if some place's guess is more than a draw
-        (logits are masked first, or adjusted and not in such calls), if places are verified in different ways, or where
-        nothing draws.
+        There is one round while another sequence waits for a step. Returns None if there is no drawing, if a place's
+        guess needs more than drawing (a mask, or an adjustment that `drawing` does not take), or if verify modes
+        differ.
 
         Args:
             places: heads whose tokens are all computed.
-            rows: of each, the row of `logits` that follows its last token.
-            logits: of the step that has computed it.
-            growth: how far trees grow.
-            num_branches: how many heads each session may have besides its main one.
+            rows: for each place, the row of `logits` after its last token.
+            logits: of the step that computed these rows.
+            growth: bounds on trees.
+            num_branches: heads that a session may have besides its main one.
         """
         drawing = self.drawing
         modes = {session.mode for session, _ in places}
@@ -99,10 +99,10 @@ class Ahead:
         return rounds
 
     def due(self, rounds: list[Round]) -> Iterator[Round]:
-        """The first round, then of each other one the guesses of those that would step next. Where rounds end at forks,
-        as long as a round has guesses of all these; elsewhere who has forked off meanwhile joins the next step.
+        """Yield the first round, then of each later round the guesses of heads that would step next. If rounds end at
+        forks, stop at a round that lacks a guess for such a head; otherwise heads forked meanwhile join the next step.
 
-        Asked for a round, what was pending before it is taken for computed. At the end what is left is forgotten.
+        Before a round is yielded, the tokens before it count as computed. At the end unused tokens are dropped.
         """
         slots = self._engine.ahead
         yield rounds[0]
@@ -120,7 +120,7 @@ class Ahead:
         self,
         session: DraftSession,
         rule: DrawRule,
-        head: Head,
+        head: GrowingLeaf,
         row: int,
         num_rounds: int,
         growth: GrowthPolicy,
@@ -143,8 +143,8 @@ class Ahead:
             chain=session.chain_id,
         )
 
-    def _useful_rounds(self, session: DraftSession, head: Head, growth: GrowthPolicy) -> int:
-        """How many tokens could follow a head's, whatever they are; 1 at least."""
+    def _useful_rounds(self, session: DraftSession, head: GrowingLeaf, growth: GrowthPolicy) -> int:
+        """The greatest number of tokens that may follow a head's; at least 1."""
         num_tokens = len(head.seq.token_ids)
         chain, depth = session.max_chain, growth.max_depth(session.target_credit)
         limits = (
@@ -156,7 +156,7 @@ class Ahead:
         return max(1, min(limits))
 
     def _num_rounds(self, num_rows: int) -> int:
-        """How many rounds fit into a call; two where it is not known what one takes."""
+        """Number of rounds that fit into a call; two while a round's time is unknown."""
         bucket = num_rows.bit_length()
         round_s = self._round_s.get(bucket)
         if round_s is None:
@@ -168,12 +168,12 @@ class Ahead:
         return num_rounds
 
     def _timed(self, num_rows: int, round_s: float) -> None:
-        """Remember what a round took: less at once, more bit by bit, as others may have had the processor."""
+        """Note a round's time: a shorter one at once, a longer one gradually, as other processes may have caused it."""
         bucket = num_rows.bit_length()
         known_s = self._round_s.get(bucket, round_s)
         self._round_s[bucket] = min(round_s, known_s + (round_s - known_s) / 8)
 
 
 def drawn_tokens(num_siblings: int) -> int:
-    """Tokens per draw: the guess, its siblings, and at least one other, against which its score is told."""
+    """Tokens per draw: the guess, its siblings, and at least one more for the score."""
     return 1 + max(1, num_siblings)

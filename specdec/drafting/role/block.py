@@ -1,7 +1,7 @@
-"""All tokens of a block in one pass: masks in place of tokens that are not known yet (PARD, arXiv:2504.18583).
+"""Drafts a block of tokens in one pass, with masks for unknown tokens (PARD, arXiv:2504.18583).
 
-A model trained for it says at a mask what comes after it, given the tokens before the masks. The masks hang below a
-head's last token as nodes that are verified and never accepted, so that no token ever attends to one.
+A model trained for it predicts at a mask the token after it, from the tokens before the masks. The masks are nodes
+below a head's last token that are never accepted, so that no committed token attends to one.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from collections.abc import Iterator, Sequence
 
 from specdec.drafting.role.growth import GrowthPolicy
 from specdec.drafting.role.guess import Place
-from specdec.drafting.role.session import DraftSession, Head
+from specdec.drafting.role.session import DraftSession, GrowingLeaf
 from specdec.engine.tree import TokenTree
 
 
 class MaskBlock:
-    """Hangs masks below heads before a step, and tells afterwards which rows are for which token."""
+    """Adds masks below heads before a step."""
 
     def __init__(self, mask_token_id: int, num_tokens: int) -> None:
-        """`num_tokens` of a block, the first of which needs no mask."""
+        """`num_tokens`: size of a block; its first token needs no mask."""
         self._mask_token_id = mask_token_id
         self._num_tokens = num_tokens
 
     def hang(self, places: Sequence[Place], growth: GrowthPolicy) -> None:
-        """Ask for as many tokens of each head that a step may compute as it can have."""
+        """Add masks below each head: for all tokens that its limits allow."""
         for session, head in places:
             num_masks = min(self._num_tokens, self._room(session, head, growth)) - 1
             head.seq.tree = TokenTree([self._mask_token_id] * num_masks) if num_masks > 0 else None
 
     @staticmethod
-    def _room(session: DraftSession, head: Head, growth: GrowthPolicy) -> int:
+    def _room(session: DraftSession, head: GrowingLeaf, growth: GrowthPolicy) -> int:
         if head.is_over:
             return 0
         depth = session.tree.depth(head.node)
@@ -42,10 +42,10 @@ class MaskBlock:
 
 
 def rounds_of(places: Sequence[Place], num_masks: Sequence[int]) -> Iterator[list[int]]:
-    """Round by round, whose tokens are to be guessed, as indices of `places`: from its row, then from each mask's.
+    """Yield by round the indices of `places` to guess: first from their own rows, then from each mask's row.
 
-    Before it is asked for a round, the guesses of the one before hang. Heads that ended, were dropped or have got
-    other tokens than their guesses have no part in further rounds.
+    The caller adds a round's guesses to the trees before it asks for the next. Heads leave that have ended, were
+    dropped or hold other tokens than their guesses.
     """
     lengths = [len(head.seq.token_ids) for _, head in places]
     yield list(range(len(places)))

@@ -1,9 +1,9 @@
-"""The sequences that grow the trees: extended by guesses, forked for runners-up, followed or freed at a commit."""
+"""The engine's sequences that grow the trees: extended by guesses, forked for runners-up, kept or freed at a commit."""
 
 from __future__ import annotations
 
 from specdec.drafting.role.growth import GrowthPolicy
-from specdec.drafting.role.session import DraftSession, Guess, Head
+from specdec.drafting.role.session import DraftSession, GrowingLeaf, Guess
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError
 from specdec.engine.sequence import Sequence
@@ -12,30 +12,30 @@ from specdec.wire.sampling_params import VerifyMode
 
 
 class Branches:
-    """Heads of all sessions and the engine's sequences behind them.
+    """The heads of all sessions, each with a sequence of the engine.
 
-    A branch shares its blocks with the head that it was forked from and copies the last one when it first writes.
+    A branch shares blocks with the head from which it was forked; it copies the last one at its first write.
     """
 
     def __init__(self, engine: Engine, max_model_len: int) -> None:
         self._engine = engine
         self._max_model_len = max_model_len
-        self._owners: dict[int, tuple[DraftSession, Head]] = {}
+        self._owners: dict[int, tuple[DraftSession, GrowingLeaf]] = {}
 
-    def owner(self, seq: Sequence) -> tuple[DraftSession, Head]:
-        """Whose sequence it is."""
+    def owner(self, seq: Sequence) -> tuple[DraftSession, GrowingLeaf]:
+        """The session and head of a sequence."""
         return self._owners[seq.seq_id]
 
     def any_ready(self) -> bool:
         """Whether a step has anything to compute."""
         return any(head.seq.is_ready for _, head in self._owners.values())
 
-    def ready_heads(self) -> list[Head]:
+    def ready_heads(self) -> list[GrowingLeaf]:
         """Heads for which a step has something to compute."""
         return [head for _, head in self._owners.values() if head.seq.is_ready]
 
-    def ready_places(self) -> list[tuple[DraftSession, Head]]:
-        """The same, each with its session."""
+    def ready_places(self) -> list[tuple[DraftSession, GrowingLeaf]]:
+        """Heads for which a step has something to compute, with their sessions."""
         return [owner for owner in self._owners.values() if owner[1].seq.is_ready]
 
     def ready(self) -> list[DraftSession]:
@@ -44,7 +44,7 @@ class Branches:
 
     def plant(self, session: DraftSession, seq: Sequence) -> None:
         """Give a new session its main head."""
-        self._add(session, Head(seq))
+        self._add(session, GrowingLeaf(seq))
 
     def free(self, session: DraftSession) -> None:
         """Free all heads."""
@@ -52,8 +52,10 @@ class Branches:
             self._drop(head)
         session.heads.clear()
 
-    def extend(self, session: DraftSession, head: Head, guess: Guess, draft_us: int, growth: GrowthPolicy) -> None:
-        """Hang a guess below a head, with its runners-up and what must follow it."""
+    def extend(
+        self, session: DraftSession, head: GrowingLeaf, guess: Guess, draft_us: int, growth: GrowthPolicy
+    ) -> None:
+        """Add a guess below a head, with its runners-up and the tokens that a constraint forces after it."""
         num_tokens = len(head.seq.token_ids)
         parent = head.node
         is_end = session.ends_choice(guess.token_id, num_tokens + 1)
@@ -64,7 +66,7 @@ class Branches:
                 session.add(parent, token_id, score, ends, draft_us, None)
         try:
             self._engine.append(head.seq, [guess.token_id])
-        except EngineError:  # the draft's context ends here: the guess stands, nothing can follow it
+        except EngineError:  # the draft's context ends: the guess stays, without children
             head.node, head.is_over = parent, True
             return
         head.is_over = is_end
@@ -72,7 +74,7 @@ class Branches:
             extend_forced(self._engine, growth, session, head)
 
     def choose(self, session: DraftSession, growth: GrowthPolicy, num_branches: int) -> None:
-        """Decide which heads grow on, and start new ones: as many as `num_branches` beside the main one."""
+        """Decide which heads continue, and start up to `num_branches` beside the main one."""
         if session.is_suspended or session.is_compiling:
             session.num_unsent, session.committed_at_s = 0, None
             for head in session.heads:
@@ -94,7 +96,7 @@ class Branches:
         return len(session.heads) - 1
 
     def _start(self, session: DraftSession, growth: GrowthPolicy, num_free: int) -> None:
-        """Fork heads for the likeliest leaves that nobody grows."""
+        """Fork heads for the likeliest leaves without a head."""
         if num_free <= 0 or not len(session.tree) or len(session.tree) >= growth.node_limit:
             return
         taken = set(session.tree.parents) | {head.node for head in session.heads}
@@ -107,10 +109,10 @@ class Branches:
             self._fork(session, leaf)
 
     def follow(self, session: DraftSession, new: list[int]) -> int:
-        """Commit tokens: the head that shares most of them becomes the main one, and holds them all afterwards.
+        """Commit tokens. The head that shares most of them becomes the main one, and is corrected to hold them all.
 
         Returns:
-            How many of the tokens the tree held, from the first one on.
+            Number of leading tokens that the tree held.
 
         Raises:
             SequenceTooLong: the draft's context cannot hold them.
@@ -145,7 +147,7 @@ class Branches:
         return num_found
 
     def _fork(self, session: DraftSession, leaf: int) -> None:
-        """Start a head at `leaf`: what its path shares with another head's is not computed again."""
+        """Start a head at `leaf`, forked from the head that shares most of its path."""
         committed = session.num_committed
         path = [session.tree.token_ids[node] for node in session.tree.path(leaf)]
         source = max(session.heads, key=lambda head: self._num_shared(head, committed, path))
@@ -153,25 +155,25 @@ class Branches:
         seq = self._engine.fork(source.seq)
         self._engine.rollback(seq, committed + num_shared)
         self._engine.append(seq, path[num_shared:])
-        self._add(session, Head(seq, leaf))
+        self._add(session, GrowingLeaf(seq, leaf))
 
-    def _add(self, session: DraftSession, head: Head) -> None:
+    def _add(self, session: DraftSession, head: GrowingLeaf) -> None:
         session.heads.append(head)
         self._owners[head.seq.seq_id] = (session, head)
 
-    def _drop(self, head: Head) -> None:
+    def _drop(self, head: GrowingLeaf) -> None:
         del self._owners[head.seq.seq_id]
         self._engine.free(head.seq)
 
     @staticmethod
-    def _num_shared(head: Head, committed: int, path: list[int]) -> int:
-        """How many leading tokens of `path` the head's sequence holds past the committed ones."""
+    def _num_shared(head: GrowingLeaf, committed: int, path: list[int]) -> int:
+        """Number of leading tokens of `path` that the head's sequence holds after the committed ones."""
         drafted = head.seq.token_ids[committed : committed + len(path)]
         return next((i for i, (a, b) in enumerate(zip(drafted, path, strict=False)) if a != b), len(drafted))
 
 
-def _wants_more(session: DraftSession, head: Head, growth: GrowthPolicy) -> bool:
-    # Committed tokens are computed at once, also when nothing is to be drafted after them.
+def _wants_more(session: DraftSession, head: GrowingLeaf, growth: GrowthPolicy) -> bool:
+    # Committed tokens are computed even if nothing is drafted after them.
     if head.seq.num_computed_tokens < session.num_committed:
         return True
     if head.is_over:
@@ -183,11 +185,11 @@ def _wants_more(session: DraftSession, head: Head, growth: GrowthPolicy) -> bool
     return growth.grows(depth, score, len(session.tree), session.target_credit)
 
 
-def extend_forced(engine: Engine, growth: GrowthPolicy, session: DraftSession, head: Head) -> None:
-    """Go on from a head with the tokens that a constraint leaves no choice about, as far as the tree may grow.
+def extend_forced(engine: Engine, growth: GrowthPolicy, session: DraftSession, head: GrowingLeaf) -> None:
+    """Extend a head by the tokens that its constraint forces, as far as the tree may grow.
 
-    They need no logits, and are computed in one chunk.
-    In coupled mode only: a chain for rejection is as long as positions say, whatever the tokens drawn.
+    They need no logits and are computed in one chunk. Coupled mode only: the length of a chain for rejection must not
+    depend on its tokens.
     """
     if session.grammar is None or session.mode is VerifyMode.REJECTION or session.max_chain is not None:
         return

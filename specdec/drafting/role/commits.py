@@ -1,4 +1,4 @@
-"""Whether a commit continues what was committed before."""
+"""Checks that a commit continues the committed tokens."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from specdec.v1 import common_pb2 as pb
 
 
 class CommitConflict(SessionFailure):
-    """A commit leaves a gap, or contradicts tokens that are final."""
+    """A commit leaves a gap, or contradicts committed tokens."""
 
 
 def num_known(held: Sequence[int], committed: int, start: int, token_ids: list[int], vocab_size: int) -> int:
-    """How many of a commit's tokens were committed before.
+    """Number of a commit's tokens that were committed before.
 
     Args:
-        held: tokens of the session, of which the first ones are committed.
-        committed: how many are.
-        start: position of its first token.
-        token_ids: its tokens.
-        vocab_size: ids at and past it do not exist.
+        held: the session's tokens; the committed ones first.
+        committed: number of committed tokens.
+        start: position of the commit's first token.
+        token_ids: the commit's tokens.
+        vocab_size: token ids must be below it.
 
     Raises:
-        CommitConflict: as it says.
+        CommitConflict: the commit leaves a gap, or contradicts committed tokens.
         SessionFailure: a token id is outside the vocabulary.
     """
     if start > committed:
@@ -43,7 +43,7 @@ def num_known(held: Sequence[int], committed: int, start: int, token_ids: list[i
 
 
 def check_no_commit_is_lost(num_committed: int, seen: pb.AttachedSession) -> None:
-    """Raise SessionFailure where the owner of a session of so many committed tokens knows of others."""
+    """Raise SessionFailure unless the session's owner has committed exactly `num_committed` tokens."""
     if seen.committed_length != num_committed:
         message = f"commits up to {seen.committed_length} were lost"
         raise SessionFailure(code_pb2.OUT_OF_RANGE, "COMMIT_GAP", message, expected_position=num_committed)

@@ -1,12 +1,12 @@
-"""The draft's role over the engine: follows commits, and grows a tree of guesses for each session, all in one batch.
+"""The draft's role: follows commits and grows each session's tree of guesses, all sessions in one batch.
 
 Invariants:
-    * the tree of a session is a function of its committed tokens; a commit keeps what it confirms and rolls back the
-      rest, whatever the context's length;
-    * in coupled mode a guess is what the target would sample if its logits were the draft's: same processing of
-      logits, same noise. In rejection mode it is drawn from the sparse distribution that travels with it, with noise
-      of its own, and the tree is a chain;
-    * a proposal starts at the last committed position and carries the whole tree, so a lost or late one costs nothing.
+    * a session's tree lies below its committed tokens; a commit keeps the part that it confirms and rolls back the
+      rest, at a cost independent of the context's length;
+    * in coupled mode a guess is the token that the target would sample from the draft's logits: same processing of
+      logits, same noise. In rejection mode it is sampled with its own noise from the sparse distribution that travels
+      with it, and the tree is a chain;
+    * a proposal starts at the last committed position and carries the whole tree, so the next one replaces a lost one.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from specdec.drafting.role.work import DraftingHost, DraftWork, Holdings, contex
 from specdec.engine.errors import EngineError
 from specdec.engine.outputs import StepOutput
 from specdec.replica.worker.build import BuiltEngine
-from specdec.replica.worker.clamping import microseconds
 from specdec.replica.worker.errors import invalid
 from specdec.replica.worker.opening import check_room
 from specdec.replica.worker.sessions import Owner
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import microseconds
 from specdec.wire.sampling_params import VerifyMode
 
 
-class Drafter:
-    """Drafts ahead of what targets commit. Nothing it does can change a coupled session's output."""
+class ModelDrafter:
+    """Drafts ahead of the targets' commits. It cannot change a coupled session's output."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Drafter:
         *,
         shares_grammars: bool = False,
     ) -> None:
-        """`shares_grammars`: a target of this process compiles them, too, and tells what that takes."""
+        """`shares_grammars`: a target in this process uses the same compiler and exports its metrics."""
         self._host = host
         self._engine = built.engine
         max_model_len = built.info.identity.max_model_len
@@ -75,7 +75,7 @@ class Drafter:
         self._settings = settings
         self._recorder = recorder
         self.growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, settings.max_heads)
-        """May be replaced between steps; then `plan_anew`."""
+        """May be replaced between steps; call `plan_anew` afterwards."""
         if built.drawing is not None:
             built.drawing.prepare(drawn_tokens(settings.num_siblings))
         self._ahead = Ahead(
@@ -84,8 +84,8 @@ class Drafter:
         mask = built.mask_token_id
         self._block = None if mask is None else MaskBlock(mask, settings.max_draft_tokens)
         self.num_rounds = 0
-        """Of guesses, in the last step."""
-        # Without, guesses are not masked: that costs acceptance, never correctness.
+        """Rounds of guesses in the last step."""
+        # Without a compiler guesses are unmasked, which lowers acceptance, never correctness.
         self._knows_constraints = built.grammars is not None
         self._told_grammars = None if shares_grammars else built.grammars
         self._grammars = AwaitedGrammars[DraftSession](
@@ -99,7 +99,7 @@ class Drafter:
     # --- sessions
 
     def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> DraftSession:
-        """Check and admit a session."""
+        """Check and admit a session. Raises SessionFailure, which names the field, or GrammarError."""
         settings = self._settings
         check_room(len(self._host.sessions), settings.max_sessions)
         now_s = time.monotonic()
@@ -126,7 +126,7 @@ class Drafter:
         return session
 
     def _begin(self, session: DraftSession) -> None:
-        """What a session's constraint allows is known."""
+        """Draft for a session whose constraint is compiled."""
         session.is_compiling = False
         self._plan(session)
 
@@ -135,7 +135,7 @@ class Drafter:
         return session.num_committed
 
     def entry(self, session: DraftSession, kind: str, body: Any) -> None:
-        """A commit."""
+        """Take a commit. Raises SessionFailure if it leaves a gap or contradicts an earlier one."""
         self._work.entry(session, kind, body, self._commit)
 
     def close(self, session: DraftSession) -> None:
@@ -145,27 +145,27 @@ class Drafter:
         self._branches.free(session)
 
     def owner_message(self, owner: Owner, message: Any) -> None:
-        """The load that a target reported bounds how far ahead its sessions are drafted; one with no name has all."""
+        """Take a target's load report, which bounds how far ahead its sessions are drafted."""
         note_target_loads(self._host.sessions.of(owner), message)
 
     def update_pause(self, session: DraftSession) -> None:
-        """Sessions whose owner cannot be told take part in no step."""
+        """Exclude a session from steps while its owner cannot be reached."""
         self._plan(session)
 
     def resend(self, session: DraftSession, seen: pb.AttachedSession) -> None:
-        """Emit the chain again: whether the last proposal arrived is not known."""
+        """Propose again: the last proposal may be lost. Raises SessionFailure if commits were lost."""
         check_no_commit_is_lost(session.num_committed, seen)
         self._propose(session)
 
     def load(self) -> pb.LoadReport:
-        """Load of the engine; exports the gauges too."""
+        """The engine's load. Also exports the gauges."""
         self._recorder.grammars(self._told_grammars)
         return self._work.load()
 
     # --- commits
 
     def _commit(self, session: DraftSession, start: int, token_ids: list[int]) -> None:
-        """Make tokens final: keep the part of the tree that they confirm, roll back what they contradict."""
+        """Commit tokens: keep the part of the tree that they confirm, roll back the rest."""
         new = self._work.new_tokens(session, session.heads[0].seq.token_ids, start, token_ids)
         if not new:
             self._plan(session)
@@ -180,7 +180,7 @@ class Drafter:
         self._follow_grammar(session, new)
         self._engine.finalize(session.heads[0].seq, session.num_committed)
         if session.mode is VerifyMode.REJECTION:
-            session.num_unsent = len(session.tree)  # the target starts every round afresh
+            session.num_unsent = len(session.tree)  # every round of the target needs a new proposal
             if not len(session.tree):
                 session.chain_start = session.num_committed
         elif not len(session.tree):
@@ -192,7 +192,7 @@ class Drafter:
             return
         try:
             session.grammar.commit(new)
-        except GrammarError:  # the target follows another one: guesses are not masked from here on
+        except GrammarError:  # the target's grammar differs: guesses are unmasked from here on
             session.grammar = None
             return
         if not len(session.tree):
@@ -201,22 +201,22 @@ class Drafter:
     # --- steps
 
     def absorb_proposals(self, now_s: float) -> None:
-        """A draft makes proposals and gets none; sessions whose constraints are compiled begin."""
+        """Begin sessions whose constraints are compiled; a draft receives no proposals."""
         self._grammars.poll()
 
     def wait_s(self, now_s: float) -> float | None:
-        """0 while some head wants more; else nothing is due until a frame arrives."""
+        """Seconds until the next step: 0 while a head can grow, `POLL_S` while a constraint compiles, else None."""
         if self._branches.any_ready():
             return 0
         return POLL_S if len(self._grammars) else None
 
     def plan_anew(self) -> None:
-        """The growth policy is another one: heads that were done may go on, and others end."""
+        """Apply a new growth policy to all heads."""
         for session in list(self._host.sessions):
             self._work.isolated(session, self._plan)
 
     def step(self) -> None:
-        """Compute one batch, guess tokens at each head in it that is up to date, send the proposals."""
+        """Compute one batch, guess at each head whose tokens are all computed, and send proposals."""
         self.num_rounds = 0
         if self._block is not None:
             self._block.hang(self._branches.ready_places(), self.growth)
@@ -226,7 +226,7 @@ class Drafter:
         places: list[Place] = []
         rows: list[int] = []
         num_masks: list[int] = []
-        ended: list[DraftSession] = []  # of which committed tokens were computed, in the middle of a block
+        ended: list[DraftSession] = []  # their heads cannot grow; committed tokens were computed
         for item in output.items:
             session, head = self._branches.owner(item.seq)
             if item.completes and head.is_over:
@@ -242,10 +242,9 @@ class Drafter:
         self.num_rounds = len(drafted) if places else 0
 
     def _draft(self, places: list[Place], rows: list[int], num_masks: list[int], output: StepOutput) -> list[int]:
-        """Guess a token at each place and hang it, then what was drawn ahead, or what masks say; send what is due when
-        all of it hangs.
+        """Add a guess at each place, then the tokens drawn ahead or from masks; then send due proposals.
 
-        Returns how many guesses were hung, round by round.
+        Returns the number of guesses by round.
         """
         drawn = self._draw_ahead(places, rows, output)
         num_rounds = 1 + max(num_masks) if drawn is None else len(drawn)
@@ -273,12 +272,12 @@ class Drafter:
         num_branches = self.growth.num_branches(len(self._host.sessions))
         try:
             return self._ahead.draw(places, rows, output.logits, self.growth, num_branches)
-        except Exception as error:  # single guesses tell whose it is
+        except Exception as error:  # guessing one by one finds the faulty session
             self._host.faults.note(error)
             return None
 
     def _grow(self, guesses: list[tuple[Place, Guess | None]], draft_us: int) -> None:
-        """Hang the guesses in their trees; a session for one of whose heads there is none ends, and it alone."""
+        """Add guesses to their trees. Ends only the sessions with a head without a guess."""
         for (session, _), guess in guesses:
             if guess is None:
                 self._work.spoiled(session)
@@ -288,7 +287,7 @@ class Drafter:
                 self._work.isolated(session, extend)
 
     def _plan(self, session: DraftSession) -> None:
-        """Decide which heads grow on, start new ones, and send what is due."""
+        """Decide which heads continue, start new ones, and send a due proposal."""
         self._choose(session)
         self._send_due(session)
 
@@ -299,7 +298,7 @@ class Drafter:
         is_idle = all(head.seq.paused for head in session.heads)
         is_due = session.max_chain is None and self.growth.is_worth_sending(session.num_unsent)
         if session.num_unsent and (is_idle or is_due):
-            # In rejection mode when a chain is verified must not depend on the tokens in it.
+            # In rejection mode the time of verification must not depend on the chain's tokens.
             is_free = session.mode is VerifyMode.COUPLED
             self._propose(session, is_complete=is_idle and is_free and session.may_step)
 

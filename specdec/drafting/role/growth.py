@@ -1,4 +1,4 @@
-"""How far, and where, a draft grows its tree of guesses."""
+"""Bounds on a draft's tree of guesses."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ class GrowthPolicy:
     """Bounds of a session's tree."""
 
     max_ahead_tokens: int
-    """Deepest node. It exceeds what the target verifies in one step, so that a fully accepted block finds its successor
-    under way."""
+    """Greatest depth of a node; deeper than the target verifies in a step, so that drafting continues during
+    verification.
+    """
     max_nodes: int
     """Most nodes of a tree."""
     max_heads: int
-    """Most places that grow at once, over all sessions: the main path first, then the outcomes likely to follow a
-    verdict (a runner-up instead of the first guess), so that most verdicts find their continuation at the target."""
+    """Heads that grow at once, over all sessions. Beside the main path they grow likely runners-up, so that most
+    verdicts find their continuation already drafted.
+    """
     min_path_score: float = 0.02
-    """A path stops where the estimated probability that all of it is accepted falls below this: a target would not
-    verify it, and after the next commit it would most likely be thrown away."""
+    """Probability that all of a path is accepted, below which the path stops: the target would hardly verify more."""
     min_branch_score: float = 0.04
-    """The same, for starting a branch."""
+    """Path probability below which no branch is started."""
     min_new_steps: int = 2
-    """A proposal costs every process between draft and target; one step's guesses are rarely worth that."""
+    """Steps with new guesses per proposal; each message costs time in every process on its way."""
 
     @property
     def node_limit(self) -> int:
-        """Nodes at which a tree stops growing: every head may add one in the step that reaches it."""
+        """Nodes at which a tree stops growing; each head may exceed it by one in the last step."""
         return max(1, self.max_nodes - self.max_heads)
 
     def max_depth(self, target_credit: int | None) -> int:
-        """Deepest node, given how many draft tokens per session the target last found worth verifying in a step."""
+        """Greatest depth. `target_credit`: draft tokens per step that the target last found worth verifying."""
         if target_credit is None:
             return self.max_ahead_tokens
         return min(self.max_ahead_tokens, 2 * target_credit + 1)
@@ -47,7 +48,7 @@ class GrowthPolicy:
         )
 
     def num_branches(self, num_sessions: int) -> int:
-        """How many heads a session may have besides its main one."""
+        """Heads that a session may have besides its main one."""
         return max(0, self.max_heads // max(1, num_sessions) - 1)
 
     def pick_branches(
@@ -56,10 +57,10 @@ class GrowthPolicy:
         """The likeliest leaves to grow next.
 
         Args:
-            path_scores: of all nodes.
-            taken: nodes that have children, or a head already.
-            is_closed: nodes that nothing can follow.
-            num_free: most leaves to pick.
+            path_scores: path probabilities of all nodes.
+            taken: nodes with children or a head.
+            is_closed: by node, whether nothing can follow it.
+            num_free: number of leaves to pick at most.
         """
         excluded = set(taken)
         leaves = [
@@ -70,19 +71,22 @@ class GrowthPolicy:
         return [-negative for _, negative in sorted(leaves, reverse=True)[:num_free]]
 
     def is_worth_sending(self, num_unsent_steps: int) -> bool:
-        """Whether to send what no proposal has carried yet, while the tree still grows."""
+        """Whether to send unsent guesses while the tree still grows."""
         return num_unsent_steps >= self.min_new_steps
 
 
 class Credited(Protocol):
-    """A session whose target says how much is worth drafting."""
+    """A session whose target reports its draft credit."""
 
     body: pb.OpenSession
     target_credit: int | None
 
 
 def note_target_loads(sessions: Iterable[Credited], message: Any) -> None:
-    """The load that a target reported bounds how far ahead its sessions are drafted; one with no name has all."""
+    """Take the load of targets: it bounds how far ahead their sessions are drafted.
+
+    `target_load` has no target's name and applies to all sessions.
+    """
     held = list(sessions)
     if message.HasField("target_load"):
         for session in held:

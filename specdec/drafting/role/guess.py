@@ -1,4 +1,4 @@
-"""The draft's next token at each place, the runners-up, and how likely each is to be the target's token."""
+"""Guesses the next token at each place, with runners-up and estimated probabilities."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec.constraints.grammar.follower import MaskWords, NodeMask
-from specdec.drafting.role.session import DraftSession, Guess, Head
-from specdec.engine.sampling.masks import masked_logits
+from specdec.drafting.role.session import DraftSession, GrowingLeaf, Guess
 from specdec.engine.sampling.rejection import DraftSample
+from specdec.engine.sampling.restrictions import masked_logits
 from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.replica.worker.isolation import each_or_halves
 from specdec.wire.sampling_params import VerifyMode
 
 MIN_SIBLING_SCORE = 0.03
-"""A runner-up that is hardly ever right costs the target more than it saves."""
+"""Probability below which a runner-up costs the target more than it saves."""
 
-Place = tuple[DraftSession, Head]
+Place = tuple[DraftSession, GrowingLeaf]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,11 @@ class Guesser:
     sampler: Sampler
     """Applies the target's processing of logits and, in coupled mode, the target's noise."""
     num_siblings: int
-    """Runners-up offered beside each token in coupled mode. They cost the draft nothing: where the target samples one
-    of them instead, the step commits it and one more token."""
+    """Runners-up offered beside each token in coupled mode. If the target samples one of them, its step commits one
+    more token.
+    """
     num_sparse: int
-    """Rejection mode: size of the distribution that a token is drawn from."""
+    """Rejection mode: tokens of the distribution from which a guess is sampled."""
 
     def guess_each(
         self,
@@ -41,13 +42,13 @@ class Guesser:
         logits: torch.Tensor,
         on_fault: Callable[[DraftSession, Exception], None],
     ) -> list[tuple[Place, Guess | None]]:
-        """A guess for each place whose guess can be made; `on_fault` is told of sessions for which that raises.
+        """A guess for each place; a session whose guess raises is passed to `on_fault`.
 
         Args:
             places: in any order.
-            rows: of each, the row of `logits` that follows its last token.
-            logits: of a step.
-            on_fault: ends a session.
+            rows: for each place, the row of `logits` after its last token.
+            logits: of the step.
+            on_fault: called with the session and the error.
         """
         of_sessions: dict[int, list[int]] = {}
         for index, (session, _) in enumerate(places):
@@ -64,7 +65,7 @@ class Guesser:
         )
 
     def guess(self, places: Sequence[Place], logits: torch.Tensor) -> list[Guess | None]:
-        """One guess per place from its row of `logits` [R, V]; None where nothing can be drawn from it."""
+        """One guess per place from its row of `logits` [R, V]; None if nothing can be sampled from it."""
         contexts = [row_context(session, head) for session, head in places]
         masks: dict[int, MaskWords] = {}
         for row, (session, _) in enumerate(places):
@@ -95,14 +96,14 @@ class Guesser:
 
 
 def guess_of_sample(sample: DraftSample) -> Guess:
-    """The guess that a draw for rejection verification makes."""
+    """The guess of a sample for rejection verification."""
     return Guess(sample.token_id, 1.0, (), sample)
 
 
 def guess_of(token_ids: Sequence[int], scores: Sequence[float], num_siblings: int) -> Guess | None:
-    """The guess that the best tokens of a draw make, best first; None if there is none.
+    """The guess of a draw's best tokens, best first; None without a valid token.
 
-    Tokens whose score is not above minus infinity (or not a number) are none; they come last.
+    Tokens with a score of minus infinity or NaN are invalid; they come last.
     """
     found = [score for score in scores if score > -math.inf]
     if not found:
@@ -114,7 +115,7 @@ def guess_of(token_ids: Sequence[int], scores: Sequence[float], num_siblings: in
 
 
 def _mask(session: DraftSession, context: RowContext) -> NodeMask | None:
-    """What a session's constraint allows; None: it has none."""
+    """The mask of a session's constraint; None without a constraint."""
     if session.grammar is None:
         return None
     params = session.params
@@ -122,8 +123,8 @@ def _mask(session: DraftSession, context: RowContext) -> NodeMask | None:
     return session.grammar.mask_after(context.extra_tokens, params.min_tokens_ids if holds_back else ())
 
 
-def row_context(session: DraftSession, head: Head) -> RowContext:
-    """What the sampler must know of the token after a head's."""
+def row_context(session: DraftSession, head: GrowingLeaf) -> RowContext:
+    """The sampler's context of the token after a head's."""
     drafted = tuple(head.seq.token_ids[session.num_committed :])
     return RowContext(
         params=session.params,
@@ -135,9 +136,9 @@ def row_context(session: DraftSession, head: Head) -> RowContext:
 
 
 def _softmax(scores: Sequence[float]) -> list[float]:
-    """Of scores with noise: how likely each is to stay the best under a small change of the logits.
+    """Probability of each noisy score to stay the best under a small change of the logits.
 
-    Only the order and the rough size matter: the target learns the acceptance rate of each band of scores.
+    Only order and rough size matter: the target learns each band's acceptance rate.
     """
     weights = [math.exp(score - scores[0]) for score in scores]
     total = sum(weights)

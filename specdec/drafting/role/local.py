@@ -1,10 +1,10 @@
-"""A draft in the process of who verifies: asked for proposals it computes them at once, on the same cores or device.
+"""A draft in the target's process. It computes proposals when asked, on the same cores or device.
 
-Nothing passes between processes, so a guess costs its computation alone, and both models may use all threads, in turns.
-What it costs is that the two never work at the same time.
+A guess costs its computation alone, without messages, and both models may use all threads, in turns. The price: the two
+models never work at the same time.
 
-Faults: whatever fails costs sessions this draft, and nothing else. After `_MOST_FAULTS` of the engine itself it stays
-off until the process is started again.
+Faults: an error costs sessions this draft, and nothing else. After `_MOST_FAULTS` errors of the engine the draft stays
+off until the process restarts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import structlog
 
 from specdec.config import DraftSettings
 from specdec.constraints.grammar.failure import GrammarError
-from specdec.drafting.role.drafter import Drafter
+from specdec.drafting.role.drafter import ModelDrafter
 from specdec.drafting.role.growth import GrowthPolicy
 from specdec.drafting.role.metrics import DraftRecorder
 from specdec.drafting.role.session import DraftSession
@@ -30,24 +30,24 @@ from specdec.v1 import common_pb2 as pb
 
 _MOST_FAULTS = 3
 _NEVER_BRANCHES = 2.0
-"""A score that no guess reaches: a branch is for what may follow while somebody verifies, and here nobody does."""
+"""A score that no guess reaches: branches prepare for a pending verdict, and here there is none."""
 _ROUND_WEIGHT = 0.1
-"""Of a new observation in the mean time of a round."""
+"""Weight of a new observation in a round's mean time."""
 _log = structlog.get_logger("specdec.replica.worker")
 
 
 @dataclass(frozen=True, slots=True)
 class Appetite:
-    """How much is to be drafted."""
+    """Bounds on the next drafts."""
 
     num_tokens: int
-    """Deepest guess, counted from the last committed token."""
+    """Greatest depth below the last committed token."""
     min_path_score: float
-    """A path ends where the estimated probability that all of it is accepted falls below this."""
+    """Probability that all of a path is accepted, below which the path ends."""
 
 
 class _Host:
-    """A `DraftingHost` for sessions of one owner, who is always there."""
+    """A `DraftingHost` for sessions of one owner that is always connected."""
 
     def __init__(self, steps: StepMemory, deliver: Callable[[str, bytes], None]) -> None:
         self.sessions = EngineSessionTable[DraftSession](session_ttl_s=0.0)
@@ -64,7 +64,7 @@ class _Host:
 
 
 class LocalDraft:
-    """Sessions of a target, as a drafter of the same process has them. Used from the engine's thread alone."""
+    """A target's sessions at a draft in the same process. For the engine's thread only."""
 
     def __init__(
         self,
@@ -74,23 +74,25 @@ class LocalDraft:
         steps: StepMemory,
         deliver: Callable[[str, bytes], None],
     ) -> None:
-        """`deliver` is called with a session's id and an encoded Proposal; `steps` notes whom it is at work for."""
+        """`deliver` is called with a session's id and an encoded Proposal; `steps` records whose work is in
+        progress.
+        """
         self._host = _Host(steps, deliver)
-        self._drafter = Drafter(self._host, built, settings, recorder, shares_grammars=True)
+        self._drafter = ModelDrafter(self._host, built, settings, recorder, shares_grammars=True)
         self._engine = built.engine
         self._settings = settings
         self._owner = Owner(owner_id="", lease_generation=0, stream_id=0)
         self._num_faults = 0
         self.round_s = 0.0
-        """Mean time of a round, which guesses one token for each session."""
+        """Mean seconds of a round, which guesses one token per session."""
 
     @property
     def is_off(self) -> bool:
-        """It failed too often."""
+        """Whether it has failed too often."""
         return self._num_faults >= _MOST_FAULTS
 
     def open(self, session_id: str, epoch: int, body: pb.OpenSession) -> None:
-        """Draft for a session from now on, if that is possible: its context may be too long for the draft."""
+        """Draft for a session from now on, unless the draft refuses it (its context may be too long)."""
         if self.is_off:
             return
         try:
@@ -102,7 +104,7 @@ class LocalDraft:
         self._host.sessions.add(session)
 
     def commit(self, session_id: str, start: int, token_ids: Sequence[int], *, suspend: bool) -> None:
-        """Tokens of a session are final, from position `start`; `suspend`: nobody wants proposals for now."""
+        """Commit a session's tokens from position `start`; `suspend`: draft nothing until a later commit."""
         session = self._host.sessions.get(session_id)
         if session is None:
             return
@@ -115,7 +117,7 @@ class LocalDraft:
             self.close(session_id)
 
     def close(self, session_id: str) -> None:
-        """A session has ended, or has no draft any more."""
+        """Forget a session that has ended or loses its draft."""
         session = self._host.sessions.get(session_id)
         if session is None:
             return
@@ -124,10 +126,10 @@ class LocalDraft:
             self._drafter.close(session)
 
     def work(self, appetite: Appetite) -> float:
-        """Draft for all sessions that are behind what is wanted, round by round, and deliver their proposals.
+        """Draft round by round for all sessions below `appetite`, and deliver their proposals.
 
-        While prompts are computed it is one chunk at a time: others wait for the next step of the target. Returns the
-        seconds that this took; 0 where there was none.
+        Prompts are computed one chunk per call, since sessions wait for the target's next step. Returns the seconds
+        spent on prompts.
         """
         settings = self._settings
         self._drafter.growth = GrowthPolicy(
@@ -136,7 +138,7 @@ class LocalDraft:
             max_heads=1,
             min_path_score=appetite.min_path_score,
             min_branch_score=_NEVER_BRANCHES,
-            min_new_steps=settings.max_ahead_tokens + 1,  # a proposal leaves when all is drafted
+            min_new_steps=settings.max_ahead_tokens + 1,  # one proposal, when all is drafted
         )
         try:
             self._drafter.absorb_proposals(0.0)
@@ -168,7 +170,7 @@ class LocalDraft:
             _log.error("draft_not_freed", **session.log_fields, error=repr(error))
 
     def _note(self, error: Exception) -> None:
-        """What one session has raised; of a stated reason it is enough to go without."""
+        """Note a session's error. An expected refusal is only logged; the session continues without a draft."""
         if isinstance(error, SessionFailure | GrammarError):
             _log.info("no_draft", reason=getattr(error, "reason", "CONSTRAINT"), error=str(error))
             return

@@ -1,20 +1,20 @@
-"""What a draft exports of its steps, commits and proposals."""
+"""Metrics of a draft's steps, commits and proposals."""
 
 from __future__ import annotations
 
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.engine.engine import Engine
 from specdec.engine.outputs import EngineStats, StepOutput
-from specdec.replica.worker.clamping import microseconds
 from specdec.replica.worker.engine_gauges import EngineGauges
 from specdec.telemetry import DraftMetrics, Tallies
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import microseconds
 
 
 class DraftRecorder:
-    """Updates a draft's metrics; one call per step, one per commit, one per proposal.
+    """Updates a draft's metrics, with one call per step, commit and proposal.
 
-    What commits and proposals count is written with the next step, or with the gauges.
+    Counts of commits and proposals are written with the next step or with the gauges.
     """
 
     def __init__(self, metrics: DraftMetrics) -> None:
@@ -26,16 +26,16 @@ class DraftRecorder:
         self._main_tokens = metrics.tokens.labels("main")
 
     def serves(self, identity: pb.ModelIdentity) -> None:
-        """The model is loaded."""
+        """Export the loaded model's info."""
         self._engine.serves(identity)
 
     def load(self, stats: EngineStats, num_sessions: int) -> None:
-        """Gauges, a few times a second."""
+        """Export the gauges; called a few times a second."""
         self._tallies.write()
         self._engine.observe(stats, num_sessions)
 
     def grammars(self, grammars: GrammarCompiler | None) -> None:
-        """What was compiled, a few times a second."""
+        """Export the compiler's counts; called a few times a second."""
         if grammars is not None:
             self._engine.observe_grammars(grammars)
 
@@ -48,24 +48,24 @@ class DraftRecorder:
         self._metrics.requests.labels("closed").inc()
 
     def step(self, output: StepOutput, num_drafted: int, elapsed_s: float) -> None:
-        """One step of the engine, which drafted this many tokens; `elapsed_s` for each token of a path."""
+        """A step of the engine drafted `num_drafted` tokens; `elapsed_s` per token of a path."""
         self._engine.observe_step(output, "draft" if num_drafted else "prefill", elapsed_s, self._tallies)
         self._tallies.count(self._metrics.drafted_tokens, num_drafted)
         self._tallies.write()
 
     def commit(self, num_found: int, num_new: int, num_dropped: int) -> None:
-        """A commit of `num_new` tokens of which the chain held `num_found`; `num_dropped` of it were wrong."""
+        """A commit of `num_new` tokens, of which the tree held `num_found`; it lost `num_dropped` nodes."""
         self._tallies.count(self._found, num_found)
         self._tallies.count(self._missing, num_new - num_found)
         if num_dropped:
             self._tallies.observe(self._metrics.rollback_tokens, num_dropped)
 
     def stale_commit(self) -> None:
-        """A commit told nothing new."""
+        """A commit had no new tokens."""
         self._metrics.stale_proposals.inc()
 
     def commit_handled(self, elapsed_s: float) -> None:
-        """A commit was followed, whatever it told."""
+        """A commit was handled."""
         self._tallies.observe(self._metrics.loop_seconds, elapsed_s)
 
     def mismatch(self) -> None:
@@ -73,7 +73,7 @@ class DraftRecorder:
         self._metrics.mismatches.inc()
 
     def proposal(self, num_tokens: int, num_new: int, waited_s: float | None) -> None:
-        """A proposal left; `waited_s` after the commit that it is the first answer to."""
+        """A proposal was sent. `waited_s`: seconds since the commit, if this is the first answer to it."""
         self._tallies.count(self._metrics.proposals)
         self._tallies.count(self._main_tokens, num_new)
         self._tallies.observe(self._metrics.proposal_tokens, num_tokens)
@@ -82,7 +82,7 @@ class DraftRecorder:
 
 
 def load_report(engine: Engine, num_sessions: int, max_sessions: int, step_s: float) -> pb.LoadReport:
-    """How loaded a draft is; `step_s` is what its last step took."""
+    """A draft's load; `step_s`: seconds of its last step."""
     stats = engine.stats()
     return pb.LoadReport(
         num_running=stats.running,

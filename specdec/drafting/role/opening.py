@@ -1,4 +1,4 @@
-"""From an OpenSession to a session of the draft."""
+"""Turns an OpenSession into a session of the draft."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.wire.sampling_params import SamplingParams, VerifyMode
 
 _NUM_IN_A_ROW = 4
-"""Sessions whose first commit suspended them, before the next one waits for its own. Chosen."""
+"""Sessions in a row suspended by their first commit, after which new ones wait for theirs."""
 _MOST_KINDS = 1024
 
 Kind = tuple[str, str, int, float]
@@ -22,13 +22,13 @@ Kind = tuple[str, str, int, float]
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a checked OpenSession asks for."""
+    """A checked OpenSession."""
 
     params: SamplingParams
     mode: VerifyMode
     history: TokenHistory
     max_chain: int | None
-    """As `DraftSession.max_chain`."""
+    """See `DraftSession.max_chain`."""
 
 
 def read_opening(body: pb.OpenSession, identity: pb.ModelIdentity, settings: DraftSettings) -> Opening:
@@ -48,7 +48,7 @@ def read_opening(body: pb.OpenSession, identity: pb.ModelIdentity, settings: Dra
     history.append(body.token_ids[body.num_prompt_tokens :])
     mode = verify_mode(body, params, VerifyMode(settings.verify_mode))
     wanted = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
-    # In rejection mode the chain is as long as this says; in coupled mode the growth policy keeps to the same settings.
+    # The chain's length in rejection mode; in coupled mode the growth policy obeys the same settings.
     limit = min(wanted, settings.max_draft_tokens, settings.max_proposal_nodes, settings.max_ahead_tokens)
     return Opening(params, mode, history, limit if mode is VerifyMode.REJECTION or limit == 0 else None)
 
@@ -63,9 +63,9 @@ def new_session(
     settings: DraftSettings,
     now_s: float,
 ) -> DraftSession:
-    """Check an OpenSession and make the session that it asks for, which has no head yet.
+    """Check an OpenSession and make its session, which has no head yet.
 
-    `now_s` is of time.monotonic.
+    `now_s`: monotonic time.
 
     Raises:
         SessionFailure: a field is out of range; names it.
@@ -87,11 +87,11 @@ def new_session(
 
 
 class Beginnings:
-    """Whether sessions that begin are worth a prompt: not where a target has just suspended one after the other.
+    """Decides whether new sessions are worth computing a prompt: not if their target keeps suspending such sessions.
 
-    By target and kind of request, how many in a row were not wanted. What is forgotten costs a prompt.
+    Counts suspended sessions in a row by target and kind of request. A forgotten count costs one prompt.
 
-    Lossless: who waits for the first commit guesses later, no otherwise.
+    Lossless: a session that waits for its first commit guesses later, but the same tokens.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Beginnings:
         return session.is_suspended
 
     def heard(self, session: FollowingSession, is_suspended: bool) -> None:
-        """A commit says whether proposals are wanted; only the first one counts."""
+        """Note whether a session's first commit suspended it; later commits are ignored."""
         if session.has_heard:
             return
         session.has_heard = True

@@ -1,4 +1,4 @@
-"""A session as the draft holds it: a tree of guesses below the committed tokens, and the sequences that grow it."""
+"""A draft's session: a tree of guesses below the committed tokens, and the sequences that grow it."""
 
 from __future__ import annotations
 
@@ -10,66 +10,66 @@ from specdec.engine.sampling.sampler import DraftSample
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import ROOT, TokenTree
-from specdec.replica.worker.clamping import uint32
 from specdec.replica.worker.sessions import EngineSession
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import uint32
 from specdec.wire.sampling_params import SamplingParams, VerifyMode
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What the draft thinks comes next at one place."""
+    """A guess of the next token at one place."""
 
     token_id: int
     """The token that the target would sample if its logits were the draft's."""
     score: float
-    """Estimated probability that it is accepted if all before it are."""
+    """Estimated probability that it is accepted if its ancestors are."""
     siblings: tuple[tuple[int, float], ...] = ()
     """Runners-up, each with its score."""
     sample: DraftSample | None = None
-    """The sparse distribution it was drawn from (rejection mode)."""
+    """The sparse distribution from which it was sampled (rejection mode)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the draft remembers of one node of the tree."""
+    """The draft's data of one node of the tree."""
 
     score: float
-    """As in Guess."""
+    """See Guess."""
     path_score: float
     """Estimated probability that the node and all its ancestors are accepted."""
     is_end: bool
-    """The choice would end with it; nothing hangs below."""
+    """Whether the choice ends with it, so that it has no children."""
     draft_us: int
-    """Time of the step that guessed it."""
+    """Microseconds of the step that guessed it."""
     sample: DraftSample | None
     """Rejection mode only."""
 
 
 @dataclass(slots=True, eq=False)
-class Head:
+class GrowingLeaf:
     """A sequence that grows the tree at one leaf: it holds the committed tokens, then the path down to `node`."""
 
     seq: Sequence
     node: int = ROOT
     is_over: bool = False
-    """Its leaf ends the choice, or the draft's context: nothing follows."""
+    """Whether nothing can follow its leaf: the choice or the draft's context ends."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FollowingSession(EngineSession):
-    """One choice that a drafter follows, whatever it guesses by."""
+    """A session of any model drafter."""
 
     body: pb.OpenSession
     """The message that opened it."""
     target_credit: int | None = None
-    """How many draft tokens per step the target last found worth verifying; None: not told."""
+    """Draft tokens per step that the target last found worth verifying; None: not reported."""
     is_suspended: bool = False
-    """Nobody wants proposals now: nothing is computed, not even what is committed."""
+    """The target has suspended speculation: nothing is computed, not even committed tokens."""
     has_heard: bool = False
-    """A commit has come."""
+    """Whether a commit has arrived."""
     committed_at_s: float | None = None
-    """When the last commit arrived, until a proposal answers it."""
+    """Monotonic time of the last commit; None once a proposal has answered it."""
 
 
 FollowingT = TypeVar("FollowingT", bound=FollowingSession)
@@ -77,52 +77,53 @@ FollowingT = TypeVar("FollowingT", bound=FollowingSession)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftSession(FollowingSession):
-    """One choice while its continuation is guessed.
+    """A session that guesses with the target's tokens.
 
     Invariants: ``heads[0]`` is the main one and always there; every head's tokens are the committed ones followed by
     the path from the root to its node; `notes` has one entry per node.
     """
 
     params: SamplingParams
-    """How the target picks tokens."""
+    """The target's sampling parameters."""
     mode: VerifyMode
-    """How it verifies them."""
+    """The target's verification."""
     history: TokenHistory
     """Counts of the committed tokens."""
     num_committed: int
     """Tokens that are final."""
     max_chain: int | None
-    """Longest chain in rejection mode, where rounds are synchronous; 0 for a session that wants no drafts; None in
-    coupled mode, where the growth policy decides."""
+    """Greatest length of a chain in rejection mode, where rounds are synchronous; 0: no drafts are wanted; None:
+    coupled mode, where the growth policy decides.
+    """
     chain_start: int
-    """Rejection mode: committed tokens where the chain at hand was begun."""
+    """Rejection mode: number of committed tokens when the present chain began."""
     tree: TokenTree = field(default_factory=TokenTree)
     """Guesses below the last committed token."""
     notes: list[Note] = field(default_factory=list)
-    """What is remembered of each of them."""
-    heads: list[Head] = field(default_factory=list)
+    """Data of each node."""
+    heads: list[GrowingLeaf] = field(default_factory=list)
     """The sequences that grow the tree."""
     is_compiling: bool = False
-    """What its constraint allows is not known yet: nothing is computed."""
+    """Its constraint is being compiled: nothing is computed."""
     num_unsent: int = 0
-    """Steps whose nodes no proposal has carried yet."""
+    """Steps whose nodes have not been sent."""
     rule: DrawRule | None = field(init=False, default=None)
-    """How a guess is drawn from logits; None where a constraint masks these first."""
+    """Rule to sample a guess from logits; None: a constraint masks them first."""
 
     def __post_init__(self) -> None:
-        """Work the rule out once."""
+        """Set the rule."""
         EngineSession.__post_init__(self)
         if not self.body.sampling.HasField("constraint"):
             self.rule = DrawRule(self.params)
 
     @property
     def chain_id(self) -> int:
-        """What no two chains of the session share (rejection mode)."""
+        """Unique number of a chain within the session (rejection mode)."""
         return (self.epoch << 32) + self.chain_start
 
     @property
     def main_path(self) -> list[int]:
-        """Nodes of the main head's path, root-down."""
+        """Nodes of the main head's path, from the root."""
         return self.tree.path(self.heads[0].node)
 
     @property
@@ -137,8 +138,8 @@ class DraftSession(FollowingSession):
     def ends_choice(self, token_id: int, num_tokens: int) -> bool:
         """Whether nothing is drafted after `token_id`, which makes the sequence `num_tokens` long.
 
-        In rejection mode only the position decides: chains that their own tokens cut short would be ready sooner, so
-        that what is verified would depend on the tokens drawn (`specdec.engine.sampling.rejection`).
+        In rejection mode only the position decides. A chain cut short by its own tokens would be ready sooner, so that
+        verification would depend on the sampled tokens (`specdec.engine.sampling.rejection`).
         """
         params = self.params
         is_full = num_tokens - self.body.num_prompt_tokens >= params.max_tokens
@@ -150,21 +151,21 @@ class DraftSession(FollowingSession):
     def add(
         self, parent: int, token_id: int, score: float, is_end: bool, draft_us: int, sample: DraftSample | None
     ) -> int:
-        """Hang a guess below `parent`; one that is there already (a runner-up, say) is returned instead."""
+        """Add a guess below `parent`, unless it is there already. Returns its node."""
         node = self.tree.add(parent, token_id)
         if node == len(self.notes):
             self.notes.append(Note(score, score * self.path_score(parent), is_end, draft_us, sample))
         return node
 
     def reroot(self, node: int) -> dict[int, int]:
-        """Keep what hangs below `node`; returns where each node went."""
+        """Keep the nodes below `node`. Returns the new index of each."""
         above = self.path_score(node)
         self.tree, moved = self.tree.subtree(node)
         self.notes = [_below(self.notes[old], above) for old in sorted(moved)]
         return moved
 
     def clear(self) -> None:
-        """Forget all guesses; the heads are the caller's business."""
+        """Forget all guesses. The caller resets the heads."""
         self.tree, self.notes = TokenTree(), []
 
 
@@ -174,9 +175,9 @@ def _below(note: Note, above: float) -> Note:
 
 
 def make_proposal(session: DraftSession, *, is_complete: bool = False) -> pb.Proposal:
-    """The whole tree, hung from the last committed token. Cost: linear in its nodes, of which there are at most 64.
+    """A proposal of the whole tree below the last committed token. Cost: linear in its nodes, at most 64.
 
-    `is_complete`: nothing will be added to it before a commit.
+    `is_complete`: no node will be added before the next commit.
     """
     tree, notes = session.tree, session.notes
     main_path = session.main_path

@@ -1,4 +1,4 @@
-"""What drafters of every kind do for their sessions: steps in turn, faults that cost one of them, and what is told."""
+"""Common to all model drafters: steps by turns, isolation of faulty sessions, metrics and traces."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from specdec.engine.sequence import Sequence
 from specdec.replica.bridge.step_memory import StepMemory
 from specdec.replica.worker.build import BuiltEngine
 from specdec.replica.worker.errors import FaultLog, SessionFailure, non_finite_logits
-from specdec.replica.worker.isolation import ApartTurns, IsolatedSteps
+from specdec.replica.worker.isolation import FaultIsolation, IsolatedSteps
 from specdec.replica.worker.sessions import EngineSessionTable
 from specdec.v1 import common_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings(Generic[FollowingT]):
-    """How a drafter holds its sessions."""
+    """Access to a drafter's sessions."""
 
     position: Callable[[FollowingT], int]
     """Number of committed tokens."""
     sequences: Callable[[FollowingT], list[Sequence]]
-    """Those of a session, the main one first; none once it is closed."""
+    """Sequences of a session, the main one first; empty once it is closed."""
     owner: Callable[[Sequence], FollowingT]
     ready: Callable[[], list[FollowingT]]
     """Sessions for which a step has something to compute."""
     close: Callable[[FollowingT], None]
-    """Frees all that a session holds."""
+    """Frees a session's sequences."""
 
 
 class DraftWork(Generic[FollowingT]):
-    """Runs a drafter's engine. Whatever one session's share of the work raises ends that session, and it alone."""
+    """Runs a drafter's engine. An error in one session's work ends only that session."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class DraftWork(Generic[FollowingT]):
         self._vocab_size = built.info.identity.vocab_size
         self._held = holdings
         self.beginnings = Beginnings()
-        self._apart = ApartTurns[FollowingT](holdings.position)
+        self._apart = FaultIsolation[FollowingT](holdings.position)
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self.started_s = 0.0
-        """When the last step began."""
+        """Monotonic time at which the last step began."""
         self._step_s = 0.0
         built.engine.before_pass = self._note_pass
         recorder.serves(built.info.identity)
@@ -71,7 +71,7 @@ class DraftWork(Generic[FollowingT]):
     def entry(
         self, session: FollowingT, kind: str, body: Any, commit: Callable[[FollowingT, int, list[int]], None]
     ) -> None:
-        """Hand a commit on, and count what it took."""
+        """Pass a commit to `commit` and measure its time."""
         if kind == "commit":
             started_s = time.monotonic()
             session.is_suspended = body.suspend
@@ -80,7 +80,7 @@ class DraftWork(Generic[FollowingT]):
             self._recorder.commit_handled(time.monotonic() - started_s)
 
     def new_tokens(self, session: FollowingT, held: list[int], start: int, token_ids: list[int]) -> list[int]:
-        """Those of a commit that were not committed before; `held` begins with the tokens that were.
+        """The tokens of a commit that were not committed before; `held` begins with the committed ones.
 
         Raises SessionFailure: see `num_known`.
         """
@@ -94,14 +94,14 @@ class DraftWork(Generic[FollowingT]):
         return new
 
     def committed(self, session: FollowingT, num_new: int, num_found: int, num_dropped: int) -> None:
-        """So many new tokens were followed; the drafted ones held `num_found` of them, and lost `num_dropped`."""
+        """A commit added `num_new` tokens. The drafted tokens held `num_found` of them and lost `num_dropped`."""
         self._recorder.commit(num_found, num_new, num_dropped)
         if session.trace is not None:
             session.trace.add(num_commits=1, num_tokens=num_new, num_accepted=num_found)
         session.committed_at_s = time.monotonic()
 
     def send(self, session: FollowingT, proposal: pb.Proposal, num_tokens: int, num_new: int) -> None:
-        """Emit a proposal of so many tokens, of which no other one has carried the new ones."""
+        """Emit a proposal of `num_tokens`, of which `num_new` were not sent before."""
         waited_s = None if session.committed_at_s is None else time.monotonic() - session.committed_at_s
         session.committed_at_s = None
         self._recorder.proposal(num_tokens, num_new, waited_s)
@@ -112,7 +112,7 @@ class DraftWork(Generic[FollowingT]):
     # --- steps
 
     def step(self) -> StepOutput | None:
-        """Compute one batch of those whose turn it is; None where nothing came of it."""
+        """Compute one batch of the sessions whose turn it is; None if there was no output."""
         self.started_s = time.monotonic()
         output = self._steps.step(lambda seq, error: self.fault(self._held.owner(seq), error), self._turn())
         if output is None:
@@ -129,18 +129,18 @@ class DraftWork(Generic[FollowingT]):
         return output
 
     def stepped(self, output: StepOutput, num_drafted: int, num_rounds: int = 1) -> None:
-        """All that a step led to is done; it drafted so many tokens, in so many rounds."""
+        """A step's guesses are done: `num_drafted` tokens in `num_rounds` rounds."""
         self._step_s = time.monotonic() - self.started_s
         self._recorder.step(output, num_drafted, self._step_s / num_rounds)
 
     def load(self) -> pb.LoadReport:
-        """Load of the engine; exports the gauges too."""
+        """The engine's load. Also exports the gauges."""
         num_sessions = len(self._host.sessions)
         self._recorder.load(self._engine.stats(), num_sessions)
         return load_report(self._engine, num_sessions, self._settings.max_sessions, self._step_s)
 
     def _turn(self) -> set[int] | None:
-        """The sequences whose turn it is; None: nobody steps apart, so it is everybody's."""
+        """Ids of the sequences whose turn it is; None: all of them."""
         if not any(session.apart_until for session in self._host.sessions):
             return None
         groups = self._apart.groups(self._held.ready())
@@ -154,7 +154,7 @@ class DraftWork(Generic[FollowingT]):
     # --- ends
 
     def isolated(self, session: FollowingT, work: Callable[[FollowingT], None]) -> None:
-        """Work on a session, if it is still there, which ends for what that raises."""
+        """Call `work` with a session unless it is closed; an error ends the session."""
         try:
             if self._held.sequences(session):
                 work(session)
@@ -162,18 +162,18 @@ class DraftWork(Generic[FollowingT]):
             self.fault(session, error)
 
     def fault(self, session: FollowingT, error: Exception) -> None:
-        """End a session for what its share of the work has raised."""
+        """End a session for an error in its work."""
         self._fail(session, self._host.faults.failure(error))
 
     def spoiled(self, session: FollowingT) -> None:
-        """End a session from whose logits nothing can be drawn; none of its blocks is used again."""
+        """End a session whose logits are unusable; its blocks are not reused from the prefix cache."""
         for seq in self._held.sequences(session):
             self._engine.distrust(seq)
         failure = non_finite_logits(NonFiniteLogits(), expected_position=self._held.position(session))
         self._fail(session, failure)
 
     def ending(self, session: FollowingT) -> None:
-        """Tell what is known at the end of a session, which still holds its sequences."""
+        """Record a session's end; it must still hold its sequences."""
         sequences = self._held.sequences(session)
         if session.trace is not None:
             session.trace.add(
@@ -191,19 +191,19 @@ class DraftWork(Generic[FollowingT]):
 
 
 def context_end(error: EngineError, committed: int) -> SessionFailure:
-    """What ends a session whose commit the draft's context cannot hold."""
+    """The error of a session whose commit exceeds the draft's context."""
     return SessionFailure(code_pb2.OUT_OF_RANGE, "DRAFT_CONTEXT_END", str(error), expected_position=committed)
 
 
 class DraftingHost(Protocol[FollowingT]):
-    """Knows the sessions, takes their proposals, and is told of those that fail: see `specdec.replica.worker.host`."""
+    """Owner of the sessions, which takes proposals and failures; see `specdec.replica.worker.host`."""
 
     sessions: EngineSessionTable[FollowingT]
     faults: FaultLog
     steps: StepMemory
 
     def emit(self, session: FollowingT, **body: Any) -> None:
-        """A result for whoever opened the session, such as an encoded proposal."""
+        """Send a result, such as an encoded proposal, to the session's owner."""
 
     def failed(self, session: FollowingT, failure: SessionFailure) -> None:
         """The drafter has closed a session because of an error."""

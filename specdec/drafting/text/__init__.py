@@ -1,1 +1,1 @@
-"""Drafting text: the draft has its own tokens, and what passes between it and the target is tokenized anew."""
+"""Drafting with another tokenizer, by text: each side tokenizes the other's text again."""

@@ -1,8 +1,8 @@
-"""Between a target's tokens and those of a draft with another tokenizer: the text that both stand for.
+"""Converts between a target's tokens and those of a draft with another tokenizer, through their text.
 
-A piece is a token by joint id (`specdec.drafting.translation.shared`) with the bytes that it stands for. The pieces of
-a sequence joined are the text of the committed tokens, special ones as the target writes them. What a tokenizer puts
-before every text stands for no bytes.
+A piece is a token's joint id (`specdec.drafting.translation.shared`) and its bytes. A sequence's pieces joined are the
+text of its committed tokens, with special tokens as the target writes them. Tokens that a tokenizer puts before every
+text have no bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from specdec.drafting.translation.shared import SharedVocabulary
 from specdec.drafting.translation.tokens import TokenBytes, split_half_character
 
 LOOK_BACK = 8
-"""Tokens before a boundary that are written anew with what follows it, as they may merge."""
+"""Tokens before a boundary that are tokenized again with the text after it, as they may merge."""
 Piece = tuple[int, bytes]
 
 
@@ -23,18 +23,18 @@ class Written:
     """Drafted text as the target's tokens."""
 
     token_ids: tuple[int, ...]
-    """All of them; the last ones may become others when more is drafted."""
+    """All tokens; the last ones may change when more is drafted."""
     ends: tuple[int, ...]
-    """Of each, how many bytes of the drafted text come before its end."""
+    """For each token, the bytes of drafted text up to its end."""
     num_settled: int
-    """How many are not likely to become others."""
+    """Number of tokens that are unlikely to change."""
 
 
 NOTHING_WRITTEN = Written((), (), 0)
 
 
 class TextBridge:
-    """Writes what one side said as the other side's tokens. Cost of a call: linear in what is written."""
+    """Converts each side's tokens to the other's. Cost of a call: linear in the text."""
 
     def __init__(self, target: TokenBytes, draft: TokenBytes, vocabulary: SharedVocabulary) -> None:
         self._target = target
@@ -54,21 +54,23 @@ class TextBridge:
         return joint_id, span
 
     def is_special(self, joint_id: int) -> bool:
-        """Whether a token is no text, for one of the two: nothing is drafted behind it."""
+        """Whether a token is special for either side; nothing is drafted after it."""
         is_targets = joint_id < self._vocabulary.num_target
         return (is_targets and joint_id in self._target.special) or (
             self._vocabulary.inputs[joint_id] in self._draft.special
         )
 
     def is_shared(self, joint_id: int) -> bool:
-        """Whether the target has a token of the draft, too."""
+        """Whether the target also has this token."""
         return joint_id < self._vocabulary.num_target
 
     def _is_the_drafts(self, target_id: int) -> bool:
         return self._vocabulary.joint_ids[self._vocabulary.inputs[target_id]] == target_id
 
     def opening(self, token_ids: Sequence[int]) -> list[Piece]:
-        """The pieces of a whole text, behind what the draft's tokenizer puts before every one. At least one."""
+        """The pieces of a whole text, after the tokens that the draft's tokenizer puts before every text. At least
+        one.
+        """
         pieces = self._write(b"", token_ids)
         before = [self._vocabulary.joint_ids[token_id] for token_id in self._draft.before]
         if [joint_id for joint_id, _ in pieces[: len(before)]] != before:
@@ -78,17 +80,17 @@ class TextBridge:
     def follow(
         self, committed: Sequence[Piece], drafted: Sequence[Piece], new: Sequence[int], floor: int
     ) -> tuple[int, list[Piece]]:
-        """How the pieces of a sequence go on after new committed tokens.
+        """Update a sequence's pieces for new committed tokens.
 
         Args:
-            committed: of the tokens before.
-            drafted: after them.
-            new: the target's tokens.
-            floor: so many leading pieces of `committed` stay as they are; 1 at least.
+            committed: pieces of the earlier tokens.
+            drafted: pieces after them.
+            new: newly committed tokens of the target.
+            floor: number of leading pieces of `committed` that must stay; at least 1.
 
         Returns:
-            How many of `committed` and `drafted` stay, and the pieces after them: together these are the text with the
-            new tokens. What was drafted beyond stays only where nothing has to be written.
+            The number of pieces of `committed` and `drafted` that stay, and the pieces after them; together the text
+            with the new tokens. Later drafted pieces stay only if no piece is new.
         """
         data = b"".join(self._target.bytes_of(token_id) for token_id in new)
         length = 0
@@ -108,10 +110,10 @@ class TextBridge:
         return start + num_same, pieces[num_same:]
 
     def written(self, committed: Sequence[int], drafted: Sequence[Piece]) -> Written:
-        """Drafted text as the target writes it after its committed tokens.
+        """Drafted text as the target's tokens after its committed ones.
 
-        Where its tokenizer would merge the boundary, the text is written as if nothing came before it. The bytes of a
-        character that is not whole are left out, as is a token that only the draft has and that is no text.
+        If its tokenizer would merge tokens across the boundary, the text is tokenized alone. Bytes of an incomplete
+        character are left out, and so is a special token that only the draft has.
         """
         last = drafted[-1][0] if drafted and self.is_special(drafted[-1][0]) else None
         text_pieces = drafted if last is None else drafted[:-1]
@@ -139,7 +141,7 @@ class TextBridge:
         return Written(tuple(token_ids), tuple(ends), num_settled)
 
     def _write(self, data: bytes, token_ids: Sequence[int]) -> list[Piece]:
-        """The draft's pieces for text, then for tokens of the target."""
+        """The draft's pieces of text, then of the target's tokens."""
         pieces: list[Piece] = []
         for run in self._runs(data, token_ids):
             if isinstance(run, int):
@@ -150,7 +152,7 @@ class TextBridge:
         return pieces
 
     def _runs(self, data: bytes, token_ids: Sequence[int]) -> Iterator[bytes | int]:
-        """Text in one piece, and special tokens that both have."""
+        """Runs of text, and special tokens that both sides have."""
         for token_id in token_ids:
             if token_id in self._target.special and self._is_the_drafts(token_id):
                 if data:
@@ -163,7 +165,7 @@ class TextBridge:
             yield data
 
     def _rewritten_from(self, committed: Sequence[Piece], floor: int) -> int:
-        """The piece from which on text is written anew: none is special from there, nor begins within another."""
+        """Index of the first piece to tokenize again: no later piece is special or begins inside a character."""
         start = len(committed)
         while start > max(floor, len(committed) - LOOK_BACK) and not self.is_special(committed[start - 1][0]):
             start -= 1
@@ -172,7 +174,7 @@ class TextBridge:
         return start
 
     def _tail(self, committed: Sequence[int]) -> bytes:
-        """The text of the last committed tokens, from the last special one on."""
+        """The text of the last committed tokens after the last special one."""
         tail: list[bytes] = []
         for token_id in reversed(committed[-LOOK_BACK:]):
             if token_id in self._target.special:
@@ -181,7 +183,7 @@ class TextBridge:
         return b"".join(reversed(tail))
 
     def _boundary(self, token_ids: Sequence[int], num_bytes: int) -> int | None:
-        """How many of the tokens stand for so many bytes; None where one spans their end."""
+        """Number of tokens that make up `num_bytes`; None if a token crosses the end."""
         length = 0
         for index, token_id in enumerate(token_ids):
             if length >= num_bytes:
@@ -190,7 +192,7 @@ class TextBridge:
         return len(token_ids) if length == num_bytes else None
 
     def _shared_end(self, drafted: Sequence[Piece], rest: bytes) -> list[int]:
-        """The last drafted tokens, where the target has them and they are what is left: it may well write these."""
+        """The last drafted tokens, if the target has them and they equal the rest: it may well write them."""
         shared: list[int] = []
         for joint_id, span in reversed(drafted):
             if not self.is_shared(joint_id) or not rest.endswith(span) or not span:

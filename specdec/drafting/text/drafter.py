@@ -1,7 +1,7 @@
-"""The draft's role where text is drafted: follows commits as text, and grows a chain of its own tokens behind it.
+"""The draft's role if it drafts text: follows commits as text and grows a chain of its own tokens after it.
 
 Invariants:
-    * what crosses the wire are the target's tokens, and a proposal starts at the last committed one;
+    * messages carry the target's tokens, and a proposal starts at the last committed one;
     * in coupled mode a token that both have is drawn with the target's noise of the position where it would stand. In
       rejection mode the likeliest is taken, so that a chain is a function of the committed tokens, a point mass.
 """
@@ -26,22 +26,22 @@ from specdec.drafting.text.session import TextSession, follow, make_proposal, nu
 from specdec.drafting.translation.build import Translated
 from specdec.engine.errors import EngineError
 from specdec.engine.outputs import StepOutput
-from specdec.replica.worker.clamping import microseconds
 from specdec.replica.worker.errors import invalid
 from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.isolation import each_or_halves
 from specdec.replica.worker.opening import check_room
 from specdec.replica.worker.sessions import Owner
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import microseconds
 
 _MOST_PIECES = 4
-"""Of a draft with short tokens, for each of the target's tokens that may be drafted."""
+"""Pieces of the draft per target token that may be drafted, as the draft's tokens may be shorter."""
 _MIN_NEW_TOKENS = 2
-"""A proposal costs every process between draft and target."""
+"""New tokens per proposal; each message costs time in every process on its way."""
 
 
 class TextDrafter:
-    """Drafts ahead of what targets commit, by text. Nothing it does can change a coupled session's output."""
+    """Drafts text ahead of the targets' commits. It cannot change a coupled session's output."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class TextDrafter:
     # --- sessions
 
     def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> TextSession:
-        """Check and admit a session."""
+        """Check and admit a session. Raises SessionFailure, which names the field."""
         check_room(len(self._host.sessions), self._settings.max_sessions)
         opening = read_opening(body, self._identity, self._settings)
         pieces = self._bridge.opening(list(body.token_ids))
@@ -115,7 +115,7 @@ class TextDrafter:
         return session.num_committed
 
     def entry(self, session: TextSession, kind: str, body: Any) -> None:
-        """A commit."""
+        """Take a commit. Raises SessionFailure if it leaves a gap or contradicts an earlier one."""
         self._work.entry(session, kind, body, self._commit)
 
     def close(self, session: TextSession) -> None:
@@ -125,21 +125,21 @@ class TextDrafter:
         self._engine.free(session.seq)
 
     def owner_message(self, owner: Owner, message: Any) -> None:
-        """How far ahead it is worth drafting."""
+        """Take a target's load report, which bounds how far ahead its sessions are drafted."""
         note_target_loads(self._host.sessions.of(owner), message)
 
     def update_pause(self, session: TextSession) -> None:
-        """Sessions whose owner cannot be told take part in no step."""
+        """Exclude a session from steps while its owner cannot be reached."""
         self._plan(session)
 
     def resend(self, session: TextSession, seen: pb.AttachedSession) -> None:
-        """Emit the chain again: whether the last proposal arrived is not known."""
+        """Propose again: the last proposal may be lost. Raises SessionFailure if commits were lost."""
         check_no_commit_is_lost(session.num_committed, seen)
         session.told = None
         self._plan(session)
 
     def load(self) -> pb.LoadReport:
-        """Load of the engine; exports the gauges too."""
+        """The engine's load. Also exports the gauges."""
         return self._work.load()
 
     # --- commits
@@ -162,14 +162,14 @@ class TextDrafter:
     # --- steps
 
     def absorb_proposals(self, now_s: float) -> None:
-        """A draft makes proposals and gets none."""
+        """Nothing to do: a draft receives no proposals."""
 
     def wait_s(self, now_s: float) -> float | None:
-        """0 while some sequence wants more; else nothing is due until a frame arrives."""
+        """Seconds until the next step: 0 while a sequence is ready, else None."""
         return 0 if any(session.seq.is_ready for session in self._owners.values()) else None
 
     def step(self) -> None:
-        """Compute one batch, guess a token of each sequence in it that is up to date, send the proposals."""
+        """Compute one batch, guess a token for each sequence whose tokens are all computed, and send proposals."""
         output = self._work.step()
         if output is None:
             return
@@ -216,7 +216,7 @@ class TextDrafter:
             session.is_over = True
 
     def _plan(self, session: TextSession) -> None:
-        """Decide whether a session grows on, and send what is due."""
+        """Decide whether a session drafts more, and send a due proposal."""
         session.seq.paused = session.is_suspended or not session.may_step or not self._wants_more(session)
         if session.is_suspended:
             session.committed_at_s = None
@@ -229,7 +229,7 @@ class TextDrafter:
             self._propose(session)
 
     def _wants_more(self, session: TextSession) -> bool:
-        # Committed tokens are computed at once, also when nothing is to be drafted after them.
+        # Committed tokens are computed even if nothing is drafted after them.
         if session.seq.num_computed_tokens < len(session.pieces):
             return True
         if session.is_over:

@@ -1,4 +1,4 @@
-"""A session of a draft that drafts text: committed tokens of the target, pieces of the draft, and the proposal."""
+"""A text draft's session: the target's committed tokens, the draft's pieces, and proposals."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ from specdec.drafting.text.bridge import LOOK_BACK, NOTHING_WRITTEN, Piece, Text
 from specdec.engine.engine import Engine
 from specdec.engine.sampling.sampler import RowContext
 from specdec.engine.sequence import Sequence
-from specdec.replica.worker.clamping import uint32
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import uint32
 from specdec.wire.sampling_params import VerifyMode
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TextSession(FollowingSession):
-    """One choice while its continuation is guessed.
+    """A session that guesses with the draft's own tokens.
 
-    Invariants: the tokens of `seq` are those of `pieces` and then of `drafted`, of which the last may be missing at the
-    end of the draft's context; the pieces joined are the text of `token_ids`; `scores` and `times_us` have an
-    entry per piece drafted.
+    Invariants: the tokens of `seq` are those of `pieces`, then of `drafted` (the last may be missing at the end of the
+    draft's context). The pieces joined are the text of `token_ids`. `scores` and `times_us` have one entry per drafted
+    piece.
     """
 
     opening: Opening
-    """What it asks for."""
+    """The checked OpenSession."""
     token_ids: list[int]
     """The target's committed tokens."""
     pieces: list[Piece]
-    """The same text as the draft has it."""
+    """The same text as pieces of the draft."""
     seq: Sequence
     drafted: list[Piece] = field(default_factory=list)
-    """What is guessed to follow."""
+    """Guessed pieces after them."""
     scores: list[float] = field(default_factory=list)
-    """Estimated probability of each piece drafted that it is right if all before it are."""
+    """Estimated probability of each drafted piece to be right if all before it are."""
     times_us: list[int] = field(default_factory=list)
-    """Of the step that drafted each."""
+    """Microseconds of the step that drafted each piece."""
     written: Written = NOTHING_WRITTEN
-    """What is drafted, as the target's tokens."""
+    """The drafted text as the target's tokens."""
     is_over: bool = False
-    """Nothing is drafted behind what is: it ends the choice, or the draft's context."""
+    """Whether nothing can follow the drafted text: the choice or the draft's context ends."""
     told: tuple[int, int, bool] | None = None
-    """Committed tokens and length of the last proposal, and whether it was to be the last before a commit; None:
-    nothing was proposed."""
+    """The last proposal's committed length, number of tokens and completeness; None: nothing was proposed."""
 
     @property
     def num_committed(self) -> int:
@@ -55,17 +54,17 @@ class TextSession(FollowingSession):
 
     @property
     def num_told(self) -> int | None:
-        """How many tokens a proposal told since the last commit; None: there was none."""
+        """Number of tokens proposed since the last commit; None: no proposal."""
         return self.told[1] if self.told is not None and self.told[0] == len(self.token_ids) else None
 
     @property
     def is_rejection(self) -> bool:
-        """Whether the target decides by rejection sampling."""
+        """Whether the target verifies by rejection sampling."""
         return self.opening.mode is VerifyMode.REJECTION
 
     @property
     def path_score(self) -> float:
-        """Estimated probability that all that is drafted is right."""
+        """Estimated probability that all drafted pieces are right."""
         score = 1.0
         for each in self.scores:
             score *= each
@@ -73,14 +72,14 @@ class TextSession(FollowingSession):
 
     @property
     def proposed(self) -> tuple[int, ...]:
-        """What can be told to the target: tokens that more text is not likely to change."""
+        """Tokens to propose: those that more text is unlikely to change."""
         num_tokens = len(self.written.token_ids) if self.is_over else self.written.num_settled
         if self.opening.max_chain is not None:
             num_tokens = min(num_tokens, self.opening.max_chain)
         return self.written.token_ids[:num_tokens]
 
     def draw_context(self) -> RowContext:
-        """Where the next token is drawn, as if what is drafted were the target's tokens."""
+        """The sampler's context of the next token, after the drafted text as the target's tokens."""
         return RowContext(
             params=self.opening.params,
             position=len(self.token_ids) + len(self.written.token_ids),
@@ -90,19 +89,19 @@ class TextSession(FollowingSession):
         )
 
     def ends_choice(self, token_id: int, num_drafted: int) -> bool:
-        """Whether nothing follows a token of the target's, before which `num_drafted` are drafted."""
+        """Whether nothing follows the target's token `token_id` after `num_drafted` drafted ones."""
         params = self.opening.params
         is_full = len(self.token_ids) + num_drafted + 1 - self.body.num_prompt_tokens >= params.max_tokens
         is_eos = token_id in params.eos_token_ids and not params.ignore_eos
         return is_full or is_eos or token_id in params.stop_token_ids
 
     def forget_drafted(self) -> None:
-        """Nothing is drafted; the sequence is the caller's business."""
+        """Forget the drafted text. The caller rolls the sequence back."""
         self.drafted, self.scores, self.times_us = [], [], []
         self.written, self.is_over = NOTHING_WRITTEN, False
 
     def token_scores(self) -> Iterator[float]:
-        """Of each token that is written: of the pieces that begin in it, all must be right."""
+        """Score of each written token: the product over the pieces that begin in it."""
         starts = [0, *accumulate(len(span) for _, span in self.drafted)][:-1]
         products = [1.0, *accumulate(self.scores, mul)]
         reached = [products[sum(start < end for start in starts)] for end in (0, *self.written.ends)]
@@ -111,7 +110,7 @@ class TextSession(FollowingSession):
 
 
 def make_proposal(session: TextSession, *, is_complete: bool) -> pb.Proposal:
-    """All tokens that can be told, maybe none. `is_complete`: no more will come before a commit."""
+    """A proposal of `session.proposed`, which may be empty. `is_complete`: no more will come before a commit."""
     token_ids = session.proposed
     proposal = pb.Proposal(
         start_position=session.num_committed,
@@ -130,14 +129,14 @@ def make_proposal(session: TextSession, *, is_complete: bool) -> pb.Proposal:
 
 
 def follow(engine: Engine, bridge: TextBridge, session: TextSession, new: list[int]) -> None:
-    """Take over committed tokens: what of the draft's pieces they confirm stays, and all else that was drafted goes.
+    """Commit tokens: keep the drafted pieces that they confirm, and drop the others.
 
     Raises:
         SequenceTooLong: the draft's context cannot hold the text.
     """
     seq, drafted, num_pieces = session.seq, session.drafted, len(session.pieces)
     num_kept, written = bridge.follow(session.pieces, drafted, new, max(1, seq.num_final_tokens))
-    if num_kept > num_pieces and not written:  # the drafted text goes on behind what was committed
+    if num_kept > num_pieces and not written:  # the drafted text extends the committed text
         num_taken = num_kept - num_pieces
         session.pieces += drafted[:num_taken]
         session.drafted, session.scores = drafted[num_taken:], session.scores[num_taken:]
@@ -158,6 +157,6 @@ def follow(engine: Engine, bridge: TextBridge, session: TextSession, new: list[i
 
 
 def num_equal(drafted: tuple[int, ...], committed: list[int]) -> int:
-    """How many tokens, from the first on, are the same."""
+    """Number of leading tokens that are equal."""
     pairs = zip(drafted, committed, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(committed)))

@@ -1,1 +1,1 @@
-"""A draft whose tokenizer is not the target's: which tokens both have, and what passes between their ids."""
+"""Drafting with another tokenizer than the target's, token by token: shared tokens and translation of ids."""

@@ -1,4 +1,4 @@
-"""An engine of a draft, made to take and give a target's token ids."""
+"""Makes a draft's engine take and give the target's token ids."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from specdec.v1 import common_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A draft between two tokenizers."""
+    """A draft with a translation around its model."""
 
     built: BuiltEngine
-    """Of which the engine takes joint ids, and the sampler draws them; its identity has the target's ids."""
+    """The engine and sampler work with joint ids; the identity has the target's ids."""
     method: Literal["intersection", "text"]
     vocabulary: SharedVocabulary
     target: TokenBytes
@@ -38,29 +38,29 @@ def translate(
     wanted: HeterogeneousVocab,
     max_message_bytes: int,
 ) -> Translated | None:
-    """Put a translation around a draft's model, in place; None where its tokenizer is the target's.
+    """Put a translation around a draft's model, in place. Returns None if it has the target's tokenizer.
 
     Args:
-        built: the draft, as it was loaded.
-        target: what the target serves.
-        target_tokenizer_json: its tokenizer.
-        wanted: which way, as the settings say.
-        max_message_bytes: of the settings.
+        built: the loaded draft.
+        target: the target's identity.
+        target_tokenizer_json: the target's `tokenizer.json`.
+        wanted: the setting `heterogeneous_vocab`.
+        max_message_bytes: the setting of that name.
 
     Raises:
-        ModelLoadError: a tokenizer cannot be read, or too little is shared for the way that is wanted.
-        EngineError: no message would hold a session that fills the context.
+        ModelLoadError: a tokenizer cannot be read, or too few tokens are shared for `wanted`.
+        EngineError: a session that fills the context would exceed `max_message_bytes`.
     """
     own = built.info.identity
     if own.tokenizer_digest == target.tokenizer_digest:
         return None
     if built.model is None:
-        raise ModelLoadError("a draft with another tokenizer needs its model in this process")
+        raise ModelLoadError("model: a draft with another tokenizer than the target's must run in one process")
     try:
         ours = Side(TokenBytes(target_tokenizer_json), target.vocab_size, tuple(target.eos_token_ids))
         theirs = Side(TokenBytes(built.model.tokenizer_json), own.vocab_size, tuple(own.eos_token_ids))
     except TokenizerRefused as error:
-        raise ModelLoadError(f"the draft has another tokenizer than the target, and of one: {error}") from error
+        raise ModelLoadError(f"the draft's tokenizer differs from the target's; one is unusable: {error}") from error
     vocabulary = share_vocabulary(ours, theirs, built.model.num_logits)
     method = method_for(vocabulary, wanted)
     is_text = method == "text"
@@ -89,7 +89,7 @@ def translate(
     structlog.get_logger("specdec.draft").info(
         "other_tokenizer", method=method, num_shared=vocabulary.num_shared, num_target=vocabulary.num_named
     )
-    # The text that tokens make decides at which position the next one is drawn, so they are drawn one by one.
+    # In text mode the text of a token decides the next one's position, so tokens are drawn one by one.
     drawing = None if is_text or built.drawing is None else built.drawing.by_ids(drawn_ids(vocabulary, num_drawn))
     adapted = replace(
         built,
@@ -105,5 +105,5 @@ def translate(
 def _grammars(target: pb.ModelIdentity, tokenizer_json: str) -> GrammarCompiler | None:
     try:
         return GrammarCompiler(tokenizer_json, target.vocab_size, tuple(target.eos_token_ids))
-    except ValueError:  # guesses are not masked, as with a target that knows no constraints
+    except ValueError:  # guesses are unmasked
         return None

@@ -1,7 +1,7 @@
-"""Which tokens two tokenizers share, and ids for those of both: the joint ids.
+"""The tokens that two tokenizers share, and joint ids for the tokens of both.
 
-Joint ids below `num_target` are the target's own; each id from there on is a token that only the draft has. So what is
-drawn, counted, biased or sent by joint id is so by the target's id wherever the target has the token.
+Joint ids below `num_target` are the target's own; the others are tokens that only the draft has. So sampling, counts,
+biases and messages use the target's id of every token that the target has.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from specdec.engine.checkpoints.files import find_model_files, read_eos_token_id
 from specdec.engine.errors import ModelLoadError
 
 LEAST_SHARE = 0.4
-"""Of the target's tokens, from which on drafting token by token was found better than drafting text."""
+"""Share of the target's tokens from which drafting token by token was measured to beat drafting text."""
 _LEAST_SHARED = 100
-"""Fewer tokens that both have are an accident."""
+"""Shared tokens below which `intersection` is refused: fewer are an accident."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedVocabulary:
-    """The tokens of a draft by joint ids. Ids are checked: none occurs twice, none is out of range."""
+    """A draft's tokens by joint ids. All ids are unique and in range."""
 
     num_target: int
-    """Ids that the target has."""
+    """Number of the target's ids."""
     num_shared: int
-    """Of those that stand for something, how many the draft has, too."""
+    """Number of the target's tokens that the draft also has."""
     num_named: int
-    """How many stand for something."""
+    """Number of the target's ids that are tokens."""
     inputs: tuple[int, ...]
-    """[joint ids]: the draft's id for each; where it has none, one that says as much of it as one token can."""
+    """[joint ids]: the draft's id for each, or for the end of its text if the draft lacks the token."""
     columns: tuple[int, ...]
-    """[joint ids]: the draft's id whose logit it has; -1: none."""
+    """[joint ids]: the draft's id that gives its logit; -1: none."""
     joint_ids: tuple[int, ...]
     """[rows of the draft's embedding]: the joint id of each."""
 
     @property
     def share(self) -> float:
-        """Of the target's tokens, how many the draft has; 0 to 1."""
+        """Share of the target's tokens that the draft has, 0 to 1."""
         return self.num_shared / self.num_named if self.num_named else 0.0
 
     @property
     def num_joint(self) -> int:
-        """How many joint ids there are."""
+        """Number of joint ids."""
         return len(self.inputs)
 
 
@@ -56,20 +56,20 @@ class Side:
 
     tokens: TokenBytes
     num_ids: int
-    """Ids at and past this are never drawn."""
+    """Sampled ids are below it."""
     eos_token_ids: Sequence[int]
-    """Those that end its sequences."""
+    """Tokens that end its sequences."""
 
 
 def share_vocabulary(target: Side, draft: Side, num_draft_rows: int) -> SharedVocabulary:
-    """Find what both have: the same bytes, the same special token, or the same role.
+    """Find the shared tokens: same bytes, same special token, or same role.
 
     Of several tokens with the same bytes the one with the lowest id is shared.
 
     Args:
-        target: whose ids the joint ones begin with.
-        draft: likewise.
-        num_draft_rows: of the draft's embedding, of which the last may be padding or masks.
+        target: its ids come first in the joint ids.
+        draft: its other tokens follow.
+        num_draft_rows: rows of the draft's embedding; the last may be padding or masks.
 
     Cost: a call per token, 0.2 s for 100,000.
     """
@@ -118,9 +118,9 @@ def share_vocabulary(target: Side, draft: Side, num_draft_rows: int) -> SharedVo
 
 
 def method_for(vocabulary: SharedVocabulary, wanted: HeterogeneousVocab) -> Literal["intersection", "text"]:
-    """Which way a draft goes, as its setting `heterogeneous_vocab` says or what both have makes the better one.
+    """The method by the setting `heterogeneous_vocab`, or else by the share of common tokens.
 
-    Raises ModelLoadError: too little is shared for the way that is wanted.
+    Raises ModelLoadError: too few tokens are shared for the wanted method.
     """
     if wanted == "text":
         return "text"
@@ -147,7 +147,7 @@ def _content(tokens: TokenBytes, token_id: int) -> tuple[bool, bytes]:
 
 
 def _nearest(target: TokenBytes, draft: TokenBytes, token_id: int, fallback: int) -> int:
-    """The last of the draft's tokens for a token that it does not have: what comes next depends most on the end."""
+    """The last of the draft's tokens for a target token that it lacks, as the end predicts the next token best."""
     if token_id in target.special:
         return fallback
     pieces = draft.encode(target.bytes_of(token_id))
@@ -155,13 +155,13 @@ def _nearest(target: TokenBytes, draft: TokenBytes, token_id: int, fallback: int
 
 
 def shared_of_files(target_model: str, draft_model: str) -> SharedVocabulary:
-    """What a draft has of a target's tokens. Raises ModelLoadError."""
+    """The shared vocabulary of two models' files. Raises ModelLoadError."""
     target, _ = side_of_files(target_model)
     return share_vocabulary(target, *side_of_files(draft_model))
 
 
 def side_of_files(model: str, revision: str | None = None) -> tuple[Side, int]:
-    """A model's tokens, and how many rows its embedding has, by its config. Raises ModelLoadError."""
+    """A model's tokens, and its embedding's rows by its config. Raises ModelLoadError."""
     folder, _ = find_model_files(model, revision)
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -172,5 +172,5 @@ def side_of_files(model: str, revision: str | None = None) -> tuple[Side, int]:
         num_ids = tokenizer.vocab_size or 0
         num_rows = int(text_config.get("vocab_size", num_ids))
     except (OSError, ValueError, TypeError, AttributeError, TokenizerRefused) as error:
-        raise ModelLoadError(f"model: {model}: what its tokens are cannot be read: {error}") from error
+        raise ModelLoadError(f"model: {model}: its tokenizer or config cannot be read: {error}") from error
     return Side(tokens, min(num_rows, num_ids), eos), num_rows

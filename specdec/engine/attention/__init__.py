@@ -1,1 +1,1 @@
-"""Paged attention: the cache, its metadata, and the kernels in torch."""
+"""Paged attention: the cache, and kernels in torch."""

@@ -1,8 +1,8 @@
-"""Which mask a model declares for each layer, as what it means instead of a tensor.
+"""Reads the mask that a model declares for each layer, as a rule instead of a tensor.
 
-transformers' models build masks through an interface of functions by name, and hand each layer one of them. While
-`declared_masks` is active the paged attention's name has such a function, which returns a `DeclaredMask`. Outside of it
-the name has none: models build no mask, and each pass of a served model is cheaper for it.
+transformers' models build masks through functions that are registered by name, and pass one to each layer. While
+`declared_masks` is active, the paged attention's name has a function that returns a `DeclaredMask`. Otherwise it has
+none, so that serving builds no masks.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,18 +17,18 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 @dataclass(frozen=True, slots=True)
 class DeclaredMask:
-    """What the mask of a layer lets the row at position p read: positions > p - window; None: all up to p."""
+    """A layer's mask: the row at position p reads positions p - window + 1 to p; None: all up to p."""
 
     window: int | None = None
     other: str = ""
-    """Why the mask is neither causal nor a sliding window; "": it is one of them."""
+    """Why the mask is neither causal nor a sliding window; "" if it is."""
 
 
 @contextmanager
 def declared_masks(name: str, num_positions: int) -> Iterator[None]:
-    """Models whose attention is called `name` hand each layer the `DeclaredMask` of a context of this length.
+    """Models with attention `name` pass a `DeclaredMask` to each layer, for contexts of `num_positions`.
 
-    Not at the same time as serving.
+    Not while serving.
     """
     functions: Any = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
     functions[name] = partial(_declared, num_positions)
@@ -41,7 +41,7 @@ def declared_masks(name: str, num_positions: int) -> Iterator[None]:
 def _declared(
     num_positions: int, *, mask_function: Callable[..., Any], device: torch.device | str, **_: Any
 ) -> DeclaredMask:
-    """The first row that does not read position 0 tells the window; rows beside its multiples show if it is one."""
+    """The first row that does not read position 0 gives the window; rows beside its multiples confirm it."""
     positions = torch.arange(num_positions, device=device)
 
     def visible(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -58,6 +58,6 @@ def _declared(
         if torch.equal(seen, (positions >= first) & (positions <= position)):
             continue
         if window is None:
-            return DeclaredMask(other=f"its mask leaves out keys of the row at {position}, or shows it later ones")
-        return DeclaredMask(other="its mask is chunked, or otherwise no window: what a row reads goes by its position")
+            return DeclaredMask(other=f"its mask is not causal at position {position}")
+        return DeclaredMask(other="its mask is no sliding window (chunked attention?)")
     return DeclaredMask(window=window)

@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """What one attention call stores per token: ``num_kv_heads`` keys and values of the given sizes."""
+    """Sizes that one attention call stores per token."""
 
     num_kv_heads: int
     key_dim: int
@@ -21,12 +21,12 @@ class LayerGeometry:
 
 
 class KVCache:
-    """Keys and values of every layer, in blocks that all layers share by number.
+    """Keys and values of every layer. Block numbers are the same in all layers.
 
-    Layer ``i`` is ``keys[i]`` ``[num_blocks, num_kv_heads, block_size, key_dim]`` and ``values[i]`` likewise;
-    where all layers are alike, they are views of one tensor ``[layer, 2, block, kv head, slot, dim]``.
-    Physical slot ``s`` is offset ``s % block_size`` of block ``s // block_size``. Layers are numbered by the
-    order of the attention calls within one forward pass, which is not always the module's own index.
+    Layer ``i`` is ``keys[i]`` ``[num_blocks, num_kv_heads, block_size, key_dim]`` and ``values[i]`` likewise. If all
+    layers are alike, they are views of one tensor ``[layer, 2, block, kv head, slot, dim]``. Physical slot ``s`` is
+    offset ``s % block_size`` of block ``s // block_size``. Layers are numbered in the order of attention calls of a
+    forward pass, which may differ from the module's index.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
+        """Bytes of the cache."""
         return sum(store.numel() * store.element_size() for store in self._stores)
 
     @torch.inference_mode()
@@ -79,8 +79,10 @@ class KVCache:
 
     @torch.inference_mode()
     def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy physical slots ``src[i] -> dst[i]`` in all layers; all are read before any is written. Cost: one copy to
-        the device, which nobody waits for, and a kernel or two for each layer that is stored apart."""
+        """Copy physical slots ``src[i] -> dst[i]`` in all layers, as if all were read before any is written.
+
+        Cost: one asynchronous copy to the device, and one or two kernels per separately stored layer.
+        """
         if not src:
             return
         sources, targets = torch.tensor([src, dst], dtype=torch.int64).to(self.device, non_blocking=True).unbind(0)

@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, called by unmodified transformers models.
 
-transformers looks attention up by name in a registry of its own. ``register_paged_attention`` adds one
-stateless function there; what it needs (batch metadata, cache, kernel) arrives with every forward pass as the
-keyword argument ``CONTEXT_KWARG``. No mask function is registered, so that models build no mask at all.
+transformers looks attention up by name in its registry. ``register_paged_attention`` adds one stateless function. Batch
+metadata, cache and kernel reach it with every forward pass as the keyword argument ``CONTEXT_KWARG``. No mask function
+is registered, so that models build no masks.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""Keyword arguments of the attention function that change nothing for a causal model without dropout and cache."""
+"""Keyword arguments without effect on a causal model without dropout and a cache of its own."""
 
 
 class AttentionError(RuntimeError):
@@ -44,22 +44,22 @@ class AttentionError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a layer asks of its attention, besides queries, keys and values."""
+    """A layer's options of attention."""
 
     scaling: float
     sliding_window: int | None = None
-    """The row at position p reads positions > p - sliding_window."""
+    """The row at position p reads positions p - sliding_window + 1 to p."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap)."""
     sinks: torch.Tensor | None = None
-    """[num_heads], one extra logit per head without a value."""
+    """[num_heads] one more logit per head, without a value."""
 
 
 class AttentionKernel(Protocol):
     """Writes a batch's keys and values into the cache, then attends.
 
-    Guarantee: a row attends to positions ``0..position`` of its own sequence, keys in the order of their positions,
-    whatever slots hold them.
+    Guarantee: a row attends to positions ``0..position`` of its own sequence, in order of position, whatever their
+    slots.
     """
 
     def __call__(
@@ -72,28 +72,29 @@ class AttentionKernel(Protocol):
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Take query ``[T, num_heads, key_dim]``, key and value ``[T, num_kv_heads, dim]``; return
-        ``[T, num_heads, value_dim]`` in the query's dtype."""
+        ``[T, num_heads, value_dim]`` in the query's dtype.
+        """
 
 
 @dataclass(slots=True)
 class ForwardContext:
-    """Everything attention must know about one forward pass. Made anew for every pass."""
+    """Attention's data of one forward pass."""
 
     batch: Batch
     cache: KVCache | None
     kernel: AttentionKernel
     layers: Sequence[int] | None = None
-    """KV layers of the pass's attention calls, in order; None: all, as they come."""
+    """KV layers of the pass's attention calls, in order; None: all layers."""
     mask_windows: Sequence[int | None] = ()
-    """By KV layer, the window that the model declares in its masks only; empty: none does."""
+    """By KV layer, a window that the model declares only in its mask; empty: no layer does."""
     num_calls: int = 0
     """Attention calls so far: the ordinal names the KV layer."""
     scratch: dict[str, Any] = field(default_factory=dict)
-    """What a kernel computes once per pass."""
+    """Values that a kernel computes once per pass."""
 
 
 class RecordingKernel:
-    """Computes nothing: notes the geometry and the options of each attention call."""
+    """Records the geometry and options of each attention call; computes nothing."""
 
     def __init__(self) -> None:
         self.geometries: list[LayerGeometry] = []
@@ -131,10 +132,10 @@ def paged_attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls: query ``[1, H, T, D]``, key and value ``[1, Hkv, T, D]``.
+    """Attention as transformers calls it: query ``[1, H, T, D]``, key and value ``[1, Hkv, T, D]``.
 
-    Returns ``[1, T, H, value_dim]`` and no weights. Raises ``AttentionError`` where the layer did not pass
-    the context on, brings a mask of its own, or asks for something that is not known here.
+    Returns ``[1, T, H, value_dim]`` and no weights. Raises ``AttentionError`` if the layer dropped the context, passes
+    its own mask, or uses an unknown option.
     """
     context: ForwardContext | None = kwargs.get(CONTEXT_KWARG)
     if context is None:
@@ -176,7 +177,7 @@ def _window_of(
 
 
 def cache_of(context: ForwardContext) -> KVCache:
-    """The cache of a pass that has one; raises ``AttentionError`` where it has none."""
+    """The pass's cache. Raises ``AttentionError`` if it has none."""
     if context.cache is None:
         raise AttentionError("the forward pass has no KV cache")
     return context.cache

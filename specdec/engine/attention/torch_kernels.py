@@ -1,8 +1,8 @@
 """Attention kernels in plain torch: a row-invariant one, and one that keeps a GPU busy.
 
-A row-invariant kernel fixes the order of all sums by absolute position (a tree within each tile of ``TILE``
-positions, tiles from left to right), so that a row's bits depend on nothing but its own tokens. A library's matrix
-product fixes no order: it may take another for another shape or layout, and on another CPU.
+A row-invariant kernel fixes the order of all sums by absolute position: a tree within each tile of ``TILE`` positions,
+tiles from left to right. So a row's bits depend on its own tokens only. A library's matrix product fixes no
+order: it may differ by shape, layout and CPU.
 """
 
 import torch
@@ -11,16 +11,17 @@ from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cache_of
 from specdec.engine.batch import Batch
 
-TILE = 16  # positions per tile; a tile's first position is a multiple of it
-MAX_PATH_LEN = 65  # a tree has at most 64 nodes, so a path has at most 64 (one to spare)
-_GATHER_ELEMENTS = 1 << 26  # keys that the gathering kernel may hold at once
-_PRODUCT_ELEMENTS = 1 << 20  # products that the tiled kernel may hold at once, if a tile of one row has no more
+TILE = 16  # positions per tile
+MAX_PATH_LEN = 65  # a tree has at most 64 nodes (one to spare)
+_GATHER_ELEMENTS = 1 << 26  # elements that the gathering kernel holds at once
+_PRODUCT_ELEMENTS = 1 << 20  # products that the tiled kernel holds at once; at least one tile of one row
 
 
 class TiledAttention:
-    """Row-invariant attention in plain torch, float32 inside. Cost: some 50 ATen calls per layer, and two per tile.
+    """Row-invariant attention in plain torch; computes in float32. Cost: about 50 ATen calls per layer, and two per
+    tile.
 
-    Sums are trees of element-wise additions, which are rounded alike in any shape, layout and instruction set.
+    Sums are trees of element-wise additions, which round alike in any shape, layout and instruction set.
     """
 
     def __call__(
@@ -59,7 +60,7 @@ class TiledAttention:
         options: AttentionOptions,
         span: int,
     ) -> torch.Tensor:
-        """Attend ``span`` positions at a time, whole tiles: it bounds memory and changes no bit."""
+        """Attend ``span`` positions (whole tiles) at a time, which bounds memory without changing a bit."""
         num_rows, num_heads, _ = query.shape
         num_kv_heads = cache.geometries[layer].num_kv_heads
         group = num_heads // num_kv_heads
@@ -86,7 +87,7 @@ class TiledAttention:
         for i, j in spans:
             values = _read(cache.values[layer], slots[:, i:j], cache.block_size).unflatten(2, (-1, TILE))
             tiles = weights[..., i - start : j - start].unflatten(-1, (-1, TILE))  # [T, Hkv, group, tiles, TILE]
-            for tile_total in _tree_sum(tiles, -1).unbind(-1):  # from left to right: absent tiles are zeros
+            for tile_total in _tree_sum(tiles, -1).unbind(-1):  # from left to right; masked tiles add zeros
                 total = total + tile_total
             for tile_out in _tree_sum(tiles[..., None] * values[:, :, None], -2).unbind(-2):
                 out = out + tile_out
@@ -95,10 +96,10 @@ class TiledAttention:
 
 
 class GatherAttention:
-    """Attention by one gather and two batched products, without any device-to-host copy; float32 inside.
+    """Attention by one gather and two batched products, without a device-to-host copy; computes in float32.
 
-    Not row-invariant: the width of the gather depends on the batch. Rows are taken in chunks that keep the
-    gathered keys under a fixed size. A fused kernel for CUDA may replace it behind the same signature.
+    Not row-invariant: the width of the gather depends on the batch. Rows are taken in chunks that bound the gathered
+    keys' memory.
     """
 
     def __call__(
@@ -167,7 +168,7 @@ def _read(store: torch.Tensor, slots: torch.Tensor, block_size: int) -> torch.Te
 
 
 def _tree_sum(terms: torch.Tensor, dim: int) -> torch.Tensor:
-    """The sum over one dimension, by adding its upper to its lower half until one is left."""
+    """Sum over one dimension: adds its upper to its lower half until one element is left."""
     while (size := terms.shape[dim]) > 1:
         half = size // 2
         pairs = terms.narrow(dim, 0, half) + terms.narrow(dim, half, half)
@@ -192,8 +193,8 @@ def _softcapped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 def _slots_by_position(context: ForwardContext, block_size: int) -> torch.Tensor:
     """Physical slot of every position of every row, ``[T, L]``, computed once per pass.
 
-    L is a multiple of ``TILE``. Entries past a row's own position name the row's own slot, to be masked by the
-    reader: what others left behind in the block could be NaN, which no weight of zero takes away.
+    L is a multiple of ``TILE``. Entries behind a row's own position repeat the row's own slot; the caller masks them.
+    Other slots may hold NaN, which a weight of zero would not remove.
     """
     slots: torch.Tensor | None = context.scratch.get("slots")
     if slots is None:
@@ -206,7 +207,7 @@ def _map_slots(batch: Batch, block_size: int) -> torch.Tensor:
     num_path_slots = batch.path_slots.shape[0]
     if batch.input_ids.device.type == "cpu":
         width = int(batch.position_ids.max()) + 1
-    else:  # an upper bound that needs no answer from the device
+    else:  # an upper bound, without waiting for the device
         width = tables.shape[1] * block_size + min(num_path_slots, MAX_PATH_LEN)
     width = -(-width // TILE) * TILE
     positions = torch.arange(width, device=tables.device)

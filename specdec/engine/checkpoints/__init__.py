@@ -1,1 +1,1 @@
-"""What a checkpoint is, before anything runs: its files, the format of its weights, and rounding these."""
+"""A checkpoint's files, the format of its weights, and rounding them."""

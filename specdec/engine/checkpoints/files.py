@@ -1,4 +1,4 @@
-"""A model's files: where they lie, what identifies them, which tokenizer, stop tokens and mask they name."""
+"""A model's files: location, identity, tokenizer, stop tokens and mask token."""
 
 import hashlib
 import json
@@ -9,16 +9,16 @@ from typing import Any
 from specdec.engine.errors import ModelLoadError
 from specdec.wire.chat_template_files import with_chat_template
 
-_WHOLE_FILE_BYTES = 1 << 30  # files up to here are hashed whole
+_WHOLE_FILE_BYTES = 1 << 30  # bytes up to which a file is hashed whole
 _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 64
-_MASK_KEYS = ("pard_token", "ptd_token_id")  # of a config, as vLLM reads it: the first that is there counts
+_MASK_KEYS = ("pard_token", "ptd_token_id")  # keys of a config, in vLLM's order
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """What two engines must share for one to continue the other's sessions."""
+    """Properties that two engines must share to continue each other's sessions."""
 
     name: str
     revision: str
@@ -29,9 +29,9 @@ class ModelIdentity:
 
 
 def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
-    """Return the directory of a model and its revision ("" for a plain directory), downloading a hub id if need be.
+    """The directory of a model and its revision ("" for a plain directory). Downloads the files of a hub id.
 
-    Raises ``ModelLoadError`` where neither a directory nor a reachable hub repository has the name.
+    Raises ``ModelLoadError`` if the name is neither a directory nor a reachable hub repository.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -45,18 +45,15 @@ def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
     try:
         snapshot = Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED))
     except Exception as error:  # the hub client raises many unrelated types
-        raise ModelLoadError(
-            f"model: {model} is neither a directory nor a model that the hub gives: {error}"
-        ) from error
+        raise ModelLoadError(f"model: {model} is neither a directory nor available from the hub: {error}") from error
     return snapshot, snapshot.name
 
 
 def weights_digest(directory: Path) -> str:
     """Hex digest over the contents of all safetensors files, in the order of their names.
 
-    A file over 1 GiB counts by its size, its header (names, shapes, types) and 64 samples of 1 MiB spread
-    evenly from its first byte to its last: enough to tell checkpoints apart, no proof against tampering.
-    Cost: about 1 s per GB.
+    Of a file over 1 GiB only the size, the header (names, shapes, types) and 64 samples of 1 MiB, spread evenly, are
+    hashed. This tells checkpoints apart, but does not detect tampering. Cost: about 1 s per GB.
     """
     files = sorted(directory.glob("*.safetensors"))
     digest = hashlib.blake2b(digest_size=16)
@@ -77,7 +74,7 @@ def weights_digest(directory: Path) -> str:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """Hex digest of a config: identifies a model of random weights."""
+    """Hex digest of a config, which identifies a model with random weights."""
     return hashlib.blake2b(canonical_json(config).encode(), digest_size=16).hexdigest()
 
 
@@ -88,14 +85,14 @@ def canonical_json(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A model's fast tokenizer as text, so that a process without torch can rebuild it."""
+    """A model's fast tokenizer as text, which a process without torch can rebuild."""
 
     tokenizer_json: str  # "" where the model ships none
     config: dict[str, Any]
 
     @property
     def digest(self) -> str:
-        """Hex digest of the tokenizer's content, whatever its formatting; "" without a tokenizer."""
+        """Hex digest of the tokenizer's content, independent of formatting; "" without a tokenizer."""
         if not self.tokenizer_json:
             return ""
         content = canonical_json(json.loads(self.tokenizer_json))
@@ -103,7 +100,7 @@ class TokenizerFiles:
 
     @property
     def vocab_size(self) -> int | None:
-        """One more than the largest token id that the tokenizer knows; None without a tokenizer."""
+        """The tokenizer's largest token id plus 1; None without a tokenizer."""
         if not self.tokenizer_json:
             return None
         content = json.loads(self.tokenizer_json)
@@ -114,7 +111,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer(directory: Path) -> TokenizerFiles:
-    """Read ``tokenizer.json`` and ``tokenizer_config.json`` (with a chat template that lies beside them)."""
+    """Read ``tokenizer.json`` and ``tokenizer_config.json``, with a chat template from a file beside them."""
     tokenizer, config_file = directory / "tokenizer.json", directory / "tokenizer_config.json"
     text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else ""
     config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
@@ -122,7 +119,7 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
 
 
 def read_eos_token_ids(directory: Path, config_eos: int | list[int] | None) -> tuple[int, ...]:
-    """End-of-sequence ids: of ``generation_config.json`` where it names any, else of the model's config."""
+    """End-of-sequence ids of ``generation_config.json``, or else of the model's config."""
     file = directory / "generation_config.json"
     eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
     if eos is None:
@@ -133,15 +130,15 @@ def read_eos_token_ids(directory: Path, config_eos: int | list[int] | None) -> t
 
 
 def parallel_mask(model: str, revision: str | None, wanted: bool | None, num_ids: int) -> int | None:
-    """The mask's id, as the model's config names it; None: tokens are drafted one by one.
+    """The mask token's id from the model's config; None: tokens are drafted one by one.
 
     Args:
-        model, revision: as the settings have them.
-        wanted: whether to use it; None: where there is one.
-        num_ids: rows of the embedding.
+        model, revision: the settings of these names.
+        wanted: the setting `parallel_drafting`; None: use a mask if there is one.
+        num_ids: rows of the model's embedding.
 
     Raises:
-        ModelLoadError: it is wanted and there is none, or the embedding has no row for it.
+        ModelLoadError: a mask is wanted but missing, or outside the embedding.
     """
     if wanted is False:
         return None
@@ -154,5 +151,5 @@ def parallel_mask(model: str, revision: str | None, wanted: bool | None, num_ids
         return None
     mask = config[key]
     if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < num_ids:
-        raise ModelLoadError(f"parallel_drafting: {key} is {mask!r}, no id of an embedding of {num_ids} rows")
+        raise ModelLoadError(f"parallel_drafting: {key} is {mask!r}, not an id below {num_ids}")
     return mask

@@ -1,7 +1,7 @@
-"""Checkpoints that are quantized already: GPTQ, AWQ, compressed-tensors, bitsandbytes and what else transformers loads.
+"""Quantized checkpoints: GPTQ, AWQ, compressed-tensors, bitsandbytes and other formats that transformers loads.
 
-transformers reads them where the package of their format is installed, and its modules compute with them on CUDA, as
-the engine's own decoders take weights that are numbers.
+transformers loads them if the format's package is installed. Its modules compute with them, on CUDA only, as the
+engine's own decoders need plain weights.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from specdec.engine.settings import EngineSettings
 
 
 def format_of(config: PreTrainedConfig) -> str:
-    """The name of the format that a checkpoint's config tells, as transformers spells it; "": none."""
+    """The format in a checkpoint's config, as transformers spells it; "" if none."""
     described: Any = getattr(config, "quantization_config", None)
     if described is None:
         return ""
@@ -23,24 +23,24 @@ def format_of(config: PreTrainedConfig) -> str:
 
 
 def check_format(config: PreTrainedConfig, settings: EngineSettings, device: torch.device) -> str:
-    """The checkpoint's format; "" for one of plain numbers.
+    """The checkpoint's format; "" for plain weights.
 
-    Raises ``ModelLoadError`` where such a checkpoint cannot be used.
+    Raises ``ModelLoadError`` if the settings or the device do not allow the format.
     """
     name = format_of(config)
     if not name:
         return name
     if device.type != "cuda":
         raise ModelLoadError(
-            f"{settings.model} is quantized ({name}), which is for CUDA: on the CPU give the original checkpoint and "
+            f"model: {settings.model} is quantized ({name}) and needs CUDA; on a CPU set the original model and "
             "weight_quantization"
         )
     if settings.tensor_parallel_size > 1:
-        raise ModelLoadError(f"tensor_parallel_size: {settings.model} is quantized ({name}), which is for one rank")
+        raise ModelLoadError(f"tensor_parallel_size: {settings.model} is quantized ({name}); set 1")
     if settings.load_format == "dummy":
-        raise ModelLoadError(f"load_format: dummy makes no weights for a quantized checkpoint ({name})")
+        raise ModelLoadError(f"load_format: dummy does not support a quantized checkpoint ({name})")
     if settings.deterministic:
         raise ModelLoadError(
-            f"deterministic: {settings.model} is quantized ({name}), and its kernels go by the number of rows"
+            f"deterministic: {settings.model} is quantized ({name}), and its kernels are not row-invariant; set false"
         )
     return name

@@ -1,10 +1,10 @@
-"""Weight-only quantization: linear weights rounded to what few bits hold, before anything runs or is packed.
+"""Weight-only quantization: rounds linear weights to few bits before packing.
 
-A quantized model is a float32 model whose weights happen to be multiples of a scale. All that follows takes it as that:
-the dense reference of the self-test, the order of sums, row invariance. That the kernels' formats hold such weights
-exactly in a quarter of the memory or less changes no bit (``specdec.engine.native.packing``).
+A quantized model is a float32 model whose weights are multiples of a scale. The self-test's dense reference, the order
+of sums and row invariance take it as such. The kernels' formats hold these weights exactly, in a quarter of the memory
+or less (``specdec.engine.native.packing``).
 
-Checkpoints that are quantized already are another thing: see ``specdec.engine.checkpoints.formats``.
+For quantized checkpoints see ``specdec.engine.checkpoints.formats``.
 """
 
 from typing import Literal
@@ -19,15 +19,15 @@ from specdec.engine.native.packing import INT4_GROUP
 
 WeightQuantization = Literal["none", "int8", "int4"]
 _INT8_STEPS = 127
-_INT4_STEPS = -8  # of the number of largest magnitude; the other side has 7
-_INT8_SCALE_BITS = 8  # lower bits of a scale that are zero, so that its multiples are exact
+_INT4_STEPS = -8  # steps of the weight of largest magnitude; the other sign has 7
+_INT8_SCALE_BITS = 8  # low bits of a scale that are zero, so that its multiples are exact
 _INT4_SCALE_BITS = 16  # a scale is a bfloat16
 
 
 @torch.no_grad()
 def quantize_linear_weights(model: PreTrainedModel, quantization: WeightQuantization) -> None:
-    """Round the weights of all linear layers, in place. With int4 the output layer, whose errors nothing evens out, is
-    rounded to int8. Embeddings stay as they are, also one that shared its weight with the output layer.
+    """Round the weights of all linear layers in place. With int4 the output layer is rounded to int8, as no later layer
+    evens out its errors. Embeddings stay unrounded, even if tied to the output layer.
 
     Raises ``ModelLoadError`` for weights that are not finite.
     """
@@ -46,13 +46,13 @@ def quantize_linear_weights(model: PreTrainedModel, quantization: WeightQuantiza
 
 
 def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
-    """The nearest weight ``[N, K]`` of 255 steps per output, -127 .. 127 times a scale of 16 significant bits."""
+    """Weights ``[N, K]`` rounded to -127 .. 127 times a scale of 16 significant bits per output."""
     scales = _rounded_bits(weight.abs().amax(dim=1, keepdim=True) / _INT8_STEPS, _INT8_SCALE_BITS)
     return _steps(weight, scales).clamp_(-_INT8_STEPS, _INT8_STEPS) * scales
 
 
 def round_to_int4(weight: torch.Tensor) -> torch.Tensor:
-    """The nearest weight ``[N, K]`` of 16 steps, -8 .. 7 times the bfloat16 scale of an output and 32 inputs."""
+    """Weights ``[N, K]`` rounded to -8 .. 7 times a bfloat16 scale per output and 32 inputs."""
     num_outputs, depth = weight.shape
     padded = nn.functional.pad(weight, (0, -depth % INT4_GROUP)).reshape(num_outputs, -1, INT4_GROUP)
     largest = padded.gather(2, padded.abs().argmax(dim=2, keepdim=True))
@@ -66,7 +66,7 @@ def _steps(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded_bits(scales: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Scales whose lowest bits are zero, rounded half up in magnitude."""
+    """Scales with `num_bits` low bits of zero, rounded half up in magnitude."""
     bits = scales.contiguous().view(torch.int32)
     half = 1 << (num_bits - 1)
     return ((bits + half) >> num_bits << num_bits).view(torch.float32)

@@ -20,11 +20,9 @@ from specdec.engine.cuda.cuts import NUM_CUT_WORDS, CutKinds, cut_parameters, la
 from specdec.engine.cuda.sampling import MOST_TOP, launch_top, read_top
 from specdec.engine.drawing.adjustments import Adjustments, can_adjust
 from specdec.engine.drawing.graph_parts import GraphParts, parameters_of, scaling_of, sparse_parameters_of
-from specdec.engine.drawing.other_ids import IdTables, OtherIds
-from specdec.engine.drawing.pruning import pruned
-from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
+from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, IdTables, OtherIds, pruned
 from specdec.engine.drawing.sparse import launch_sparse, read_sparse
-from specdec.engine.model.device_choice import Replays
+from specdec.engine.model.device_choice import ReplayingModel
 from specdec.engine.sampling.logit_processors import cut_arguments
 from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.sampler import Sampler
@@ -88,7 +86,7 @@ class DeviceDrawing:
 
     def __init__(
         self,
-        steps: Replays,
+        steps: ReplayingModel,
         cache: KVCache,
         vocab_size: int,
         max_len: int,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec.engine.attention.kv_cache import KVCache
-from specdec.engine.drawing.other_ids import OtherIds
-from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, NativeRow
+from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, NativeRow, OtherIds
 from specdec.engine.model.fused import FusedDecoder
 from specdec.engine.sampling.rejection import DraftSample
 

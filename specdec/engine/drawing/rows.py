@@ -1,4 +1,4 @@
-"""How the tokens of a choice are drawn, and what a call that draws several of each row is told."""
+"""How the tokens of a choice are drawn: the arguments of a call that draws several of each row, and by which ids."""
 
 from __future__ import annotations
 
@@ -11,15 +11,49 @@ from typing import Protocol
 
 import torch
 
-from specdec.engine.drawing.other_ids import OtherIds
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE, RowContext
 from specdec.engine.sampling.rejection import DraftSample
 from specdec.wire.sampling_params import SamplingParams
 
 _INT64, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-
 Draw = tuple[list[int], list[float]]
 """Best tokens with their scores, as ``NativeSampling.perturbed_top`` returns them of one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherIds:
+    """By what tokens are drawn in place of a model's own ids: noise, cuts, ends and ties go by these."""
+
+    inputs: Sequence[int]
+    """[ids]: the model's id for each."""
+    columns: Sequence[int]
+    """[ids that are drawn], the first ones: the model's id whose logit it has; -1: it is never drawn."""
+
+    def check(self, num_logits: int) -> None:
+        """Raises ``ValueError`` unless all stand for ids below `num_logits`."""
+        if len(self.columns) > len(self.inputs):
+            raise ValueError(f"{len(self.inputs)} ids, of which {len(self.columns)} are drawn")
+        for name, least, ids in (("inputs", 0, self.inputs), ("columns", -1, self.columns)):
+            if not all(least <= each < num_logits for each in ids):
+                raise ValueError(f"{name}: an id that is none of the model's {num_logits}")
+
+
+class IdTables:
+    """Both lists on the devices where they are used."""
+
+    def __init__(self, ids: OtherIds, device: torch.device, logits_device: torch.device) -> None:
+        self._inputs = torch.tensor(ids.inputs, dtype=torch.int64, device=device)
+        columns = torch.tensor(ids.columns, dtype=torch.int64, device=logits_device)
+        self._lacks = columns < 0
+        self._columns = columns.clamp(min=0)
+
+    def model_ids(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The model's ids for those of a batch, [T] int64."""
+        return self._inputs.index_select(0, token_ids)
+
+    def by_drawn_id(self, logits: torch.Tensor) -> torch.Tensor:
+        """A model's logits [R, V] in the order of drawn ids, minus infinity for what is never drawn: a copy."""
+        return logits.index_select(1, self._columns).masked_fill_(self._lacks, -torch.inf)
 
 
 class NativeRow(ctypes.Structure):
@@ -146,3 +180,35 @@ class Drawing(Protocol):
         Raises:
             ValueError: some stand for ids that the model does not have, where nothing else would notice.
         """
+
+
+def pruned(rows: Sequence[DrawRow], of_rounds: Sequence[Sequence[Draw]]) -> list[list[Draw]]:
+    """What rounds would have drawn that end where ``DrawRow`` says so: the same as ``native/ahead.cpp`` draws."""
+    drawn: list[list[Draw]] = [[] for _ in rows]
+    path_scores = [row.path_score for row in rows]
+    active = list(range(len(rows)))
+    for number, draws in enumerate(of_rounds):
+        goes_on, rest = True, []
+        for r in active:
+            row, (token_ids, scores) = rows[r], draws[r]
+            drawn[r].append(draws[r])
+            is_end = math.isnan(scores[0])
+            if not is_end:
+                shares = [math.exp(score - scores[0]) for score in scores]
+                total = sum(shares)
+                if len(shares) > 1 and path_scores[r] * (shares[1] / total) >= row.least_fork_score:
+                    goes_on = False
+                path_scores[r] /= total
+                is_end = (
+                    number + 1 >= row.num_rounds
+                    or path_scores[r] < row.least_path_score
+                    or token_ids[0] in row.rule.ends
+                )
+            if is_end:
+                goes_on = goes_on and not row.ends_all
+            else:
+                rest.append(r)
+        if not goes_on or not rest:
+            break
+        active = rest
+    return drawn

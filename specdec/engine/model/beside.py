@@ -1,4 +1,4 @@
-"""Passes beside the engine's steps: their rows, over blocks of sequences and slots that nothing else reads."""
+"""Passes outside the engine's steps, over sequences' blocks and slots that no step reads."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ from specdec.engine.model.ragged import StepModel
 
 @dataclass(slots=True)
 class PassRows:
-    """Row by row: which token, where, and what it reads. Rows of one sequence follow each other."""
+    """Rows of a pass: tokens, positions, and the slots that they read. A sequence's rows are adjacent."""
 
     block_size: int
     tables: list[Sequence[int]] = field(default_factory=list)
-    """Blocks of each sequence."""
+    """Block ids of each sequence."""
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    """Physical, that each row writes."""
+    """Physical slot that each row writes."""
     lines: list[int] = field(default_factory=list)
-    """Which of `tables` is its sequence's."""
+    """Index of its sequence in `tables`."""
     contexts: list[int] = field(default_factory=list)
-    """How many positions each reads through the table."""
+    """Number of positions that each row reads through its table."""
     paths: list[list[int]] = field(default_factory=list)
-    """Physical slots of the positions after these, its own last; none where the table has it."""
+    """Physical slots of later positions, its own last; empty if the table covers all."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def add_sequence(self, block_ids: Sequence[int]) -> None:
-        """Rows that follow are of a sequence with these blocks."""
+        """Begin a sequence with these blocks; later rows belong to it."""
         self.tables.append(block_ids)
 
     def add(self, token_id: int, position: int) -> None:
-        """A token where its sequence has it: it writes the slot of its position, and reads all up to that."""
+        """Add a token at its sequence's slot of a position; it reads all positions up to its own."""
         block, offset = divmod(position, self.block_size)
         self._add(token_id, position, self.tables[-1][block] * self.block_size + offset, position + 1, [])
 
     def add_apart(self, token_id: int, num_shared: int, path: list[int]) -> None:
-        """A token that reads the first `num_shared` positions of its sequence and then these slots, the last its own,
-        which it writes."""
+        """Add a token that reads its sequence's first `num_shared` positions, then the slots of `path`, the last of
+        which it writes.
+        """
         self._add(token_id, num_shared + len(path) - 1, path[-1], num_shared, path)
 
     def _add(self, token_id: int, position: int, slot: int, context: int, path: list[int]) -> None:
@@ -58,7 +59,7 @@ class PassRows:
         self.paths.append(path)
 
     def batch(self, device: torch.device) -> Batch:
-        """As a batch in which every row's logits are wanted."""
+        """The rows as a batch with logits of every row."""
         num_rows, width = len(self), max(1, max(map(len, self.tables)))
         tables = np.zeros((len(self.tables), width), np.int32)
         for line, table in zip(tables, self.tables, strict=True):
@@ -82,7 +83,7 @@ class PassRows:
 
 
 def prompt_rows(token_ids: Sequence[int], block_size: int) -> PassRows:
-    """A sequence from its start on, in the first blocks of a cache."""
+    """Rows of a whole sequence, in the first blocks of a cache."""
     rows = PassRows(block_size)
     rows.add_sequence(range(-(-len(token_ids) // block_size)))
     for position, token in enumerate(token_ids):
@@ -92,12 +93,12 @@ def prompt_rows(token_ids: Sequence[int], block_size: int) -> PassRows:
 
 @dataclass(frozen=True, slots=True)
 class SkippingPass:
-    """Runs a model's weights over its own cache without some sublayers. What it writes there is for nobody else."""
+    """Runs a model without some sublayers, over the model's own cache."""
 
     step_model: StepModel
     cache: KVCache
     fused: FusedDecoder | None
-    """The same, where it is a fused decoder."""
+    """`step_model` if it is a fused decoder, else None."""
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Logits ``[R, num_logits]`` float32 of one pass."""

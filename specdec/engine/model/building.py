@@ -1,4 +1,6 @@
-"""From settings to a model that runs: loaded, proved, with the fastest kernels that pass, and its KV cache."""
+"""Builds a model from settings: loads it, checks it, chooses the fastest kernels that pass, and allocates the KV
+cache.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.device_choice import (
-    Replays,
+    ReplayingModel,
     device_attention,
     device_decoder,
     is_on_gpu,
@@ -19,11 +21,11 @@ from specdec.engine.model.device_choice import (
     with_replays,
 )
 from specdec.engine.model.fused import FusedDecoder, is_fusable
-from specdec.engine.model.gate import refusing
 from specdec.engine.model.kv_budget import CAPTURE_BYTES, NOTHING, Beside, CudaMemory, affordable_kv_bytes
 from specdec.engine.model.linear import TorchWeight, make_modules_row_invariant, torch_path
 from specdec.engine.model.loader import LoadedModel, load_model
-from specdec.engine.model.probe import Probe, ProbeLog, tolerance
+from specdec.engine.model.model_check import refusing
+from specdec.engine.model.probe import ProbeLog, SelfTest, tolerance
 from specdec.engine.model.proofs.positions import FarProof
 from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.model.switches import shortened
@@ -44,27 +46,25 @@ DenseLogits = dict[tuple[int, ...], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A model that has passed its self-test, and what it runs over."""
+    """A model that has passed its self-test, with its kernels and KV cache."""
 
     loaded: LoadedModel
     step_model: StepModel
     kernel_path: str
-    """Names what computes it, in the numerics id."""
+    """Name of its kernels in the numerics id."""
     row_invariant: bool
-    """A row's logits are the same bits in any company."""
+    """Whether a row's logits are the same bits in any batch."""
     cache: KVCache
     num_spare_blocks: int
-    """The last blocks of the cache, which are for rows of padding."""
-    replays: Replays | None
-    """Replays steps of few rows; None: nothing does."""
+    """Number of the cache's last blocks, which are for padding rows."""
+    replays: ReplayingModel | None
+    """Replays captured small steps; None: no step is captured."""
     kernels: NativeKernels | None
-    """Those of the CPU, where there are any."""
+    """The CPU's kernels, if any."""
 
 
 def build_model(settings: EngineSettings, group: RankGroup | None, beside: Beside = NOTHING) -> BuiltModel:
-    """Load a model, choose what computes it, prove that it can be paged, and allocate its KV cache; of a group, this
-    rank's part. See ``ModelRunner.load``.
-    """
+    """Build a model, or this rank's part of it in a group. See ``ModelRunner.load``."""
     return _Builder(settings, group, beside).build()
 
 
@@ -80,10 +80,10 @@ class _Builder:
         self._is_quantized = settings.weight_quantization != "none"
         self._is_exact = not is_on_gpu(loaded.device) and loaded.dtype == torch.float32
         if settings.deterministic and not self._is_exact and not is_on_gpu(loaded.device):
-            raise ModelLoadError("deterministic needs float32 on CPU, or a GPU")
-        self._probe = Probe(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
+            raise ModelLoadError("deterministic: needs dtype float32 on a CPU, or a GPU")
+        self._probe = SelfTest(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
         self._far: FarProof | None = None
-        self._no_kernels = ""  # why there are none, and what to do about it
+        self._no_kernels = ""  # why there are none, and the remedy
         self._kernels = self._make_kernels() if self._is_exact else None
 
     @torch.inference_mode()
@@ -93,12 +93,12 @@ class _Builder:
         if loaded.device.type == "cpu":
             torch.set_num_threads(1 if self._is_exact else settings.num_threads)
         if self._group is not None:
-            self._group.wait_for_all()  # from here on no rank waits long for another
+            self._group.wait_for_all()  # later waits between ranks are short
         expected = self._dense_logits() if settings.self_test else {}
         with shortened(loaded.model) as has_switches:
             short = self._dense_logits() if settings.self_test and has_switches else {}
         if self._group is not None:
-            shard_model(loaded.model, self._group)  # expected is what transformers' own wrappers made of the shards
+            shard_model(loaded.model, self._group)  # `expected` came from transformers' own wrappers
         ragged = RaggedModel(loaded.model, TiledAttention())
         if short:
             self._prove_switches(ragged, short)
@@ -109,7 +109,7 @@ class _Builder:
             self._far = FarProof(loaded, recorded, ragged.mask_windows, settings.block_size)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
         is_gathered = isinstance(step_model, RaggedModel) and isinstance(step_model.kernel, GatherAttention)
-        has_spare = is_on_gpu(loaded.device) and not is_gathered  # for rows of padding
+        has_spare = is_on_gpu(loaded.device) and not is_gathered  # block for padding rows
         cache = self._allocate(step_model, recorded.geometries, num_spare_blocks=int(has_spare))
         return BuiltModel(
             loaded,
@@ -125,7 +125,7 @@ class _Builder:
     def _choose_model(
         self, ragged: RaggedModel, recorded: RecordingKernel, expected: DenseLogits
     ) -> tuple[StepModel, str, bool]:
-        """The fastest step model that passes the self-test, its kernel path, whether it is row-invariant."""
+        """The fastest step model that passes the self-test, its kernel path, and whether it is row-invariant."""
         kernels, loaded = self._kernels, self._loaded
         on_device, is_ordered = None, bool(self._settings.deterministic)
         if is_on_gpu(loaded.device) and self._settings.fused == "auto":
@@ -134,7 +134,7 @@ class _Builder:
             )
         if on_device is not None:
             error, row_invariant = self._test(on_device, recorded.geometries, expected)
-            row_invariant = is_ordered and (row_invariant or not expected)  # torch's products go by the number of rows
+            row_invariant = is_ordered and (row_invariant or not expected)  # torch's products depend on the batch
             if self._agreed(error <= tolerance(loaded.dtype) and row_invariant == is_ordered):
                 loaded.release_model()
                 path = triton_path("ordered-decoder" if is_ordered else "decoder", loaded.device)
@@ -149,7 +149,7 @@ class _Builder:
             ragged = RaggedModel(loaded.model, ragged.kernel, ragged.mask_windows)
         if (
             kernels is not None
-            and self._group is None  # the fused decoder has no place for collectives
+            and self._group is None  # the fused decoder has no collectives
             and self._settings.fused == "auto"
             and is_fusable(loaded.model, recorded.geometries, recorded.options, kernels.max_head_dim)
         ):
@@ -166,20 +166,20 @@ class _Builder:
         if not error <= tolerance(loaded.dtype):
             raise ModelNotSupported(
                 loaded.model.config.model_type,
-                f"paged logits differ from dense ones by {error:.2g} of their spread: something besides keys "
-                "and values decides its attention",
+                f"paged logits differ from dense ones by {error:.2g} of their spread: its attention depends on more "
+                "than keys and values",
             )
         row_invariant = row_invariant and self._is_exact
         if self._no_kernels:
             if not expected:
-                self._no_kernels += " (and self_test is off, which would show whether torch suffices)"
+                self._no_kernels += " (and self_test is off, which would test torch's row invariance)"
             promise = "holds" if row_invariant else "is not given"
             _logger.warning(f"no native kernels, row invariance {promise}: {self._no_kernels}")
         if self._settings.deterministic and not row_invariant:
-            why = self._no_kernels or "a row's logits differ with its company"
+            why = self._no_kernels or "a row's logits depend on the rest of the batch"
             if is_on_gpu(loaded.device):
-                why = "GPUs have row-invariant kernels for models of Llama's shape"
-            raise ModelLoadError(f"{loaded.identity.name} is not row-invariant on this machine: {why}")
+                why = "row-invariant GPU kernels exist only for models of Llama's shape"
+            raise ModelLoadError(f"deterministic: {loaded.identity.name} is not row-invariant here: {why}")
         return ragged, kernel_path, row_invariant
 
     def _prove_switches(self, ragged: RaggedModel, expected: DenseLogits) -> None:
@@ -191,12 +191,12 @@ class _Builder:
         if not error <= tolerance(loaded.dtype):
             raise ModelNotSupported(
                 loaded.model.config.model_type,
-                f"past its windows, or where it scales attention by position, paged logits differ from dense ones by "
+                f"beyond its windows or attention scales, paged logits differ from dense ones by "
                 f"{error:.2g} of their spread",
             )
 
     def _agreed(self, is_good: bool) -> bool:
-        """Whether it is at all ranks."""
+        """Whether `is_good` holds at all ranks."""
         return is_good if self._group is None else bool(self._group.smallest(int(is_good)))
 
     def _make_kernels(self) -> NativeKernels | None:
@@ -210,13 +210,13 @@ class _Builder:
         except NativeUnavailable as error:
             self._no_kernels = f"{error}; {_INSTALL_KERNELS}"
             if self._is_quantized:
-                raise ModelLoadError(f"weight_quantization needs native kernels: {self._no_kernels}") from error
+                raise ModelLoadError(f"weight_quantization: needs native kernels: {self._no_kernels}") from error
             if self._settings.native == "on":
-                raise ModelLoadError(f"native kernels were asked for: {self._no_kernels}") from error
+                raise ModelLoadError(f"native: on, but there are no kernels: {self._no_kernels}") from error
             return None
 
     def _install_kernels(self, ragged: RaggedModel) -> str:
-        """Give a transformers model the best kernels at hand; returns the name of the path."""
+        """Give a transformers model the best available kernels. Returns the path's name."""
         if not self._is_exact:
             is_torch = isinstance(ragged.kernel, TiledAttention | GatherAttention)
             return "torch" if is_torch else triton_path("attention", self._loaded.device)
@@ -239,9 +239,9 @@ class _Builder:
     def _test(
         self, step_model: StepModel, geometries: list[LayerGeometry], expected: DenseLogits
     ) -> tuple[float, bool]:
-        """Run the self-test; returns the error against dense logits and whether rows were invariant.
+        """Run the self-test. Returns the error against dense logits, and whether rows were invariant.
 
-        Without it the kernels' own row invariance is believed: their order of sums is theirs. torch's is not.
+        Without a self-test native kernels count as row-invariant, as they fix the order of sums; torch does not.
         """
         loaded, probe = self._loaded, self._probe
         if not expected:
@@ -255,7 +255,7 @@ class _Builder:
 
     def _allocate(self, step_model: StepModel, geometries: list[LayerGeometry], num_spare_blocks: int) -> KVCache:
         settings, loaded = self._settings, self._loaded
-        reserved = CAPTURE_BYTES if num_spare_blocks else 0  # rows of padding are those of captured steps
+        reserved = CAPTURE_BYTES if num_spare_blocks else 0  # for captured steps, which have padding rows
         num_blocks = settings.num_blocks or self._num_blocks_for_budget(step_model, geometries, reserved)
         if self._group is not None:
             num_blocks = self._group.smallest(num_blocks)  # one block table serves all ranks
@@ -287,5 +287,5 @@ class _Builder:
         most_useful = settings.max_batch_seqs * (-(-loaded.max_model_len // settings.block_size) + 4)
         num_blocks = min(budget // block_bytes, most_useful)
         if num_blocks < 2:
-            raise ModelLoadError(f"a KV budget of {budget} bytes does not hold two blocks of {block_bytes} bytes")
+            raise ModelLoadError(f"kv_cache_memory_bytes: {budget} bytes do not hold two blocks of {block_bytes} bytes")
         return int(num_blocks)

@@ -1,6 +1,6 @@
-"""What runs a model on a GPU: Triton kernels where the model has their shape, torch's where it has not.
+"""Chooses what runs a model on a GPU: Triton kernels for models of their shape, torch for others.
 
-Triton is imported when it is needed: machines without a GPU do not have it.
+Triton is imported on use, as machines without a GPU lack it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ from specdec.engine.model.ragged import StepModel
 from specdec.engine.parallel.rank_group import RankGroup
 
 _MAX_HEAD_DIM = 256  # of specdec.engine.cuda.attention
-_KERNELS_VERSION = 2  # raised with every change of a kernel that may change a bit
+_KERNELS_VERSION = 2  # raise it with every change of a kernel that may change a bit
 
 
 def is_on_gpu(device: torch.device) -> bool:
-    """Whether kernels in Triton run there."""
+    """Whether Triton kernels run on the device."""
     return device.type == "cuda"
 
 
@@ -43,10 +43,9 @@ def device_decoder(
     row_invariant: bool,
     group: RankGroup | None,
 ) -> StepModel | None:
-    """The decoder in Triton kernels, which takes the model's weights; None for a model that has not its shape.
+    """The decoder in Triton kernels, which takes the model's weights; None for a model of another shape.
 
-    ``row_invariant``: its products, too, are Triton kernels, whose rows do not depend on their company. ``group``: of
-    the ranks that the model is split over.
+    ``row_invariant``: its products are row-invariant Triton kernels, too. ``group``: the model's ranks.
     """
     if not is_fusable(model, recorded.geometries, recorded.options, _MAX_HEAD_DIM):
         return None
@@ -57,34 +56,35 @@ def device_decoder(
     )
 
 
-class Replays(StepModel, Protocol):
+class ReplayingModel(StepModel, Protocol):
     """A step model that replays captured steps."""
 
     @property
     def row_edges(self) -> tuple[int, ...]:
-        """Numbers of rows that steps are padded to, rising; a step with more of them is not a replay. None: empty."""
+        """Numbers of rows to which steps are padded, ascending; a larger step is not replayed. Empty: no replays."""
 
     @property
     def forward(self) -> Callable[[Batch, KVCache], torch.Tensor]:
-        """Runs a step as it is."""
+        """Runs a step without a replay."""
 
     @property
     def capture(self) -> Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]:
-        """Captures a function into the memory that captured steps share; returns what replays it, and its result."""
+        """Captures a function in the graphs' shared memory. Returns its replay and its result."""
 
     def stop(self) -> None:
-        """Replay nothing any more."""
+        """Stop replaying."""
 
     def prepare(self, max_len: int, *, tap_ids: tuple[int, ...] = (), is_limited: bool = True) -> None:
-        """Capture the steps of sequences up to so many tokens, with a tap of these ids if there are any, within some
-        time and memory if it is limited."""
+        """Capture steps of sequences up to `max_len` tokens, with a tap of `tap_ids`. `is_limited`: within bounds of
+        time and memory.
+        """
 
     def has_room(self, more_s: float) -> bool:
-        """Whether more may be captured before the first request, where that has taken ``more_s`` after ``prepare``."""
+        """Whether more may be captured before the first request, after ``more_s`` seconds beyond ``prepare``."""
 
 
-def with_replays(step_model: StepModel, cache: KVCache) -> Replays | None:
-    """What runs a model on a GPU, with small steps as CUDA graphs; the last block of the cache is theirs."""
+def with_replays(step_model: StepModel, cache: KVCache) -> ReplayingModel | None:
+    """The model with small steps as CUDA graphs, which use the cache's last block; None on a CPU."""
     if cache.device.type != "cuda":
         return None
     from specdec.engine.cuda.buckets import BucketedSteps
@@ -96,7 +96,7 @@ def with_replays(step_model: StepModel, cache: KVCache) -> Replays | None:
 
 
 def triton_path(part: str, device: torch.device) -> str:
-    """What a numerics id says of kernels in Triton: whose they are, which compilers made them, and for which device."""
+    """The numerics id of Triton kernels: part, versions of kernels and compilers, and device."""
     import triton
 
     versions = [part, str(_KERNELS_VERSION), triton.__version__]

@@ -1,7 +1,7 @@
-"""Llama-like decoders on a GPU: four matrix products a layer and Triton kernels between them, ten launches at most.
+"""Llama-like decoders on a GPU: four matrix products and Triton kernels per layer, at most ten launches.
 
-transformers' modules launch sixty kernels a layer, which a small batch waits for. What counts is the self-test, as with
-the CPU's fused decoder: this one must give the logits of the model's own dense forward pass, or it is not used.
+transformers' modules launch sixty kernels per layer, which dominate small batches. As with the CPU's fused decoder, the
+self-test decides: without the logits of the model's dense forward pass this decoder is not used.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,9 +39,9 @@ class _Layer:
 
 
 class DeviceDecoder:
-    """Runs a model that ``is_fusable`` accepts, in its own dtype, on its own device.
+    """Runs a model that ``is_fusable`` accepts, in its dtype and on its device.
 
-    No operation depends on data, so that a pass can be captured; a token id that the model does not have gives NaN.
+    No operation depends on data, so that a pass can be captured. A token id outside the model gives NaN.
     """
 
     def __init__(
@@ -54,12 +54,11 @@ class DeviceDecoder:
         row_invariant: bool = False,
         group: RankGroup | None = None,
     ) -> None:
-        """Take the weights off the modules, one layer after the other: memory peaks a layer above the model's.
+        """Take the weights off the modules layer by layer: memory peaks one layer above the model's.
 
-        ``row_invariant``: a row's bits are the same whatever its company, by matrix products of our own. Otherwise
-        torch's are faster with many rows, and chosen by their number. ``group``: of the ranks that the model was split
-        over (``shard_model``); all are called alike, and sums over them are in the order of the ranks if
-        ``row_invariant``, else as the library has them.
+        ``row_invariant``: own matrix products, so that a row's bits do not depend on the batch; otherwise torch's,
+        which are faster with many rows. ``group``: the model's ranks (``shard_model``), which must be called alike;
+        sums over them are in rank order if ``row_invariant``, else in the library's order.
         """
         decoder: Any = model.model
         head: Any = model.lm_head
@@ -79,11 +78,12 @@ class DeviceDecoder:
         for layer in decoder.layers:
             self._layers.append(_taken(layer, group))
             if self._embedding.is_cuda:
-                torch.cuda.empty_cache()  # of what was joined: the next layer's need not fit there, nor others' wait
+                torch.cuda.empty_cache()  # of joined weights: the next layer's may not fit the hole
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """See ``StepModel``. Cost: nine launches a layer, ten where splits are folded apart, and some ten a pass; with
-        ranks two collectives a layer and two a pass."""
+        """See ``StepModel``. Cost: nine or ten launches per layer and about ten per pass; with ranks, two collectives
+        per layer and two per pass.
+        """
         shape = launch_shape(self._num_heads, self._geometries[0], cache.dtype)
         plan = plan_tiles(batch, shape.rows_per_tile, cache.block_size)
         epsilon = self._epsilon
@@ -108,7 +108,7 @@ class DeviceDecoder:
         return logits.float()
 
     def _embed(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings and their norms; with ranks, zeros where the model does not have a token."""
+        """Embeddings and their norms; with ranks, a token id outside the model gives zeros."""
         first_norm = self._layers[0].input_norm
         if self._split_embedding is None:
             return embed_norm(input_ids, self._embedding, first_norm, self._epsilon)
@@ -118,7 +118,7 @@ class DeviceDecoder:
         return residual, normed
 
     def _summed(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, or its parts, which ``add_norm`` sums in order."""
+        """The sum over the ranks, or its parts, which ``add_norm`` adds in order."""
         if self._group is None:
             return partial
         return self._group.gather(partial) if self._is_ordered else self._group.sum(partial)
@@ -138,7 +138,7 @@ def _joined(modules: Sequence[Any]) -> Weight:
 
 
 def _summand(module: Any, group: RankGroup | None) -> Weight:
-    """A layer whose outputs are summed over the ranks: the first one has the bias."""
+    """The weight of a layer whose outputs are summed over the ranks; rank 0 has the bias."""
     if not isinstance(module, RowSplitLinear):
         return _joined([module])
     weight, _ = _joined([module.local])

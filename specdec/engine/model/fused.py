@@ -1,9 +1,9 @@
 """Llama-like decoders as one native call per step.
 
-A step of a small model spends more time between its kernels than in them. For architectures whose layers are
-exactly norm, attention with rotary positions, norm and gated SiLU, all weights are repacked into one arena
-and the whole step (embedding to logits) runs in C++ (``native/decoder.cpp``). What counts is the self-test:
-the fused decoder must give the logits of the model's own dense forward pass, or it is not used.
+A small model's step spends more time between kernels than in them. For architectures of norm, attention with rotary
+positions, norm and gated SiLU, all weights are repacked into one arena, and the whole step, from embedding to logits,
+runs in C++ (``native/decoder.cpp``). The self-test decides: without the logits of the model's dense forward pass it is
+not used.
 """
 
 import copy
@@ -61,7 +61,7 @@ def is_fusable(
     options: Sequence[AttentionOptions],
     max_head_dim: int,
 ) -> bool:
-    """Whether a model with these attention calls has the one shape that fused decoders compute."""
+    """Whether a model with these attention calls has the shape of fused decoders."""
     config = model.config
     first = geometries[0]
     return (
@@ -79,7 +79,7 @@ def is_fusable(
 
 
 class FusedDecoder:
-    """Runs a fusable model. The model's own modules are no longer needed once it is made."""
+    """Runs a fusable model, without the model's own modules."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class FusedDecoder:
         options: Sequence[AttentionOptions],
         max_model_len: int,
     ) -> None:
-        """Pack the weights of a model that ``is_fusable`` accepts; takes them off its modules one by one."""
+        """Pack the weights of a model that ``is_fusable`` accepts. Takes them off its modules one by one."""
         self.library = kernels.library
         self._kernels = kernels
         self._kept: list[torch.Tensor] = []  # owners of the memory that the structures point to
@@ -102,9 +102,9 @@ class FusedDecoder:
         self._layers = (_DecoderLayer * len(layers))()
         heads = model.config.num_attention_heads
         calls = zip(geometries, options, strict=True)
-        self._attending: list[tuple[int, _DecoderLayer]] = []  # layers of the cache, and whose they are
+        self._attending: list[tuple[int, _DecoderLayer]] = []  # (layer of the cache, decoder layer)
         for target, layer in zip(self._layers, layers, strict=True):
-            target.attention = _attention_view(heads, geometries[0], options[0])  # sizes, where nothing attends
+            target.attention = _attention_view(heads, geometries[0], options[0])  # sizes for a layer without attention
             if has_attention(layer):
                 target.attention = _attention_view(heads, *next(calls))
                 self._attending.append((len(self._attending), target))
@@ -135,7 +135,7 @@ class FusedDecoder:
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Logits ``[R, V]`` of a batch; writes its keys and values. Cost: one native call.
 
-        Raises ``IndexError`` for a token id or a position that the model does not have.
+        Raises ``IndexError`` for a token id or position outside the model.
         """
         view = BatchView.of(batch, cache.block_size)
         logits = torch.empty(view.num_logits, self.num_logits)
@@ -149,8 +149,8 @@ class FusedDecoder:
         return logits
 
     def without(self, skipped: SkippedSublayers) -> "FusedDecoder":
-        """The same decoder, weights and all, whose passes leave sublayers out; it writes the keys and values of the
-        others where the whole one does. Cost: some microseconds. To be called by the same thread as this one.
+        """A decoder of the same weights that skips sublayers; the others' keys and values go to the same places. Cost:
+        some microseconds. Use it in the same thread as this one.
         """
         other = copy.copy(self)
         kept = [number for number in range(len(self._layers)) if number not in skipped.layers]
@@ -178,7 +178,7 @@ class FusedDecoder:
         cache: KVCache,
         logits: torch.Tensor,
     ) -> None:
-        """Call one of the library's functions of a decoder, on up to ``num_rows`` rows at once.
+        """Call a decoder function of the library, for up to ``num_rows`` rows at once.
 
         Raises ``IndexError`` as ``__call__`` does.
         """
@@ -249,7 +249,7 @@ class FusedDecoder:
 
 
 def _packed_weights(layer: Any) -> dict[str, list[torch.Tensor]]:
-    """What a layer's packed fields are made of: weights of one shape each, whose panels alternate."""
+    """Weights of each packed field of a layer; those of one field have one shape, and their panels alternate."""
     attention, mlp = layer.self_attn, layer.mlp
     packed: dict[str, list[torch.Tensor]] = {}
     if has_attention(layer):
@@ -281,8 +281,9 @@ def _attention_view(num_heads: int, geometry: LayerGeometry, options: AttentionO
 def rotary_tables(
     rotary: Any, num_positions: int, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines ``[num_positions, head_dim / 2]`` float32 as the model's own rotary module, which is on this
-    device, gives them."""
+    """Cosines and sines ``[num_positions, head_dim / 2]`` float32 of the model's rotary module, which is on
+    ``device``.
+    """
     parts = []
     probe = torch.zeros(1, dtype=torch.float32, device=device)
     for start in range(0, num_positions, _TABLE_CHUNK):

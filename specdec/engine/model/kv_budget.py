@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV cache may take: what weights, the largest step, captures and heads leave free."""
+"""Computes the KV cache's share of a GPU's memory, after weights, the largest step, captures and heads."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,32 +11,32 @@ from transformers import modeling_utils
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.batch import Batch
 
-CAPTURE_BYTES = 1 << 30  # of specdec.engine.cuda.buckets: what steps that are captured at the start may hold
+CAPTURE_BYTES = 1 << 30  # of steps that specdec.engine.cuda.buckets captures at the start
 _FREE_SHARE = 0.9
 _SAMPLED_ROWS = 64  # rows that the sampler takes at once on a GPU
 _BYTES_PER_SAMPLED_LOGIT = 64  # top-p: scores sorted with their ids, and integer weights with their sums
 
 _AHEAD = "caching_allocator_warmup"
-"""transformers' function that takes the memory of all weights in one piece."""
+"""transformers' function that allocates the memory of all weights in one piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What takes memory of the device later, beside the KV cache: drafters over hidden states."""
+    """Device memory of what is loaded later beside the KV cache: heads."""
 
     num_bytes: int = 0
-    """Of weights."""
+    """Bytes of weights."""
     num_embeddings: int = 0
     """Copies of the model's embedding or output layer."""
     elements_per_token: int = 0
-    """Keys and values that are kept for each token of the KV cache."""
+    """Elements of keys and values per token of the KV cache."""
 
     def weight_bytes(self, num_logits: int, hidden_size: int, dtype: torch.dtype) -> int:
-        """Of all but keys and values, for a model of these sizes."""
+        """Bytes of all but keys and values, for a target of these sizes."""
         return self.num_bytes + self.num_embeddings * num_logits * hidden_size * dtype.itemsize
 
     def cache_bytes(self, num_tokens: int, dtype: torch.dtype) -> int:
-        """Of keys and values beside those of so many tokens."""
+        """Bytes of keys and values for `num_tokens` of the target's cache."""
         return self.elements_per_token * num_tokens * dtype.itemsize
 
 
@@ -44,19 +44,19 @@ NOTHING = Beside()
 
 
 class DeviceMemory(Protocol):
-    """What is asked of a device about its memory."""
+    """A device's memory."""
 
     def free_bytes(self) -> int:
-        """Bytes that nobody has allocated."""
+        """Bytes that no process has allocated."""
 
     def total_bytes(self) -> int:
-        """All that the device has."""
+        """Bytes of the device."""
 
     def own_bytes(self) -> int:
         """Bytes that this process has allocated."""
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """The most bytes that were allocated at once during ``run``, besides those that were before it."""
+        """Peak of allocated bytes during ``run``, minus those allocated before."""
 
 
 class CudaMemory:
@@ -66,7 +66,7 @@ class CudaMemory:
         self._device = device
 
     def free_bytes(self) -> int:
-        """See ``DeviceMemory``. What torch's allocator keeps for later counts as free."""
+        """See ``DeviceMemory``. Memory cached by torch's allocator counts as free."""
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
@@ -102,11 +102,11 @@ def affordable_kv_bytes(
     memory_fraction: float | None = None,
     reserved_bytes: int = 0,
 ) -> int:
-    """Bytes for the KV cache, after one pass of ``num_rows`` rows with the logits of all has shown what a step needs.
+    """Bytes for the KV cache; measures one pass of ``num_rows`` rows with logits of all.
 
-    A tenth of what is left stays free, besides ``reserved_bytes``; the answer may be negative. With ``memory_fraction``
-    it is left of that share of the device, which this process shall not exceed. Cost: that pass, over a small cache of
-    its own, which counts as part of it.
+    A tenth of the rest stays free, besides ``reserved_bytes``; the result may be negative. With ``memory_fraction``
+    this process uses at most that share of the device. Cost: the pass, over a small cache of its own, which counts as
+    part of the pass.
     """
     batch, num_blocks = largest_batch(num_rows, max_model_len, block_size, device)
     of_pass = memory.peak_bytes(lambda: forward(batch, KVCache(geometries, num_blocks, block_size, dtype, device)))
@@ -118,7 +118,7 @@ def affordable_kv_bytes(
 
 
 def largest_batch(num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> tuple[Batch, int]:
-    """A prefill of ``num_rows`` tokens in few sequences, all logits wanted, and how many KV blocks it needs."""
+    """A prefill of ``num_rows`` tokens in few sequences with all logits, and the KV blocks that it needs."""
     length = min(num_rows, max_model_len)
     num_seqs, blocks_per_seq = -(-num_rows // length), -(-length // block_size)
     rows = torch.arange(num_rows, device=device)
@@ -140,11 +140,11 @@ def largest_batch(num_rows: int, max_model_len: int, block_size: int, device: to
 
 @contextlib.contextmanager
 def allocated_one_by_one() -> Iterator[None]:
-    """Have each weight that transformers loads meanwhile in memory of its own, which is given back when it is freed.
+    """Make transformers allocate each weight on its own, so that a freed weight's memory can be reused.
 
-    transformers takes the memory of all in one piece first, to save some hundred allocations of a millisecond. A
-    decoder joins weights, and the pieces leave holes in it that are neither given back nor large enough for what comes:
-    of 60 GiB, 16 more were kept (a model of torch's allocator, with weights in the order of four threads that load).
+    transformers allocates all weights in one piece first, which saves some hundred allocations of a millisecond. Our
+    decoder joins weights, and the holes that remain in that piece can be neither freed nor reused: 16 of 60 GiB in a
+    model of torch's allocator (weights in the order of four loading threads).
     """
     ahead = getattr(modeling_utils, _AHEAD, None)
     if ahead is None:

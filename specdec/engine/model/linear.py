@@ -1,8 +1,8 @@
-"""Linear layers whose rows do not depend on their company, put in the place of a model's own.
+"""Row-invariant linear layers, which replace a model's own.
 
-``nn.Linear`` picks other kernels for other row counts, so the same row gets other bits alone than in a batch.
-Here the weight is packed once and every output is one sum in a fixed order. The same holds for activations:
-ATen computes the last few elements of a tensor by another ``exp`` than the rest.
+``nn.Linear`` picks its kernel by the number of rows, so that a row's bits differ alone and in a batch. Here the weight
+is packed once, and every output is one sum in a fixed order. Activations need care, too: ATen computes the last few
+elements of a tensor by another ``exp``.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from specdec.engine.native.variants import cpu_features
 
 _ACTIVATION_MODULES = ("GELU", "SiLU", "Sigmoid", "Mish", "Laplace", "Softplus", "Hardswish", "Swish")
-_BLOCK_ROWS = 8  # few, as plain decoding pads its one row to them
+_BLOCK_ROWS = 8  # small, as plain decoding pads one row to it
 _VECTOR_MULTIPLE = 64  # ATen's vectorised loops take at most this many elements at a time
 
 
@@ -26,18 +26,18 @@ class PackedWeight(Protocol):
     """A weight in a kernel's own layout."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Take contiguous float32 rows ``[T, K]``, return ``[T, N]``."""
+        """Multiply contiguous float32 rows ``[T, K]``; returns ``[T, N]``."""
 
 
 class WeightPacker(Protocol):
     """Packs a weight ``[N, K]`` and a bias ``[N]`` for a kernel."""
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
-        """Return the packed weight; the originals are not kept."""
+        """Return the packed weight, without references to the originals."""
 
 
 class PackedLinear(nn.Module):
-    """Stands for ``nn.Linear`` or transformers' ``Conv1D``."""
+    """Replaces ``nn.Linear`` or transformers' ``Conv1D``."""
 
     def __init__(self, packed: PackedWeight, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class PackedLinear(nn.Module):
 
 
 class WholeVectorActivation(nn.Module):
-    """Pads an element-wise module's input to whole vectors, so that no element falls to a scalar tail."""
+    """Pads an element-wise module's input to whole vectors, so that no element is computed by a scalar tail."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The inner module's result, element by element."""
+        """The inner module's result."""
         missing = -x.numel() % _VECTOR_MULTIPLE
         if not missing and x.is_contiguous():
             result: torch.Tensor = self.inner(x)
@@ -70,15 +70,15 @@ class WholeVectorActivation(nn.Module):
 
 
 class TorchWeight:
-    """A weight that torch multiplies in blocks of exactly ``_BLOCK_ROWS`` rows, padded where there are fewer.
+    """A weight that torch multiplies in blocks of exactly ``_BLOCK_ROWS`` rows, with padding.
 
-    Libraries choose their loops, and so the order of a sum, by the number of rows: oneDNN has another kernel for
-    a single row of a long sum, and more of them on old CPUs. Of one shape it always runs the same code, so a row's
-    bits depend on itself, and at most on its place in the block: that is for the self-test to find out.
+    Libraries choose their loops, and so the order of a sum, by the number of rows: oneDNN has other kernels for a
+    single row of a long sum, and more on old CPUs. For one shape the same code runs, so that a row's bits depend on the
+    row and at most on its place in the block; the self-test checks that.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, num_threads: int) -> None:
-        """Pack ``[N, K]``; ``num_threads`` are used only if they give the bits of one thread."""
+        """Pack ``[N, K]``. Uses ``num_threads`` only if they give the same bits as one thread."""
         own_bias = None if bias is None else bias.detach().clone()
         self._product = _onednn_product(weight, own_bias) or partial(
             nn.functional.linear, weight=weight.detach().clone(), bias=own_bias
@@ -110,14 +110,14 @@ class TorchWeight:
 
 
 def torch_path() -> str:
-    """Name of what ``TorchWeight`` computes on this machine: oneDNN and BLAS have other kernels for other CPUs."""
+    """Name of ``TorchWeight``'s kernels on this machine: those of oneDNN and BLAS depend on the CPU."""
     library = "onednn" if torch.backends.mkldnn.is_available() else "blas"
     cpu = " ".join([*sorted(cpu_features()), os.environ.get("ONEDNN_MAX_CPU_ISA", "")])
     return f"{library}-{_BLOCK_ROWS}-{hashlib.blake2b(cpu.encode(), digest_size=4).hexdigest()}"
 
 
 def _onednn_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """oneDNN's product with a weight packed for blocks of rows; None where this torch has no oneDNN."""
+    """oneDNN's product with a weight packed for blocks of rows; None if this torch lacks oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return None
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _BLOCK_ROWS)
@@ -127,8 +127,8 @@ def _onednn_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable
 def make_modules_row_invariant(model: nn.Module, pack: WeightPacker) -> None:
     """Replace all linear layers and activations of a float32 CPU model, in place.
 
-    Weights are packed one by one and the originals dropped, so that memory peaks one weight above the model's
-    size. A weight shared with an embedding is packed apart.
+    Weights are packed one by one and the originals freed, so that memory peaks one weight above the model's size. A
+    weight shared with an embedding is copied.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():

@@ -24,8 +24,8 @@ from specdec.engine.checkpoints.files import (
 from specdec.engine.checkpoints.formats import check_format
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
-from specdec.engine.model.gate import check_config
 from specdec.engine.model.kv_budget import allocated_one_by_one
+from specdec.engine.model.model_check import check_config
 from specdec.engine.model.skipping import (
     LEAST_AGREEMENT,
     agreement,
@@ -41,13 +41,13 @@ from specdec.engine.settings import EngineSettings
 from specdec.engine.sublayers import skipped_sublayers
 
 _DUMMY_SEED = 0
-_UNLIMITED_LEN = 4096  # default for models without a longest sequence
+_UNLIMITED_LEN = 4096  # tokens; default for models without a limit
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadedModel:
-    """A model in memory, still with its own modules and dense attention, and what its files say."""
+    """A model in memory, with its own modules and dense attention, and its files' metadata."""
 
     model: PreTrainedModel
     identity: ModelIdentity
@@ -55,7 +55,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     vocab_size: int
-    """Ids that the tokenizer can name; the logits may have more columns."""
+    """Number of the tokenizer's ids; the logits may have more columns."""
     num_logits: int
     num_parameters: int
     num_layers: int
@@ -63,17 +63,17 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     checkpoint_format: str = ""
-    """Of its quantized weights (``formats.format_of``); "": they are plain numbers."""
+    """Format of quantized weights (``formats.format_of``); "" for plain ones."""
 
     def release_model(self) -> None:
-        """Drop the modules: something else runs the model."""
+        """Drop the modules, once another decoder has the weights."""
         self.model = None  # type: ignore[assignment]
 
 
 def check_tensor_parallel(settings: EngineSettings) -> str:
-    """Refuse a ``tensor_parallel_size`` that the model or the machine does not allow; returns rank 0's device.
+    """Check that the model and the machine allow ``tensor_parallel_size``. Returns rank 0's device.
 
-    Raises ``TensorParallelRefused``, and what ``load_model`` raises for a config. Reads no weights.
+    Raises ``TensorParallelRefused``, and the errors of ``load_model`` for a config. Reads no weights.
     """
     size = settings.tensor_parallel_size
     directory, _ = find_model_files(settings.model, settings.revision)
@@ -81,26 +81,24 @@ def check_tensor_parallel(settings: EngineSettings) -> str:
     device = _choose_device(settings.device)
     num_gpus = torch.cuda.device_count()
     if device.type == "cuda" and num_gpus < (device.index or 0) + size:
-        raise TensorParallelRefused(size, f"ranks need as many GPUs from {device} on, and torch sees {num_gpus}")
+        raise TensorParallelRefused(size, f"it needs one GPU per rank from {device} on, and torch sees {num_gpus}")
     if device.type == "cpu" and num_gpus:
-        raise TensorParallelRefused(size, "ranks on the CPU need GPUs hidden from them: set CUDA_VISIBLE_DEVICES=-1")
+        raise TensorParallelRefused(size, "ranks on the CPU must not see GPUs: set CUDA_VISIBLE_DEVICES=-1")
     check_plan(config, size, settings.trust_remote_code)
     return str(device)
 
 
 def load_model(settings: EngineSettings, group: RankGroup | None = None) -> LoadedModel:
-    """Load the model that the settings name, or this rank's shard of it: that still runs through transformers' own
-    wrappers, until ``shard_model`` takes them off.
+    """Load the model of the settings, or this rank's shard, which keeps transformers' wrappers until ``shard_model``.
 
-    Raises ``ModelNotSupported`` for what the config rules out and ``ModelLoadError`` for everything that
-    fails on the way.
+    Raises ``ModelNotSupported`` for unsupported configs and ``ModelLoadError`` for other failures.
     """
-    disable_progress_bar()  # transformers would draw one into the service's log
+    disable_progress_bar()  # it would spoil the service's log
     directory, revision = find_model_files(settings.model, settings.revision)
     config = _read_config(directory, settings)
     device = _choose_device(settings.device) if group is None else group.device
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton, streams and graphs take the current device, which would be the first
+        torch.cuda.set_device(device)  # Triton, streams and graphs use the current device
     dtype = _choose_dtype(settings.dtype, device, config)
     if settings.weight_quantization != "none" and (device.type, dtype) != ("cpu", torch.float32):
         raise ModelLoadError(
@@ -110,7 +108,7 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
     checkpoint_format = check_format(config, settings, device)
     max_model_len = _choose_max_model_len(settings.max_model_len, config)
     if settings.load_format == "dummy":
-        place = "" if device.type == "cpu" else f"{device.type}-"  # another generator, other numbers
+        place = "" if device.type == "cpu" else f"{device.type}-"  # other generators give other numbers
         digest = f"random-{_DUMMY_SEED}-{place}{config_digest(config.to_dict())}"
         model = random_model(config, dtype, device, settings.trust_remote_code, group)
     else:
@@ -124,12 +122,12 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
         config.get_text_config(decoder=True).vocab_size if weight is None or checkpoint_format else weight.shape[0]
     )
     tokenizer = read_tokenizer(directory)
-    if not checkpoint_format:  # which are where they belong, and may refuse to be moved
+    if not checkpoint_format:  # quantized weights are in place, and may refuse to move
         model.to(device)  # type: ignore[arg-type]
     model.eval().requires_grad_(False)
     if settings.skips_sublayers:
         digest += f"-{_skip(model, settings, tokenizer)}"
-    num_parameters = int(model.num_parameters())  # of the whole model: shards know their full shape
+    num_parameters = int(model.num_parameters())  # of the whole model, also for a shard
     quantize_linear_weights(model, settings.weight_quantization)
     identity = ModelIdentity(
         name=settings.model if not Path(settings.model).is_dir() else directory.name,
@@ -158,9 +156,9 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
 
 
 def _skip(model: PreTrainedModel, settings: EngineSettings, tokenizer: TokenizerFiles) -> str:
-    """Take out the sublayers that the settings name; returns what is left out, in a few characters.
+    """Remove the sublayers that the settings name. Returns a short digest of them.
 
-    Raises ``ModelLoadError`` for layers that are not there, and where what is left says something else than the whole.
+    Raises ``ModelLoadError`` for missing layers, and if the rest hardly agrees with the whole model.
     """
     try:
         skipped = skipped_sublayers(
@@ -178,7 +176,7 @@ def _skip(model: PreTrainedModel, settings: EngineSettings, tokenizer: Tokenizer
         share = agreement(likeliest(model, ids), whole)
         if share < LEAST_AGREEMENT:
             raise ModelLoadError(too_different(skipped, share))
-        _logger.info("sublayers are left out", extra={"skipped": str(skipped), "agreement": round(share, 3)})
+        _logger.info("sublayers are skipped", extra={"skipped": str(skipped), "agreement": round(share, 3)})
     return hashlib.blake2b(str(skipped).encode(), digest_size=4).hexdigest()
 
 
@@ -186,7 +184,7 @@ def _read_config(directory: Path, settings: EngineSettings) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
     except (ValueError, OSError, KeyError) as error:
-        raise ModelLoadError(f"{settings.model} has no usable config: {error}") from error
+        raise ModelLoadError(f"model: {settings.model} has no usable config: {error}") from error
     check_config(config)
     return config
 
@@ -198,7 +196,7 @@ def _read_model(
     if group is not None:
         placed["distributed_config"] = DistributedConfig(tp_size=group.size)
     elif device.type == "cuda":
-        placed["device_map"] = {"": device}  # tensor by tensor: the host need not hold the whole model
+        placed["device_map"] = {"": device}  # tensor by tensor, as the host may not hold the whole model
     try:
         with allocated_one_by_one():
             read: Any = AutoModelForCausalLM.from_pretrained(
@@ -211,11 +209,11 @@ def _read_model(
                 **placed,
             )
     except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:  # a format's package may be missing
-        raise ModelLoadError(f"{settings.model} could not be loaded: {error}") from error
+        raise ModelLoadError(f"model: {settings.model} could not be loaded: {error}") from error
     model: PreTrainedModel = read[0]
     missing = sorted({name for name, _ in model.named_parameters()}.intersection(read[1]["missing_keys"]))
-    if missing:  # which transformers makes up
-        raise ModelLoadError(f"{settings.model} lacks {len(missing)} weights of its model, {missing[0]} among them")
+    if missing:  # transformers fills them with random numbers
+        raise ModelLoadError(f"model: {settings.model} lacks {len(missing)} weights, such as {missing[0]}")
     return model
 
 
@@ -226,12 +224,12 @@ def random_model(
     trust_remote_code: bool = False,
     group: RankGroup | None = None,
 ) -> PreTrainedModel:
-    """A model with random weights, drawn on the device, where that takes a hundredth of the CPU's time.
+    """A model with random weights, generated on the device (on a GPU in a hundredth of the CPU's time).
 
-    The same weights whatever the number of ranks; so each rank draws the whole model first. The generators of other
-    devices are left alone: to save their states would start a context on every GPU.
+    The weights do not depend on the number of ranks, so that each rank first generates the whole model. Generators of
+    other devices are not saved, which would start a context on every GPU.
 
-    Raises ``ModelLoadError`` where transformers has no such model.
+    Raises ``ModelLoadError`` if transformers lacks the model.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(_DUMMY_SEED)
@@ -240,7 +238,7 @@ def random_model(
                 config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
         except (ValueError, KeyError) as error:
-            raise ModelLoadError(f"no causal language model for {config.model_type}: {error}") from error
+            raise ModelLoadError(f"model: no causal language model for {config.model_type}: {error}") from error
     return model if group is None else _distributed(model, group)
 
 
@@ -249,12 +247,12 @@ def _distributed(model: PreTrainedModel, group: RankGroup) -> PreTrainedModel:
         from transformers.distributed.utils import initialize_distributed_mesh
     except ImportError as error:
         raise ModelLoadError(
-            f"load_format: dummy with several ranks needs transformers 5.23, and this is {transformers.__version__}"
+            f"load_format: dummy with several ranks needs transformers 5.23, not {transformers.__version__}"
         ) from error
     distributed = DistributedConfig(tp_size=group.size)
     _, meshes = initialize_distributed_mesh(distributed)
     head = model.get_output_embeddings()
-    if head is not None:  # transformers does not find a parameter that is tied to another when it splits a model
+    if head is not None:  # transformers does not split a tied parameter
         head.weight = torch.nn.Parameter(head.weight.detach(), requires_grad=False)
     model = model.maybe_distribute_model(model, distributed, meshes)
     model.tie_weights()
@@ -265,7 +263,7 @@ def _choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelLoadError(f"device {name} was asked for, but torch sees no CUDA device")
+        raise ModelLoadError(f"device: {name}, but torch sees no CUDA device")
     return torch.device("cuda:0" if name == "cuda" else name)
 
 
@@ -280,17 +278,17 @@ def _choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> 
 
 
 def _choose_max_model_len(asked: int | None, config: PreTrainedConfig) -> int:
-    """The longest sequence: what was asked, or what the model allows."""
+    """Tokens of the longest sequence: the setting, or the model's limit."""
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     for what, most in length_limits(text).items():
         if asked is not None and asked > most:
             raise ModelNotSupported(
-                config.model_type, f"it is exact up to {most} tokens ({what}); set max_model_len to {most} or less"
+                config.model_type, f"it is exact only up to {most} tokens ({what}); set max_model_len to {most} or less"
             )
         if limit is None or most < limit:
             limit = most
             _logger.warning("the context is limited", extra={"max_model_len": asked or most, "by": what})
     if limit is not None and asked is not None and asked > limit:
-        raise ModelLoadError(f"max_model_len {asked} exceeds the {limit} positions of the model")
+        raise ModelLoadError(f"max_model_len {asked} exceeds the model's {limit} positions")
     return int(asked or limit or _UNLIMITED_LEN)

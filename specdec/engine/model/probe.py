@@ -1,9 +1,8 @@
-"""The self-test of a loaded model: paged logits against dense ones, and one row's bits in different company.
+"""The self-test of a loaded model: paged logits against dense ones, and a row's bits in different batches.
 
-Two short sequences of random tokens run through a cache of their own: whole, in chunks, mixed, token by
-token, and as branches of a tree, in blocks that do not follow each other. Every row is filed under the tokens
-it has seen; rows that saw the same tokens must agree with the dense model within a tolerance, and bit by bit
-if the engine is to be called row-invariant.
+Two short sequences of random tokens run through a cache of their own: whole, in chunks, mixed, token by token, and as
+branches of a tree, in scattered blocks. Rows that have seen the same tokens must agree with the dense model within a
+tolerance, and with each other bit by bit if the engine is to be row-invariant.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ _TOLERANCE = {
     torch.float32: 1e-3,
     torch.float16: 3e-2,
     torch.bfloat16: 1e-1,
-}  # of the logits' spread, root mean square
+}  # root mean square error over the logits' standard deviation
 
 PagedForward = Callable[[Batch, KVCache], torch.Tensor]
 DenseForward = Callable[[torch.Tensor], torch.Tensor]
@@ -27,7 +26,7 @@ DenseForward = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ProbeRow:
-    """One row of a probe batch: the token path it ends, where it writes, and where it reads."""
+    """One row of a probe batch: its tokens so far, where it writes, and where it reads."""
 
     sequence: int
     path: tuple[int, ...]  # all tokens from position 0 to the row's own
@@ -38,18 +37,18 @@ class ProbeRow:
 
 @dataclass(slots=True)
 class ProbeLog:
-    """Logits by the tokens that a row has seen."""
+    """Logits by a row's tokens so far."""
 
     rows: dict[tuple[int, ...], list[torch.Tensor]] = field(default_factory=dict)
 
     def add(self, rows: Sequence[ProbeRow], logits: torch.Tensor) -> None:
-        """File the logits ``[T, V]`` of one pass."""
+        """Add the logits ``[T, V]`` of one pass."""
         for row, values in zip(rows, logits.cpu(), strict=True):
             self.rows.setdefault(row.path, []).append(values)
 
     @property
     def row_invariant(self) -> bool:
-        """Whether all rows that saw the same tokens are equal in every bit."""
+        """Whether all rows with the same tokens are equal in every bit."""
         return all(torch.equal(first, other) for first, *others in self.rows.values() for other in others)
 
     def error(self, dense: DenseForward, sequences: Sequence[Sequence[int]]) -> float:
@@ -65,12 +64,12 @@ class ProbeLog:
         return float((torch.stack(squares[1:]).mean() / scale).sqrt())
 
 
-class Probe:
-    """The script of the self-test for one vocabulary and block size."""
+class SelfTest:
+    """The batches of the self-test for one vocabulary and block size."""
 
     def __init__(self, vocab_size: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.num_positions = max_model_len
-        """Of the context that the model is to have."""
+        """Tokens of the model's context."""
         generator = torch.Generator().manual_seed(20)
         longest = min(_LENGTHS[0], max_model_len - 2)
         drawn = torch.randint(0, vocab_size, (longest + _LENGTHS[1],), generator=generator).tolist()
@@ -94,7 +93,7 @@ class Probe:
         return [[*self._first, left, below], [*self._first, right], self._second]
 
     def run(self, forward: PagedForward, cache: KVCache, alone: PagedForward | None = None) -> ProbeLog:
-        """Run all batches. ``alone`` runs the token-by-token ones, on another number of threads, say."""
+        """Run all batches. ``alone`` runs the token-by-token ones, for example on another number of threads."""
         log = ProbeLog()
         first, second = self._first, self._second
         cut, half = len(first) // 2, len(second) // 2
@@ -119,9 +118,9 @@ class Probe:
         return self._token_rows(0, self._first, 0, min(num_rows, len(self._first)))
 
     def batch(self, rows: Sequence[ProbeRow]) -> Batch:
-        """Lay rows out as a batch in which every row's logits are wanted."""
+        """The rows as a batch with logits of every row."""
         sequences = sorted({row.sequence for row in rows})
-        # Blocks in falling order, sequences interleaved: nothing lies where a plain layout would put it.
+        # Blocks in descending order, sequences interleaved: no slot has its plain place.
         tables = [[self.num_blocks - 1 - (2 * i + s) for i in range(self._blocks_per_seq)] for s in (0, 1)]
 
         def slot(sequence: int, logical: int) -> int:
@@ -162,5 +161,5 @@ class Probe:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Largest error that the self-test forgives."""
+    """Largest error that passes the self-test."""
     return _TOLERANCE[dtype]

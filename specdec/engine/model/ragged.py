@@ -1,9 +1,13 @@
-"""An unmodified transformers model, run over ragged batches through the paged attention function."""
+"""Runs an unmodified transformers model over ragged batches through the paged attention function."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from specdec.engine.attention.declared_masks import declared_masks
@@ -19,25 +23,55 @@ from specdec.engine.attention.paged import (
 )
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model.gate import check_attention_calls, refusing, switch_attention
-from specdec.engine.model.probe import Probe
-from specdec.engine.model.proofs.row_numbers import NumberedRows
+from specdec.engine.model.model_check import check_attention_calls, refusing, switch_attention
+from specdec.engine.model.probe import SelfTest
 from specdec.engine.model.skipping import decoder_layers, has_attention, leaving_out
 from specdec.engine.model.tapping import tapping
 from specdec.engine.sublayers import SkippedSublayers
 
+_SORTING = "transformers.integrations."
+"""Modules that number rows only to sort them back: kernels of experts."""
+
+
+class NumberedRows(TorchFunctionMode):
+    """Finds modules that take row numbers for positions, which is wrong in a batch of several sequences.
+
+    It records calls of ``torch.arange`` with as many numbers as a pass has rows.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self._num_rows = num_rows
+        self.places: set[str] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """See torch."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.arange and result.numel() == self._num_rows:
+            frame = sys._getframe(1)
+            name = str(frame.f_globals.get("__name__"))
+            if not name.startswith((_SORTING, "specdec.")):
+                self.places.add(f"{name.rpartition('.')[2]}:{frame.f_lineno}")
+        return result
+
 
 class StepModel(Protocol):
-    """Whatever computes a step: a transformers model, or its fused equal."""
+    """A model that computes a step: a transformers model or a fused decoder."""
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """Write the batch's keys and values, return float32 logits ``[R, V]`` of ``logits_indices``."""
+        """Write the batch's keys and values; returns float32 logits ``[R, V]`` of ``logits_indices``."""
 
 
 class RaggedModel:
-    """A model whose attention goes through ``kernel``. Constructing it switches the model's attention for good.
+    """A model whose attention calls ``kernel``. The constructor switches the model's attention permanently.
 
-    Raises ``ModelNotSupported`` where the model does not take the registered function.
+    Raises ``ModelNotSupported`` if the model does not use the registered function.
     """
 
     def __init__(
@@ -55,15 +89,14 @@ class RaggedModel:
         return self._run(ForwardContext(batch, cache, self.kernel, mask_windows=self.mask_windows))
 
     def at_positions(self, batch: Batch, cache: KVCache, position_ids: torch.Tensor) -> torch.Tensor:
-        """The same, by a model that takes the rows to be at ``position_ids`` [T]: attention reads what it would read
-        anyway."""
+        """As ``__call__``, but the model's modules get ``position_ids`` [T]; attention reads as the batch says."""
         return self._run(ForwardContext(batch, cache, self.kernel, mask_windows=self.mask_windows), position_ids)
 
     def without(self, skipped: SkippedSublayers) -> StepModel:
-        """A pass of the same modules that leaves sublayers out, and writes the keys and values of the others where the
-        whole model does. Not at the same time as another pass.
+        """A pass of the same modules that skips sublayers; the others' keys and values go to the same places. Not
+        during another pass.
 
-        Raises ModelLoadError where its layers are not each an attention, called once, and an MLP.
+        Raises ModelLoadError unless each layer has an attention, called once, and an MLP.
         """
         layers = decoder_layers(self.model)
         if sum(map(has_attention, layers)) < len(layers):
@@ -78,11 +111,10 @@ class RaggedModel:
 
         return run
 
-    def record_attention(self, probe: Probe) -> RecordingKernel:
-        """Run two shapes without attending; returns what each attention call of a pass was given.
+    def record_attention(self, probe: SelfTest) -> RecordingKernel:
+        """Run two shapes without computing attention. Returns the geometries and options of a pass's attention calls.
 
-        Raises ``ModelNotSupported`` where passes of different shapes call attention differently, or not in all layers,
-        and where modules number the rows of a batch.
+        Raises ``ModelNotSupported`` if the calls depend on the shape or miss a layer, or if modules number rows.
         """
         recorders = (RecordingKernel(), RecordingKernel())
         places: list[set[str]] = []
@@ -94,7 +126,7 @@ class RaggedModel:
                     self._run(context)
                 places.append(numbered.places)
             if found := sorted(set.intersection(*places)):
-                raise AttentionError(f"it numbers the rows of a batch in place of using their positions ({found[0]})")
+                raise AttentionError(f"it numbers a batch's rows instead of using their positions ({found[0]})")
         check_attention_calls(self.model, [recorder.geometries for recorder in recorders])
         self.mask_windows = tuple(options.sliding_window for options in recorders[0].options)
         return recorders[0]
@@ -109,7 +141,7 @@ class RaggedModel:
                 input_ids=batch.input_ids.unsqueeze(0),
                 position_ids=(batch.position_ids if position_ids is None else position_ids).unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=kept,  # always a tensor: 0 and slices mean other things to other models
+                logits_to_keep=kept,  # a tensor, as models disagree on the meaning of 0 and slices
                 **kwargs,
             )
         logits: torch.Tensor = output.logits[0, :num_logits].float()

@@ -1,4 +1,4 @@
-"""Runs forward passes of one model over the paged KV cache. Knows nothing of sessions, drafts or targets."""
+"""Runs forward passes of one model over the paged KV cache."""
 
 import logging
 import platform
@@ -13,10 +13,10 @@ from specdec.engine.cuda.passes import EnqueuedPass
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.beside import SkippingPass, prompt_rows
 from specdec.engine.model.building import BuiltModel, build_model
-from specdec.engine.model.device_choice import Replays
+from specdec.engine.model.device_choice import ReplayingModel
 from specdec.engine.model.fused import FusedDecoder
 from specdec.engine.model.kv_budget import NOTHING, Beside
-from specdec.engine.model.probe import Probe, tolerance
+from specdec.engine.model.probe import SelfTest, tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.model.tapping import check_layer_ids, check_pass
 from specdec.engine.parallel.rank_group import RankGroup
@@ -32,12 +32,11 @@ _logger = logging.getLogger(__name__)
 class ModelRunner:
     """A model, its KV cache and the kernels that run it. Make it with ``load``.
 
-    With several ranks, each has one, over its shard: all of them must be called alike. Every rank gets all logits.
-    Not thread-safe: one thread at a time may call it.
+    Each rank has one, over its shard; all must be called alike, and each gets all logits. Not thread-safe.
     """
 
     def __init__(self, settings: EngineSettings, built: BuiltModel) -> None:
-        """Take over what ``build_model`` has made: see ``load``."""
+        """Take over a built model: see ``load``."""
         loaded, cache = built.loaded, built.cache
         self.settings = settings
         self.device = loaded.device
@@ -47,7 +46,7 @@ class ModelRunner:
         self.tokenizer_config = loaded.tokenizer.config
         self.eos_token_ids = loaded.eos_token_ids
         self.max_model_len = loaded.max_model_len
-        self.vocab_size = loaded.vocab_size  # ids that the tokenizer can name
+        self.vocab_size = loaded.vocab_size  # number of the tokenizer's ids
         self.num_logits = loaded.num_logits  # columns of the logits: at least vocab_size
         self.num_parameters = loaded.num_parameters
         self.num_layers = loaded.num_layers
@@ -57,29 +56,32 @@ class ModelRunner:
         self.num_kv_bytes = cache.num_bytes  # of this rank
         self.row_invariant = built.row_invariant
         self.kernels = built.kernels
-        """Those of the CPU, where there are any; for whatever else runs between passes."""
+        """The CPU's kernels, if any; for use between passes."""
         self.replays = built.replays
         self._step_model: StepModel = built.replays or built.step_model
         self._cache = cache
         self._kernel_path = built.kernel_path
         self._checkpoint_format = loaded.checkpoint_format
-        self._last_end: torch.cuda.Event | None = None  # of the pass that was launched last
+        self._last_end: torch.cuda.Event | None = None  # of the last launched pass
         self._captured_taps: set[tuple[int, ...]] = set()
 
     @classmethod
     def load(cls, settings: EngineSettings, group: RankGroup | None = None, beside: Beside = NOTHING) -> "ModelRunner":
-        """Load a model, prove that it can be paged, and allocate its KV cache: this rank's part of each, in a group.
-        On a GPU the cache leaves room for what is ``beside`` it.
+        """Load a model, check that it can be paged, and allocate its KV cache; in a group, this rank's part.
 
-        Raises ``ModelNotSupported`` where the gate refuses the model, ``ModelLoadError`` where files, memory
-        or a demanded guarantee are missing. Sets ATen's threads for the whole process: 1 on CPU float32,
-        whose kernels bring their own.
+        On a GPU the cache leaves room for ``beside``.
+
+        Raises ``ModelNotSupported`` if the gate refuses the model, ``ModelLoadError`` if files, memory or a demanded
+        guarantee are missing. Sets ATen's threads for the whole process: 1 on CPU float32, as its kernels have their
+        own threads.
         """
         return cls(settings, build_model(settings, group, beside))
 
     @property
     def numerics_id(self) -> str:
-        """What a row's bits depend on besides the model: equal ids, equal logits (if ``row_invariant``)."""
+        """Names everything but the model that a row's bits depend on: equal ids give equal logits, if
+        ``row_invariant``.
+        """
         parts = [self.identity.dtype, self.device.type, self._kernel_path]
         if self.settings.weight_quantization != "none":
             parts.append(f"{self.settings.weight_quantization}-weights")
@@ -92,30 +94,28 @@ class ModelRunner:
         return "/".join([*parts, f"torch-{torch.__version__}", f"tp{self.settings.tensor_parallel_size}"])
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """One pass over a ragged batch of T rows; returns logits ``[R, num_logits]`` float32 of
-        ``logits_indices``.
+        """One pass over a ragged batch of T rows. Returns logits ``[R, num_logits]`` float32 of ``logits_indices``.
 
-        Every row's key and value are written to its slot before any row reads. Cost: one model forward over T
-        rows.
+        All rows' keys and values are written before any row reads. Cost: one model forward over T rows.
         """
         with torch.inference_mode():
             return self._step_model(batch, self._cache)
 
     def launch(self, batch: Batch) -> EnqueuedPass:
-        """Begin a pass, on a GPU; nobody waits for it. See ``forward``."""
+        """Start a pass on a GPU without waiting for it. See ``forward``."""
         launched = EnqueuedPass(lambda: self.forward(batch), self.device, self._last_end)
         self._last_end = launched.end
         return launched
 
     def check_tap(self, layer_ids: Sequence[int]) -> None:
-        """Make sure that batches may have a tap of these ids (``specdec.engine.tap``), by a pass over another cache.
+        """Check that passes can return these hidden states (``specdec.engine.tap``), by a pass over another cache.
 
         Raises ``TapRefused``.
         """
         check_layer_ids(layer_ids, self.num_layers)
         if self.settings.tensor_parallel_size > 1:
-            return  # a pass would need all ranks; what they run has its layers as the config counts them
-        probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
+            return  # a pass would need all ranks; their decoder has the config's layers
+        probe = SelfTest(self.vocab_size, self.max_model_len, self.block_size, self.device)
         cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
         batch = probe.batch(probe.prefix_rows(2))
         batch.tap = HiddenTap(tuple(layer_ids))
@@ -124,31 +124,33 @@ class ModelRunner:
 
     @property
     def fused(self) -> tuple[FusedDecoder, KVCache] | None:
-        """The decoder that runs all passes and the cache that it runs them over, where it is a fused one."""
+        """The fused decoder and its cache; None if another step model runs."""
         return (self._step_model, self._cache) if isinstance(self._step_model, FusedDecoder) else None
 
     @property
-    def replayed(self) -> tuple[Replays, KVCache] | None:
-        """What replays passes and the cache that it runs them over, whose last block is its own, where there is any."""
+    def replayed(self) -> tuple[ReplayingModel, KVCache] | None:
+        """The replays and their cache, whose last block is theirs; None without replays."""
         return None if self.replays is None else (self.replays, self._cache)
 
     def without(self, skipped: SkippedSublayers) -> SkippingPass:
-        """Passes of the same weights over the same cache that leave sublayers out.
+        """Passes of the same weights over the same cache that skip sublayers.
 
-        Raises ``ModelLoadError`` where what runs the model cannot, and ``ValueError`` for layers that are not there.
+        Raises ``ModelLoadError`` if the step model cannot skip, and ``ValueError`` for missing layers.
         """
         skipped.check(self.num_layers)
         whole = self._step_model if self.replays is None else self.replays.forward
         if self.settings.tensor_parallel_size > 1 or not isinstance(whole, FusedDecoder | RaggedModel):
             raise ModelLoadError(
-                f"layer_skip: passes without sublayers are for one rank on the CPU, not for {self.device.type} with "
+                f"layer_skip: needs one rank on the CPU, not {self.device.type} with tensor_parallel_size "
                 f"{self.settings.tensor_parallel_size}; use a draft with skip_attention_layers and skip_mlp_layers"
             )
         step_model = whole.without(skipped)
         return SkippingPass(step_model, self._cache, step_model if isinstance(step_model, FusedDecoder) else None)
 
     def likeliest(self, token_ids: Sequence[int], step_model: StepModel | None = None) -> torch.Tensor:
-        """The likeliest token after each of these, ``[T]``, over a cache of its own. ``step_model``: in its place."""
+        """The likeliest token after each of these, ``[T]``, over a temporary cache. ``step_model``: replaces the
+        runner's.
+        """
         rows = prompt_rows(token_ids, self.block_size)
         cache = KVCache(self._cache.geometries, len(rows.tables[0]), self.block_size, self.dtype, self.device)
         with torch.inference_mode():
@@ -164,12 +166,12 @@ class ModelRunner:
         self._cache.copy_slots(src, dst)
 
     def warmup(self, *, captures: bool = True) -> float:
-        """Run a few shapes through a small cache of its own, so that no real step pays for initialisation.
+        """Run a few shapes through a temporary cache, so that no real step pays for initialisation.
 
-        Returns what a row of the largest of them took, in seconds; on a GPU, what it took to say so. With ``captures``
-        steps are captured where they are replayed; else ``capture_steps`` is to be called.
+        Returns seconds per row of the largest shape (on a GPU, of its launch only). With ``captures`` it captures steps
+        for replay; otherwise call ``capture_steps`` later.
         """
-        probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
+        probe = SelfTest(self.vocab_size, self.max_model_len, self.block_size, self.device)
         cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
         row_s = 0.0
         with torch.inference_mode():
@@ -182,21 +184,21 @@ class ModelRunner:
         return row_s
 
     def capture_steps(self, tap_ids: tuple[int, ...] = ()) -> None:
-        """Capture steps where they are replayed, before the first request; ``tap_ids`` of the hidden states that each
-        is to hand out. Of several ranks all have to be called. Does nothing where these are captured.
+        """Capture steps for replay before the first request, with hidden states of ``tap_ids``. Call it on all ranks.
+        Does nothing without replays or if already captured.
         """
         if self.replays is None or tap_ids in self._captured_taps:
             return
         self._captured_taps.add(tap_ids)
-        probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
+        probe = SelfTest(self.vocab_size, self.max_model_len, self.block_size, self.device)
         most = min(self.max_model_len, self.num_blocks * self.block_size)
         with torch.inference_mode():
             self.replays.prepare(most, tap_ids=tap_ids, is_limited=self.settings.tensor_parallel_size == 1)
             self._check_replays(self.replays, probe, tap_ids)
 
-    def _check_replays(self, replays: Replays, probe: Probe, tap_ids: tuple[int, ...]) -> None:
-        """Stop replaying where a step gives other numbers than it does uncaptured, on other tokens than at its capture:
-        modules may have kept what they computed then. The cache must hold nothing yet.
+    def _check_replays(self, replays: ReplayingModel, probe: SelfTest, tap_ids: tuple[int, ...]) -> None:
+        """Stop replaying if a replay differs from an uncaptured step on new tokens, as modules may have kept values of
+        the capture. The cache must be empty.
         """
         if probe.num_blocks > self.num_blocks:
             return
@@ -208,13 +210,13 @@ class ModelRunner:
         for found, wanted in zip(replayed, expected, strict=True):
             error = float((found - wanted).float().square().mean().sqrt() / wanted.float().std())
             if not error <= tolerance(self.dtype):
-                _logger.error("captured steps compute something else, and are not used", extra={"error": error})
+                _logger.error("captured steps compute wrong logits and are not used", extra={"error": error})
                 replays.stop()
                 return
 
     @property
     def row_edges(self) -> tuple[int, ...]:
-        """Numbers of rows, rising, that steps are padded to, so that rows up to the next one are free; empty: none."""
+        """Numbers of rows to which steps are padded, ascending, so that rows up to the next are free; empty: none."""
         return () if self.replays is None else self.replays.row_edges
 
 

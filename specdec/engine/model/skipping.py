@@ -1,4 +1,4 @@
-"""A model without some of its sublayers, and how far it still says what the whole one says."""
+"""A model without some of its sublayers, and its agreement with the whole model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.engine.model.tapping import find_decoder
 from specdec.engine.sublayers import SkippedSublayers
 
 LEAST_AGREEMENT = 0.1
-"""Of likeliest tokens. What agrees less costs more than it brings, whatever it leaves out."""
+"""Share of equal likeliest tokens, below which skipping costs more than it saves."""
 _SAMPLE = '''\
 The ferry left the harbour a little after seven, when the fog had lifted from the water and the gulls had gone back to \
 the fish market. On deck, a woman was reading a letter that she had read many times before. She folded it, put it into \
@@ -49,7 +49,7 @@ class Counter:
 
 
 class NoAttention(nn.Module):
-    """In the place of an attention that is left out."""
+    """Replaces a skipped attention."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         """Add nothing."""
@@ -57,7 +57,7 @@ class NoAttention(nn.Module):
 
 
 class NoMlp(nn.Module):
-    """In the place of an MLP that is left out."""
+    """Replaces a skipped MLP."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Add nothing."""
@@ -75,23 +75,23 @@ def has_mlp(layer: nn.Module) -> bool:
 
 
 def sample_ids(tokenizer_json: str, vocab_size: int, num_tokens: int = 192) -> list[int]:
-    """Up to so many tokens of prose and of code, which any model of text has met the like of."""
+    """Up to `num_tokens` of common prose and code."""
     ids: list[int] = Tokenizer.from_str(tokenizer_json).encode(_SAMPLE).ids if tokenizer_json else []
     return [token for token in ids if token < vocab_size][:num_tokens]
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a model, each with `self_attn` and `mlp`. Raises ModelLoadError where they are built otherwise."""
+    """A model's layers, each with `self_attn` and `mlp`. Raises ModelLoadError if they are built otherwise."""
     found = find_decoder(model)
     if found is None or not all(hasattr(layer, "self_attn") and hasattr(layer, "mlp") for layer in found[1]):
-        raise ModelLoadError(f"layer_skip: layers of {type(model).__name__} are not each an attention and an MLP")
+        raise ModelLoadError(f"layer_skip: the layers of {type(model).__name__} do not each have self_attn and mlp")
     return found[1]
 
 
 def remove_sublayers(model: PreTrainedModel, skipped: SkippedSublayers) -> None:
-    """Take sublayers out of a model; layers of which nothing is left go as a whole, and those behind them move up.
+    """Remove sublayers from a model; layers without any sublayer are removed, and later ones move up.
 
-    Raises ModelLoadError where its layers are not each an attention and an MLP.
+    Raises ModelLoadError as `decoder_layers` does.
     """
     layers = decoder_layers(model)
     kept = [number for number in range(len(layers)) if number not in skipped.layers]
@@ -112,7 +112,7 @@ def remove_sublayers(model: PreTrainedModel, skipped: SkippedSublayers) -> None:
 
 @contextmanager
 def leaving_out(model: PreTrainedModel, skipped: SkippedSublayers) -> Iterator[None]:
-    """Passes inside lack these sublayers; the modules are as they were afterwards. Raises as `decoder_layers`."""
+    """Skip sublayers in passes inside the context; restores the modules. Raises as `decoder_layers` does."""
     replaced: list[tuple[Any, str, nn.Module]] = []
     layers = decoder_layers(model)
     try:
@@ -135,13 +135,13 @@ def likeliest(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
 
 
 def agreement(ours: torch.Tensor, whole: torch.Tensor) -> float:
-    """At what share of places two models find the same token likeliest."""
+    """Share of places at which two models have the same likeliest token."""
     return float((ours == whole).float().mean())
 
 
 def too_different(skipped: SkippedSublayers, share: float) -> str:
-    """Why a model without these sublayers is of no use."""
+    """The error for a model that hardly agrees with the whole one."""
     return (
-        f"layer_skip: without {skipped} the model finds the same token likeliest at {share:.0%} of places only. "
-        "A model that was not trained to end early does not: skip sublayers in its middle, or take one that was"
+        f"layer_skip: without {skipped} only {share:.0%} of the likeliest tokens are those of the whole model. "
+        "Skip sublayers in the model's middle, or use a model that was trained for early exit"
     )

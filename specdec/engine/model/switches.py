@@ -1,8 +1,8 @@
-"""Positions from which on a model computes something else: sliding windows, chunks, scales, frequencies.
+"""Positions after which a model computes differently: sliding windows, chunks, scales, frequencies.
 
-The self-test's sequences are short, and the switches of published models lie thousands of tokens further. A switch
-whose far side cannot be served limits the context (`length_limits`). The others are proved on both sides by moving them
-into the self-test's reach (`shortened`), on the loaded model itself: its modules read them when they run.
+The self-test's sequences are short, while published models switch thousands of tokens later. A switch whose far side
+cannot be served limits the context (`length_limits`). Other switches are moved into the self-test's reach (`shortened`)
+on the loaded model, whose modules read them in each pass.
 """
 
 from collections.abc import Iterator, MutableMapping
@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 SHORT = 12
-"""Tokens after which every shortened switch comes: the self-test has 37."""
+"""Tokens before every shortened switch; the self-test has 37 tokens."""
 _WINDOW = "sliding_window"
 _TEMPERATURE = "attn_temperature_tuning"
 _SCALE_FROM = "original_max_position_embeddings"
@@ -20,7 +20,7 @@ _SCALE_BETA = "llama_4_scaling_beta"
 
 
 def rope_parameter_sets(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-    """Every set of rope parameters: one, or one per layer type."""
+    """All sets of rope parameters: one, or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in parameters or "rope_theta" in parameters:
         yield parameters
@@ -31,7 +31,7 @@ def rope_parameter_sets(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
 
 
 def length_limits(config: PreTrainedConfig) -> dict[str, int]:
-    """Tokens up to which a model of this text config is served exactly, by what changes after them."""
+    """Tokens up to which a model of this text config is served exactly, by the cause of the limit."""
     shared = getattr(config, _SCALE_FROM, 0)
     longrope = [
         int(rope.get(_SCALE_FROM) or shared or 0)
@@ -41,15 +41,15 @@ def length_limits(config: PreTrainedConfig) -> dict[str, int]:
     limits = {} if not longrope else {"longrope, which changes all frequencies": min(longrope)}
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk:
-        limits["chunked attention, whose chunks are in masks only"] = int(chunk)
+        limits["chunked attention, which only masks express"] = int(chunk)
     scale = getattr(config, "floor_scale", None)
     if scale and getattr(config, _TEMPERATURE, False):
-        limits["attention temperature, which goes by the place in the batch"] = int(scale) - 1
+        limits["attention temperature, which depends on the place in the batch"] = int(scale) - 1
     return limits
 
 
 def switch_off_limited(model: PreTrainedModel) -> None:
-    """Take out what only begins past `length_limits`, but would go by a row's place in a batch of many rows."""
+    """Switch off features that begin beyond `length_limits`, but would read a row's place in the batch."""
     for module in model.modules():
         if getattr(module, _TEMPERATURE, False):
             setattr(module, _TEMPERATURE, False)
@@ -57,7 +57,7 @@ def switch_off_limited(model: PreTrainedModel) -> None:
 
 @contextmanager
 def shortened(model: PreTrainedModel) -> Iterator[bool]:
-    """Move every switch that is served on both sides to `SHORT` tokens. Yields whether the model has any."""
+    """Move every switch that is served on both sides to `SHORT` tokens. Yields whether there are any."""
     undo: list[tuple[Any, str, Any]] = []
 
     def shorten(owner: Any, name: str) -> None:

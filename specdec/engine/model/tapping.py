@@ -1,4 +1,4 @@
-"""A tap on transformers' own modules, by hooks that are there for one pass only; and whether a model has one."""
+"""Taps transformers' modules by hooks for one pass, and checks that a model can be tapped."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from specdec.engine.tap import FINAL, HiddenTap, TapCollector
 
 
 def find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList] | None:
-    """The module that runs a model's layers, whose output is past the final norm, and these in order; None without one.
+    """The module that runs a model's layers (its output is after the final norm), and the layers; None if not found.
 
-    The layers are the first list of as many modules as the config has layers: lists inside of layers come after it.
+    The layers are the first list with as many modules as the config has layers.
     """
     count = int(getattr(model.config, "num_hidden_layers", 0))
     for parent in model.modules():
@@ -29,9 +29,9 @@ def find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList] | No
 
 @contextmanager
 def tapping(model: PreTrainedModel, tap: HiddenTap | None) -> Iterator[None]:
-    """Fill a tap by the pass that is made inside. Cost: some microseconds per layer that is tapped, and their copies.
+    """Fill a tap in the pass inside the context. Cost: some microseconds and a copy per tapped layer.
 
-    Raises KeyError where the model does not show a layer's states; ``ModelRunner.check_tap`` finds out before.
+    Raises KeyError if the model hides a layer's states; ``ModelRunner.check_tap`` checks that first.
     """
     if tap is None:
         yield
@@ -69,23 +69,23 @@ def tapping(model: PreTrainedModel, tap: HiddenTap | None) -> Iterator[None]:
 
 
 def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:
-    """Refuse ids that are no layers of a model. Raises ``TapRefused``."""
+    """Check ids of layers. Raises ``TapRefused`` for unknown or repeated ones."""
     if len(set(layer_ids)) < len(layer_ids):
-        raise TapRefused(f"layer ids {list(layer_ids)}: one is named twice")
+        raise TapRefused(f"layer_ids {list(layer_ids)}: one is named twice")
     for layer_id in layer_ids:
         if not (layer_id == FINAL or 0 <= layer_id <= num_layers):
-            raise TapRefused(f"layer id {layer_id}: the model has {num_layers} layers, so that ids go from 0 to that")
+            raise TapRefused(f"layer_ids: {layer_id} is not between 0 and the model's {num_layers} layers")
 
 
 def check_pass(run: Callable[[], torch.Tensor], tap: HiddenTap, shape: tuple[int, ...]) -> None:
-    """Run a pass with a tap, and refuse a model that does not fill it with so many numbers. Raises ``TapRefused``."""
+    """Run a pass with a tap and check that it is filled with `shape`. Raises ``TapRefused``."""
     try:
         run()
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise TapRefused(
-            f"the model's layers do not show their hidden states {list(tap.layer_ids)}: {error!r}"
+            f"the model's layers do not provide their hidden states {list(tap.layer_ids)}: {error!r}"
         ) from error
     if tap.states is None:
-        raise TapRefused("what runs the model has no tap")
+        raise TapRefused("the model's decoder has no tap")
     if tuple(tap.states.shape) != shape:
-        raise TapRefused(f"the model's layers show hidden states of shape {tuple(tap.states.shape)}, not {shape}")
+        raise TapRefused(f"the model's layers provide hidden states of shape {tuple(tap.states.shape)}, not {shape}")

@@ -1,6 +1,6 @@
-// Several tokens per call: draw from a row's logits, compute what was drawn, draw again. Every draw is that of
-// specdec_perturbed_top after specdec_cut, every pass one of specdec_decoder_step, so tokens, scores, keys and values
-// are those of as many single steps.
+// Several tokens per call: sample from a row's logits, compute the token, sample again. Every sample equals specdec_cut
+// followed by specdec_perturbed_top, every pass specdec_decoder_step. So tokens, scores, keys and values are those of
+// single steps.
 
 #include <algorithm>
 #include <cmath>
@@ -25,34 +25,34 @@ void specdec_cut(float* scores, int64_t num_rows, int64_t vocab_size, const int6
 
 // Both are mirrored by ctypes structures in engine/drawing.
 struct AheadRow {
-  // How tokens are drawn.
+  // Sampling.
   uint64_t seed;
   int64_t choice;
-  const int64_t* ends;  // nothing follows these
+  const int64_t* ends;  // tokens that end the row
   int64_t num_ends;
   int64_t has_cuts, top_k;
   double top_p, min_score;
   float temperature;  // 0: greedy
-  // Where.
-  int64_t logits_row, position, num_rounds;  // position of the first token drawn; most tokens to draw
+  // Place.
+  int64_t logits_row, position, num_rounds;  // position of the first sample; most samples
   const int32_t* blocks;                     // writable up to slot position + num_rounds - 2
   int64_t num_blocks;
-  // When it is not worth going on: guesses that decide nothing but how much is computed.
+  // When to stop; these estimates decide only how much is computed.
   double path_score, least_path_score;
-  double least_fork_score;  // a runner-up of this path score ends all rows' rounds, as does this row's end if ends_all
+  double least_fork_score;  // a runner-up with this path score ends all rows, as does this row's end if ends_all
   int64_t ends_all;
 };
 
 struct AheadCall {
   int64_t num_rows, num_top, max_rounds, vocab_size, num_logits, block_size;
   const AheadRow* rows;
-  const float* first_logits;  // [*, first_stride], by drawn id
+  const float* first_logits;  // [*, first_stride], by sampled id
   int64_t first_stride;
   int64_t* token_ids;  // [num_rows, max_rounds, num_top]
   float* scores;       // the same
   int64_t* num_drawn;  // [num_rows]
-  // Where tokens are drawn by other ids than the model's; else null. By drawn id: the model's id for it, and the model's
-  // id whose logit it has, or -1, [vocab_size] both.
+  // Null unless sampled ids differ from the model's. [vocab_size] by sampled id: the model's input id, and the model's
+  // id that gives the logit, or -1.
   const int32_t *inputs, *columns;
 };
 
@@ -77,7 +77,7 @@ inline uint64_t noise_key(uint64_t seed, int64_t choice, int64_t position) {
   return mix64(stream + (4 * static_cast<uint64_t>(position) + 1) * kGamma);
 }
 
-// As logit_processors.temperature_scores: NaN throughout where the best is not finite.
+// As logit_processors.temperature_scores: all NaN if the best is not finite.
 void temperature_scores(const float* logits, int64_t vocab_size, float temperature, float* scores) {
   float best = -kInfinity;
   bool is_poisoned = false;
@@ -98,7 +98,7 @@ class Rounds {
     }
   }
 
-  // Returns what a pass returned that was refused, else 0.
+  // Returns 0, or the status of a pass that was refused.
   int run(void* pool, const Decoder* decoder, float* workspace, float* logits) {
     std::vector<int64_t> active(call_.num_rows);
     for (int64_t r = 0; r < call_.num_rows; ++r) active[r] = r;
@@ -120,7 +120,7 @@ class Rounds {
   }
 
  private:
-  // A row of the model's logits in the order of the ids that are drawn; the next call overwrites it.
+  // A row of the model's logits by sampled id; the next call overwrites it.
   const float* by_drawn_id(const float* logits) {
     if (call_.columns == nullptr) return logits;
     ordered_.resize(call_.vocab_size);
@@ -131,7 +131,7 @@ class Rounds {
     return ordered_.data();
   }
 
-  // Draws a row's token; returns whether the row is at its end.
+  // Samples a row's token; returns whether the row has ended.
   bool draw(int64_t r, int64_t round, const float* logits, bool& goes_on) {
     const AheadRow& row = call_.rows[r];
     int64_t* token_ids = call_.token_ids + (r * call_.max_rounds + round) * call_.num_top;
@@ -161,7 +161,7 @@ class Rounds {
            std::find(row.ends, row.ends + row.num_ends, token_ids[0]) != row.ends + row.num_ends;
   }
 
-  // One pass over the tokens that `round` has drawn for these rows; their logits follow each other.
+  // One pass over the tokens that `round` sampled for these rows; their logits are contiguous.
   int compute(const std::vector<int64_t>& active, int64_t round, void* pool, const Decoder* decoder, float* workspace,
               float* logits) {
     const int64_t num_rows = static_cast<int64_t>(active.size()), block_size = call_.block_size;
@@ -199,8 +199,8 @@ class Rounds {
 
 extern "C" {
 
-// Draws and computes for all rows of a call; logits [num_rows, num_logits] and workspace (of specdec_decoder_workspace for
-// num_rows rows) are scratch. Returns what specdec_decoder_step returns.
+// Samples and computes for all rows of a call. Scratch: logits [num_rows, num_logits] and workspace
+// (specdec_decoder_workspace of num_rows). Returns the status of specdec_decoder_step.
 int specdec_decoder_ahead(void* pool, const Decoder* decoder, const AheadCall* call, float* workspace, float* logits) {
   return Rounds(*call).run(pool, decoder, workspace, logits);
 }

@@ -1,8 +1,6 @@
-// Attention of one row and one key/value head over the paged cache.
-//
-// Keys are taken in the order of their positions, in tiles of kTile positions that start at multiples of kTile;
-// within a tile every sum has a fixed order, and tiles are folded from left to right by online softmax. So a row's
-// bits depend on its own keys only, not on which slots hold them or on what else is in the batch.
+// Attention of one row and one key/value head over the paged cache. Keys are read in order of position, in tiles of
+// kTile positions that start at multiples of kTile. Within a tile every sum has a fixed order; online softmax folds
+// tiles from left to right. So a row's bits depend on its own keys only, not on their slots or on the batch.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +13,9 @@ namespace specdec {
 
 constexpr int kTile = 16;
 constexpr int kMaxHeadDim = 512;
-constexpr int64_t kMaxStates = 24;  // rows times heads that go through a tile together
+constexpr int64_t kMaxStates = 24;  // rows times heads that share a pass over a tile
 
-// Floats kept per query or running sum: whole vectors if the head's size is known when compiling.
+// Floats per query or running sum: whole vectors if the head's size is known at compile time.
 template <int fixed>
 constexpr int kStateWidth = fixed > 0 ? fixed * kLanes : kMaxHeadDim;
 
@@ -33,7 +31,7 @@ struct BatchView {
   const int32_t* path_slots;
   const int32_t* block_tables;
   const int64_t* logits_indices;
-  const int64_t* tap_layers = nullptr;  // [num_taps]: of all rows, the hidden states after so many layers, or kFinalNorm
+  const int64_t* tap_layers = nullptr;  // [num_taps] numbers of layers, or kFinalNorm
   int64_t num_taps = 0;
   float* tapped = nullptr;  // [num_rows, num_taps, hidden]
 };
@@ -61,15 +59,15 @@ inline int64_t slot_of_position(const BatchView& batch, int64_t row, int64_t pos
   return table[position / batch.block_size] * batch.block_size + position % batch.block_size;
 }
 
-// Where the keys and values of one tile lie.
+// Addresses of the keys and values of one tile.
 struct TileAddresses {
   const float *keys[kTile], *values[kTile];
 
-  // Positions outside [first, position] are not read as such: their entries repeat the nearest one inside.
+  // Entries of positions outside [first, position] repeat the nearest one inside.
   TileAddresses(const BatchView& batch, const AttentionView& layer, int64_t row, int64_t kv_head, int64_t tile,
                 int64_t first, int64_t position) {
     const int64_t low = std::max<int64_t>(first - tile, 0), high = std::min<int64_t>(position - tile, kTile - 1);
-    if (batch.block_size % kTile == 0 && tile + high < batch.context_lens[row]) {  // one block, slots side by side
+    if (batch.block_size % kTile == 0 && tile + high < batch.context_lens[row]) {  // one block, adjacent slots
       const int64_t slot = slot_of_position(batch, row, tile);
       const float* key = slot_address(layer.keys, slot, kv_head, layer.num_kv_heads, batch.block_size, layer.key_dim);
       const float* value =
@@ -157,7 +155,7 @@ inline void weigh_tile(const float (*weights)[kTile], const float* const* values
   }
 }
 
-// The same for any number of heads, as many at once as registers hold.
+// weigh_tile for any number of heads, as many at once as registers hold.
 template <int fixed>
 inline void weigh_heads(const float (*weights)[kTile], const float* const* values, const HeadShape& shape,
                         const float* decay, float (*out)[kStateWidth<fixed>], int64_t heads) {
@@ -198,7 +196,7 @@ struct Softmax {
     if (sink != nullptr) total[0] = 1.0f;  // e^(sink - peak)
   }
 
-  // Turns a tile's scores, whose largest is given, into weights; returns what sums of earlier tiles are multiplied by.
+  // Turns a tile's scores, whose largest is given, into weights. Returns the factor for sums of earlier tiles.
   float fold_tile(float* scores, float largest) {
     const float before = peak;
     peak = std::max(peak, largest);
@@ -213,15 +211,15 @@ struct Softmax {
   }
 };
 
-// Queries and where their results go: head h of row r at row r * row_stride + head h * head_stride; out is dense.
+// Queries and results: head h of row r starts at r * row_stride + h * head_stride; out is dense.
 struct Rows {
   const float* query;
   int64_t row_stride, head_stride;
   float* out;  // [rows, num_heads, value_dim]
 };
 
-// Attends for rows first_row .. first_row + num_rows of one sequence and for query heads first_head .. first_head + count
-// of one kv head. Rows and heads go through each tile together while it is in the nearest cache.
+// Attends for rows first_row .. first_row + num_rows of one sequence and query heads first_head .. first_head + count
+// of one kv head. They share each tile while it is in the L1 cache.
 template <int fixed_key, int fixed_value>
 inline void attend_block(const BatchView& batch, const AttentionView& layer, const Rows& rows, int64_t first_row,
                          int64_t num_rows, int64_t first_head, int64_t count) {
@@ -268,7 +266,7 @@ inline void attend_block(const BatchView& batch, const AttentionView& layer, con
     }
 }
 
-// The same for any number of rows and heads.
+// attend_block for any number of rows and heads.
 inline void attend(const BatchView& batch, const AttentionView& layer, const Rows& rows, int64_t first_row,
                    int64_t num_rows, int64_t first_head, int64_t count) {
   const int64_t heads = std::min<int64_t>(count, kMaxStates), rows_at_once = kMaxStates / heads;
@@ -287,7 +285,7 @@ inline void attend(const BatchView& batch, const AttentionView& layer, const Row
     }
 }
 
-// Rows from `row` on, at most `limit`, that belong to the same sequence.
+// Number of rows from `row` on, at most `limit`, that belong to its sequence.
 inline int64_t rows_of_sequence(const BatchView& batch, int64_t row, int64_t limit) {
   int64_t count = 1;
   while (count < limit && row + count < batch.num_rows && batch.row_seq[row + count] == batch.row_seq[row]) ++count;
@@ -305,12 +303,12 @@ inline void attend_kv_heads(const BatchView& batch, const AttentionView& layer, 
   }
 }
 
-// Attention of all rows and heads, of which this thread takes its part: every num_threads-th block of rows and heads, so
-// that the rising costs of a prefill chunk's rows spread evenly.
+// This thread's part of the attention of all rows and heads: every num_threads-th block, which spreads the rising costs
+// of a prefill's rows evenly.
 inline void attend_rows(const BatchView& batch, const AttentionView& layer, const Rows& rows, int thread,
                         int num_threads) {
   const int64_t group = layer.num_heads / layer.num_kv_heads, pairs = batch.num_rows * layer.num_heads;
-  int64_t heads = group;  // heads that read the same keys stay together, unless that leaves threads idle
+  int64_t heads = group;  // heads with the same keys stay together unless threads would idle
   while (heads % 2 == 0 && pairs / heads < num_threads) heads /= 2;
   if (pairs / heads < num_threads) heads = 1;
   const int64_t limit = std::min<int64_t>(kMaxStates, std::max<int64_t>(1, pairs / heads / (2 * num_threads)));

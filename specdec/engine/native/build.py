@@ -1,6 +1,6 @@
-"""Finds the native kernels: built into the package, or compiled on first use, once per source version and compiler.
+"""Finds the native kernels in the package, or compiles them on first use, once per version of sources and compiler.
 
-Needs nothing but the standard library: ``setup.py`` builds the wheel's kernels with it.
+Needs only the standard library, as ``setup.py`` builds the wheel's kernels with it.
 """
 
 import ctypes
@@ -26,11 +26,13 @@ _BUILD_TIMEOUT_S = 300
 
 
 class NativeUnavailable(RuntimeError):
-    """No native kernels on this machine: none were built, and there is no compiler, or it failed."""
+    """There are no built kernels, and no compiler, or it failed."""
 
 
 def load_library() -> tuple[ctypes.CDLL, Variant]:
-    """The kernels for this CPU. Raises ``NativeUnavailable``, and ``UnsupportedIsa`` for a wrong choice."""
+    """The kernels for this CPU. Raises ``NativeUnavailable``, or ``UnsupportedIsa`` if ``SPECDEC_NATIVE_ISA`` is
+    wrong.
+    """
     variant = choose_variant()
     if variant is None:
         raise NativeUnavailable(f"{ISA_VARIABLE} is none")
@@ -42,10 +44,10 @@ def load_library() -> tuple[ctypes.CDLL, Variant]:
 
 
 def build_library(variant: Variant) -> Path:
-    """Return a variant's library: the package's own, or else one compiled on the first call (about 15 s).
+    """A variant's library: the package's own, or one compiled on the first call (about 15 s).
 
-    What is compiled lies in ``$SPECDEC_NATIVE_CACHE`` or the user's cache directory, under a name made of the sources,
-    the flags and the compiler; concurrent processes wait for one another. Raises ``NativeUnavailable``.
+    Compiled libraries are kept in ``$SPECDEC_NATIVE_CACHE`` or the user's cache directory, named by sources, flags and
+    compiler. Concurrent processes wait for each other. Raises ``NativeUnavailable``.
     """
     prebuilt = _HERE / PREBUILT_FOLDER / library_name(variant)
     if prebuilt.is_file():
@@ -75,7 +77,7 @@ def library_name(variant: Variant) -> str:
 
 
 def build_key(compiler: str, variant: Variant) -> str:
-    """Hex name of a build: equal for equal sources, flags and compiler."""
+    """Hex name of a build, from sources, flags and compiler."""
     digest = hashlib.blake2b(digest_size=12)
     for name in (*HEADERS, *SOURCES):
         digest.update((_HERE / name).read_bytes())
@@ -85,7 +87,7 @@ def build_key(compiler: str, variant: Variant) -> str:
 
 
 def find_compiler(names: Sequence[str] = ("c++", "g++", "clang++")) -> str:
-    """Path of ``$CXX``, or else of the first of these that is installed. Raises ``NativeUnavailable``."""
+    """Path of ``$CXX``, or of the first installed compiler of `names`. Raises ``NativeUnavailable``."""
     for name in filter(None, (os.environ.get("CXX"), *names)):
         found = shutil.which(name)
         if found:
@@ -94,7 +96,7 @@ def find_compiler(names: Sequence[str] = ("c++", "g++", "clang++")) -> str:
 
 
 def compile_library(compiler: str, variant: Variant, library: Path, link_flags: Sequence[str] = ()) -> None:
-    """Compile a variant; the file appears whole or not at all. Raises ``NativeUnavailable`` and ``OSError``."""
+    """Compile a variant; the file appears complete or not at all. Raises ``NativeUnavailable`` and ``OSError``."""
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         unfinished = Path(scratch) / library.name
         sources = [str(_HERE / name) for name in SOURCES]
@@ -106,9 +108,9 @@ def compile_library(compiler: str, variant: Variant, library: Path, link_flags: 
 
 
 def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Exit code of a compiler and what it said of errors. It ends, with all that it has started, when this does.
+    """Run a compiler; returns its exit code and error output. An exception kills it with its children.
 
-    Raises ``NativeUnavailable`` when it takes too long.
+    Raises ``NativeUnavailable`` after a time limit.
     """
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", process_group=0
@@ -116,7 +118,7 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
     try:
         _, said = process.communicate(timeout=_BUILD_TIMEOUT_S)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)  # a compiler's driver leaves the work to other programs
+        os.killpg(process.pid, signal.SIGKILL)  # with the driver's children, which do the work
         process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             raise NativeUnavailable(f"{command[0]} did not end within {_BUILD_TIMEOUT_S} s") from error
@@ -131,4 +133,4 @@ def _cache_root() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "native"
     except RuntimeError as error:
-        raise NativeUnavailable(f"no place to keep what is compiled, set SPECDEC_NATIVE_CACHE: {error}") from error
+        raise NativeUnavailable(f"no home directory for compiled kernels; set SPECDEC_NATIVE_CACHE: {error}") from error

@@ -1,6 +1,6 @@
 // A whole step of a Llama-like decoder in one call: embedding, layers, final norm, output rows. Threads meet at
-// barriers between the stages; every number is computed by the same operations in the same order whatever
-// the number of rows and threads.
+// barriers between stages. Every number is computed by the same operations in the same order for any number of rows and
+// threads.
 
 #include "attention.h"
 #include "linear.h"
@@ -10,8 +10,8 @@ using namespace specdec;
 
 extern "C" {
 
-// Both are mirrored by ctypes structures in fused.py. Null pointers: not there.
-struct DecoderLayer {  // without an input_norm it does not attend, without a post_norm it has no MLP
+// Both are mirrored by ctypes structures in fused.py. Null: absent.
+struct DecoderLayer {  // no input_norm: no attention; no post_norm: no MLP
   const float *input_norm, *query_norm, *key_norm, *post_norm;
   PackedWeight qkv, output, gate_up, down;  // gate_up: panels of both, alternating
   const float *qkv_bias, *output_bias, *gate_bias, *up_bias, *down_bias;
@@ -32,9 +32,9 @@ struct Decoder {
 
 namespace {
 
-constexpr int64_t kPrivateNormRows = 16;  // up to here every thread norms all rows itself, which saves a barrier
+constexpr int64_t kPrivateNormRows = 16;  // rows up to which every thread norms all rows itself, to save a barrier
 
-// Floats that a step of T rows works in: hidden, normed, qkv, attended, activated.
+// Floats of a step's workspace: hidden, normed, qkv, attended, activated.
 struct Workspace {
   Workspace(const Decoder& decoder, int64_t num_rows, int num_threads, float* memory) {
     const AttentionView& heads = decoder.layers[0].attention;
@@ -43,7 +43,7 @@ struct Workspace {
     qkv_width = query_width + 2 * kv_width;
     hidden = memory;
     normed = hidden + num_rows * decoder.hidden;
-    norm_stride = num_rows <= kPrivateNormRows ? num_rows * decoder.hidden : 0;  // one copy per thread, or one for all
+    norm_stride = num_rows <= kPrivateNormRows ? num_rows * decoder.hidden : 0;  // one copy per thread, or one shared
     qkv = normed + (norm_stride != 0 ? num_threads : 1) * num_rows * decoder.hidden;
     attended = qkv + num_rows * qkv_width;
     activated = attended + num_rows * query_width;
@@ -117,7 +117,7 @@ class Step {
     }
   }
 
-  // Hands out hidden states between two layers, where no thread writes them before this one is at the next barrier.
+  // Copies hidden states between two layers, when no thread writes them before the next barrier.
   void tap(int64_t layer, const Share& rows) const {
     const int64_t hidden = decoder_.hidden;
     for (int64_t i = 0; i < batch_.num_taps; ++i) {
@@ -158,7 +158,7 @@ class Step {
     pool_.barrier();
   }
 
-  // Norms the hidden rows; returns where this thread finds all of them.
+  // Norms the hidden rows; returns the address from which this thread reads all of them.
   const float* norm_rows(const float* weight, int thread, int num_threads) const {
     const int64_t hidden = decoder_.hidden;
     const bool is_private = space_.norm_stride != 0;
@@ -170,7 +170,7 @@ class Step {
     return normed;
   }
 
-  // Each thread takes whole kv heads from projection to result, so that no thread waits for another.
+  // Each thread computes whole kv heads from projection to result, without waiting for others.
   void attend_own_heads(const DecoderLayer& layer, const float* normed, int thread, int num_threads) const {
     const AttentionView& a = layer.attention;
     const int64_t panels_per_head = a.key_dim / kPanel, group = a.num_heads / a.num_kv_heads;
@@ -203,7 +203,7 @@ class Step {
     attend_rows(batch_, a, attention_rows(a), thread, num_threads);
   }
 
-  // y = x * weight^T + bias, or y += where `add`, for the panels of one share.
+  // y = x * weight^T + bias, or y += with `add`, for the panels of one share.
   template <bool add>
   void project(const PackedWeight& weight, const float* bias, const float* x, int64_t depth, int64_t num_outputs,
                float* y, const Share& panels) const {
@@ -213,7 +213,7 @@ class Step {
              });
   }
 
-  // Norms and rotates a query or key head of a row; puts keys and values into the row's slot.
+  // Norms and rotates a query or key head of a row; writes keys and values to the row's slot.
   void place_head(const DecoderLayer& layer, int64_t row, int64_t head) const {
     const AttentionView& a = layer.attention;
     const int64_t dim = a.key_dim, half = dim / 2;
@@ -287,13 +287,13 @@ class Step {
 
 extern "C" {
 
-// Floats of workspace that a step of num_rows rows needs.
+// Floats of workspace for a step of num_rows rows.
 int64_t specdec_decoder_workspace(const Decoder* decoder, int64_t num_rows, int num_threads) {
   return Workspace(*decoder, num_rows, num_threads, nullptr).end - static_cast<float*>(nullptr);
 }
 
-// Runs one step; logits [num_logits rows, decoder->num_logits]. Returns 0, or without doing anything 1 for a token id and
-// 2 for a position that the model does not have.
+// Runs one step; logits [num_logits rows, decoder->num_logits]. Returns 0. For a token id (1) or a position (2) outside
+// the model it returns that number and computes nothing.
 int specdec_decoder_step(void* pool_handle, const Decoder* decoder, const BatchView* batch, float* workspace,
                           float* logits) {
   for (int64_t row = 0; row < batch->num_rows; ++row) {

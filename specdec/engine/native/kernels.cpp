@@ -1,4 +1,5 @@
-// The C interface of the CPU kernels, called by ctypes from kernels.py. Sizes are in elements, all float32 but packed weights.
+// The C interface of the CPU kernels, called by ctypes from kernels.py. Sizes are in float32 elements, except of packed
+// weights.
 
 #include "attention.h"
 #include "linear.h"
@@ -8,7 +9,7 @@ using namespace specdec;
 
 namespace {
 
-constexpr int64_t kParallelFlops = 1 << 15;  // below, waking other threads costs more than it saves
+constexpr int64_t kParallelFlops = 1 << 15;  // below, waking threads costs more than it saves
 
 }  // namespace
 
@@ -36,8 +37,8 @@ void specdec_linear(void* pool_handle, const PackedWeight* weight, const float* 
     static_cast<ThreadPool*>(pool_handle)->run(task);
 }
 
-// Writes the rows' keys and values to their slots, then attends. query, key, value: element (row, head, i) at
-// row * strides[0] + head * strides[1] + i. out [num_rows, num_heads, value_dim].
+// Writes the rows' keys and values to their slots, then attends. Element (row, head, i) of query, key and value is at
+// row * strides[0] + head * strides[1] + i. out: [num_rows, num_heads, value_dim].
 void specdec_attention(void* pool_handle, const BatchView* batch, const AttentionView* layer, const float* query,
                        const int64_t* query_strides, const float* key, const int64_t* key_strides, const float* value,
                        const int64_t* value_strides, float* out) {

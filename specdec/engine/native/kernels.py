@@ -1,4 +1,4 @@
-"""The native kernels, called on tensors. All tensors are float32 on the CPU unless said otherwise."""
+"""Calls the native kernels on tensors, which are float32 on the CPU unless stated otherwise."""
 
 import ctypes
 import weakref
@@ -18,7 +18,7 @@ _Strides = _INT64 * 2
 
 
 class BatchView(ctypes.Structure):
-    """``BatchView`` of attention.h. Borrows the batch's tensors."""
+    """``BatchView`` of attention.h. The batch's tensors must outlive it."""
 
     _fields_ = [
         ("num_rows", _INT64),
@@ -41,7 +41,7 @@ class BatchView(ctypes.Structure):
 
     @classmethod
     def of(cls, batch: Batch, block_size: int) -> "BatchView":
-        """View a batch whose tensors are contiguous, as those of ``build_batch`` are."""
+        """View a batch with contiguous tensors, such as those of ``build_batch``."""
         return cls(
             batch.input_ids.shape[0],
             batch.logits_indices.shape[0],
@@ -77,7 +77,7 @@ class AttentionView(ctypes.Structure):
 
 
 class NativeKernels:
-    """The compiled library and its team of threads. Calls release the GIL.
+    """The compiled library and its thread pool. Calls release the GIL.
 
     Raises what ``load_library`` raises.
     """
@@ -133,7 +133,7 @@ class NativeWeight:
 class NativeAttention:
     """Row-invariant paged attention in C++; see ``specdec.engine.attention.paged.AttentionKernel``.
 
-    Layers whose heads are larger than the kernels have room for, ``max_head_dim``, attend in torch.
+    Layers with heads larger than ``max_head_dim`` attend in torch.
     """
 
     def __init__(self, kernels: NativeKernels) -> None:

@@ -1,18 +1,18 @@
-// The inner loops of all products, one for each format, number of rows and number of panels.
+// The inner loops of products, one per format, number of rows and number of panels.
 
 #include "linear.h"
 
 namespace specdec {
 namespace {
 
-constexpr int64_t kPrefetchBytes = 16384;  // how much of a weight is asked for ahead of the product
+constexpr int64_t kPrefetchBytes = 16384;  // bytes of a weight that are prefetched
 constexpr int kLineBytes = 64;
 
 template <Format format, int rows, int panels>
 void multiply_block(const uint8_t* panel, int64_t panel_stride, const float* x, int64_t x_stride, int64_t depth,
                     Vec* out) {
   using Reader = Panel<format>;
-  // Few rows read whole cache lines; with more, unrolling costs more (registers) than asking twice for a line.
+  // Few rows read whole cache lines; with more, unrolling costs registers, more than a second prefetch of a line.
   constexpr int kSteps = rows <= 2 ? Reader::kChunk : Reader::kLeastChunk;
   constexpr int kStepsBytes = Reader::offset(kSteps) - Reader::offset(0);
   Vec sums[panels][rows][kPanelVectors];
@@ -34,7 +34,7 @@ void multiply_block(const uint8_t* panel, int64_t panel_stride, const float* x, 
     }
   };
   constexpr int64_t kAhead = kPrefetchBytes / panels;
-  const int64_t last = panel_stride - kAhead;  // from there on what comes after these panels is asked for
+  const int64_t last = panel_stride - kAhead;  // from here on the next panels are prefetched
   for (int64_t k = 0, end = 0; k < depth; k = end) {
     end = Reader::kSegment == 0 ? depth : std::min(depth, k + Reader::kSegment);
 #pragma GCC unroll 4

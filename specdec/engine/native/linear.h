@@ -1,5 +1,5 @@
 // Products with a packed weight (packed.h). Each output is one accumulator that adds k = 0, 1, 2, ... in order by fused
-// multiply-add, whatever the number of rows in its block: bits do not depend on the batch.
+// multiply-add, for any number of rows in its block, so that bits do not depend on the batch.
 #pragma once
 
 #include <algorithm>
@@ -8,18 +8,18 @@
 
 namespace specdec {
 
-// How many panels a block of rows takes at once. With few rows an accumulator would wait for its own last addition, so
-// there have to be more of them; with many, registers are few.
+// Panels that a block of rows multiplies at once. With few rows, more panels keep accumulators from waiting for their
+// last addition; with many rows, registers allow fewer panels.
 constexpr int panels_together(int rows) {
   if (kLanes == 16) return rows <= 6 ? 2 : 1;
   if (kLanes == 8 && rows > 1) return rows <= 3 ? 2 : 1;
   return rows == 1 ? 4 : 1;
 }
 
-constexpr int kMostAccumulators = kMaxRows * kPanelVectors;  // of a block: those of panels together are no more
+constexpr int kMostAccumulators = kMaxRows * kPanelVectors;  // of a block, over all its panels
 
-// Multiplies a block of rows, x_stride apart, with neighbouring panels, panel_stride bytes apart. The sums go to
-// out [panels][rows][kPanelVectors].
+// Multiplies a block of rows (x_stride apart) with adjacent panels (panel_stride bytes apart). out:
+// [panels][rows][kPanelVectors].
 using BlockProduct = void (*)(const uint8_t* panel, int64_t panel_stride, const float* x, int64_t x_stride,
                               int64_t depth, Vec* out);
 
@@ -36,8 +36,8 @@ inline void for_row_blocks(int64_t num_rows, const Body& body) {
   }
 }
 
-// Multiplies rows x [num_rows, depth] with panels [begin, end). sink(panel, first_row, rows, sums) takes the results,
-// sums [rows][kPanelVectors].
+// Multiplies rows x [num_rows, depth] with panels [begin, end). Calls sink(panel, first_row, rows, sums) with sums
+// [rows][kPanelVectors].
 template <typename Sink>
 inline void multiply(const PackedWeight& weight, int64_t begin, int64_t end, const float* x, int64_t x_stride,
                      int64_t num_rows, int64_t depth, const Sink& sink) {
@@ -55,7 +55,7 @@ inline void multiply(const PackedWeight& weight, int64_t begin, int64_t end, con
   }
 }
 
-// Writes a panel's sums (plus bias, if any) to y, columns past num_outputs left out. With `add`, y is added to.
+// Writes a panel's sums (plus bias, if any) to y, or adds them with `add`; skips columns past num_outputs.
 template <bool add>
 inline void write_panel(const Vec* sums, int rows, int64_t panel, const float* bias, int64_t num_outputs, float* y,
                         int64_t y_stride) {

@@ -1,5 +1,5 @@
-// How a weight [N, K] lies in memory: in panels of kPanel outputs, one after the other, padded with zeros. A format holds
-// numbers of float32 exactly, and a product adds them in the same order: its bits do not depend on the format.
+// Layout of a weight [N, K]: adjacent panels of kPanel outputs, padded with zeros. A format holds float32 numbers
+// exactly, and products add them in the same order, so that their bits do not depend on the format.
 //
 //   kFloat32    [K][kPanel] numbers
 //   kBfloat16   [K][kPanel / 2] words of two outputs that are kLanes apart: a shift and a mask make two vectors of one
@@ -34,9 +34,9 @@ inline V load_as(const uint8_t* p) {
 
 inline int64_t num_panels(int64_t num_outputs) { return (num_outputs + kPanel - 1) / kPanel; }
 
-// Reads a panel. Inputs of a segment share what enter(start, k) prepares, k the first of them; 0: one segment for all.
-// Inputs are read in chunks, of kChunk at best, which is about a cache line, and of kLeastChunk at least:
-// column(begin, step, out) gives the weights of input begin + step of the chunk from begin on, which lies at offset(begin).
+// Reads a panel. enter(start, k) prepares a segment of kSegment inputs from k on; 0: one segment for all. Inputs are
+// read in chunks of kChunk (about a cache line) or kLeastChunk: column(begin, step, out) gives the weights of input
+// begin + step of the chunk at offset(begin).
 template <Format format>
 struct Panel;
 
@@ -105,7 +105,7 @@ struct Panel<kInt4> {
       factors[j] = factors[j] * splat(16.0f);
     }
   }
-  // A nibble n in the upper bits of a mantissa is 1 + n / 16, which times 16 s less 24 s is (n - 8) s: all exact.
+  // A nibble n in the upper bits of a mantissa is 1 + n / 16; times 16 s, minus 24 s, it is exactly (n - 8) s.
   void column(int64_t begin, int64_t step, Vec* out) const {
     const WordVec words = load_as<WordVec>(panel + offset(begin));
     for (int j = 0; j < kPanelVectors; ++j) {

@@ -11,7 +11,7 @@ using namespace specdec;
 
 namespace {
 
-constexpr float kLargestScale = 1e30f;  // far from where its multiples overflow
+constexpr float kLargestScale = 1e30f;  // its multiples do not overflow
 
 uint32_t bits_of(float x) {
   uint32_t bits;
@@ -40,14 +40,14 @@ void pack_bfloat16(const float* weight, int64_t width, int64_t depth, uint8_t* p
   }
 }
 
-// The scale of an output: 127 steps reach its largest number.
+// The scale of an output: its largest magnitude is 127 steps.
 float int8_scale(const float* numbers, int64_t count) {
   float largest = 0.0f;
   for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(numbers[i]));
   return largest / 127.0f;
 }
 
-// The scale of a group: its largest number is -8 steps, so a scale may be negative.
+// The scale of a group: its number of largest magnitude is -8 steps, so a scale may be negative.
 float int4_scale(const float* numbers, int64_t count) {
   float largest = 0.0f;
   for (int64_t i = 0; i < count; ++i)
@@ -55,7 +55,7 @@ float int4_scale(const float* numbers, int64_t count) {
   return largest / -8.0f;
 }
 
-// Steps from 0 to a number.
+// A number in steps of a scale.
 int steps_to(float number, float scale) {
   return scale == 0.0f ? 0 : static_cast<int>(std::nearbyint(number / scale));
 }
@@ -87,9 +87,9 @@ bool fits_int4(const float* numbers, int64_t num_outputs, int64_t depth) {
   return true;
 }
 
-// Whether all numbers have an exact bfloat16: the lower halves of their bits are zero.
+// Whether all numbers are bfloat16: the lower halves of their bits are zero.
 bool fits_bfloat16(const float* numbers, int64_t count) {
-  constexpr int64_t kChunk = 4096;  // after each a look at what was found
+  constexpr int64_t kChunk = 4096;  // numbers between checks
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     uint32_t lower = 0;
     for (int64_t i = begin; i < std::min(begin + kChunk, count); ++i) lower |= bits_of(numbers[i]) << 16;
@@ -132,7 +132,7 @@ void pack_int4(const float* weight, int64_t width, int64_t depth, uint8_t* panel
 
 extern "C" {
 
-// Asks for large pages: a step reads all weights once, and small pages cost it a table walk every 4 KiB.
+// Requests large pages: a step reads all weights once, and small pages would cost a table walk every 4 KiB.
 void specdec_advise_large_pages(void* memory, int64_t num_bytes) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kPage = 4096;
@@ -162,8 +162,8 @@ int64_t specdec_packed_bytes(int64_t num_outputs, int64_t depth, int64_t format)
   return num_panels(num_outputs) * panel_bytes(format, depth);
 }
 
-// Packs weight [num_outputs, depth]. The panel of outputs 0 .. kPanel lies at packed, the next `panel_step` panels
-// further on (2 interleaves two weights). The format has to fit.
+// Packs weight [num_outputs, depth]. Outputs 0 .. kPanel go to `packed`, each further panel `panel_step` panels later
+// (2 interleaves two weights). The format must fit.
 void specdec_pack(const float* weight, int64_t num_outputs, int64_t depth, int64_t format, int64_t panel_step,
                   uint8_t* packed) {
   const auto pack = format == kInt4       ? pack_int4

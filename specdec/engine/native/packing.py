@@ -1,7 +1,7 @@
-"""Weights in the kernels' own layout: its formats, which one a weight gets, and packing.
+"""Packs weights in the kernels' layout, in the smallest format that holds them.
 
-All formats hold float32 numbers exactly, and products use them in float32 and in one order: a format decides how much
-memory a step reads, never its bits. So the numerics id does not name it.
+All formats hold float32 numbers exactly, and products use them in float32 and in one order. So a format decides the
+memory that a step reads, never its bits, and is not in the numerics id.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import torch
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _ALIGNMENT = 64  # a cache line
 INT4_GROUP = 32
-"""Inputs that share a scale, ``kGroup`` of packed.h."""
+"""Inputs that share a scale (``kGroup`` of packed.h)."""
 
 
 class WeightFormat(IntEnum):
@@ -26,26 +26,27 @@ class WeightFormat(IntEnum):
 
 
 FORMATS = (WeightFormat.BFLOAT16, WeightFormat.FLOAT32)
-"""What weights may be packed as, the smallest first."""
+"""Formats of weights, the smallest first."""
 FORMATS_OF_QUANTIZED = (WeightFormat.INT4, WeightFormat.INT8, *FORMATS)
-"""The same where weights were rounded to such formats. Else these are not tried: zeros, of which made-up models have
-many, would fit into int4 and cost less than the weights that they stand for."""
+"""Formats of quantized weights, the smallest first. Other weights do not try these: the many zeros of dummy models
+would fit int4 and make them faster than real ones.
+"""
 
 
 class WeightView(ctypes.Structure):
-    """``PackedWeight`` of packed.h. Borrows the memory."""
+    """``PackedWeight`` of packed.h. The memory must outlive it."""
 
     _fields_ = [("panels", _POINTER), ("format", _INT64)]
 
 
 class WeightPacking:
-    """Packs weights by the functions of packing.cpp. Weights, and what is made of them, lie on the CPU.
+    """Packs weights by packing.cpp. Weights and packed weights are on the CPU.
 
-    Several weights that are packed as one have one shape ``[N, K]`` and one format; their panels alternate.
+    Weights that are packed together have the same shape ``[N, K]`` and format; their panels alternate.
     """
 
     def __init__(self, library: ctypes.CDLL, formats: Sequence[WeightFormat] = FORMATS) -> None:
-        """``formats`` are those to choose from, the smallest first; the last is ``FLOAT32``, which holds everything."""
+        """``formats``: allowed formats, the smallest first; the last is ``FLOAT32``, which holds all numbers."""
         self._library = library
         self._formats = formats
         declare_functions(
@@ -59,10 +60,10 @@ class WeightPacking:
             },
         )
         self.panel_width: int = library.specdec_panel_width()
-        """Outputs that lie together."""
+        """Outputs per panel."""
 
     def format_of(self, weights: Sequence[torch.Tensor]) -> WeightFormat:
-        """The smallest format that holds all numbers exactly. Cost: reads them up to once for each."""
+        """The smallest format that holds all numbers exactly. Cost: at most one pass over them per format."""
         return next(each for each in self._formats if all(self.fits(weight, each) for weight in weights))
 
     def fits(self, weight: torch.Tensor, weight_format: WeightFormat) -> bool:
@@ -71,13 +72,13 @@ class WeightPacking:
         return bool(self._library.specdec_fits(source.data_ptr(), *source.shape, weight_format))
 
     def num_bytes(self, weights: Sequence[torch.Tensor]) -> int:
-        """Memory that weights take in their format, in whole cache lines."""
+        """Bytes of packed weights, in whole cache lines."""
         num_outputs, depth = weights[0].shape
         num_bytes = len(weights) * self._library.specdec_packed_bytes(num_outputs, depth, self.format_of(weights))
         return int(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT)
 
     def pack(self, weights: Sequence[torch.Tensor], memory: torch.Tensor) -> WeightView:
-        """Pack weights in their format into memory, ``num_bytes`` from its start on."""
+        """Pack weights into the first ``num_bytes`` of ``memory``."""
         num_outputs, depth = weights[0].shape
         weight_format = self.format_of(weights)
         panel_bytes: int = self._library.specdec_packed_bytes(1, depth, weight_format)
@@ -94,14 +95,14 @@ class WeightPacking:
         return WeightView(memory.data_ptr(), weight_format)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Uninitialised memory, on large pages where the system has them."""
+        """Uninitialised memory, on large pages if the system has them."""
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         self._library.specdec_advise_large_pages(memory.data_ptr(), num_bytes)
         return memory
 
 
 class PackedArena:
-    """Packed weights one after the other in memory that is allocated at once: small ones share large pages."""
+    """Packed weights in one allocation, so that small ones share large pages."""
 
     def __init__(self, packing: WeightPacking, num_bytes: int) -> None:
         self._packing = packing
@@ -110,11 +111,11 @@ class PackedArena:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the memory."""
+        """Bytes of the memory."""
         return self._memory.numel()
 
     def pack(self, weights: Sequence[torch.Tensor]) -> WeightView:
-        """See ``WeightPacking.pack``. Raises ``ValueError`` where the arena has no room for them."""
+        """See ``WeightPacking.pack``. Raises ``ValueError`` if the arena is full."""
         start = self._used_bytes
         end = start + self._packing.num_bytes(weights)
         if end > self.num_bytes:
@@ -124,7 +125,7 @@ class PackedArena:
 
 
 def declare_functions(library: ctypes.CDLL, signatures: Mapping[str, tuple[object, Sequence[object]]]) -> None:
-    """Tell ctypes the results and arguments of a library's functions."""
+    """Declare results and arguments of a library's functions to ctypes."""
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, list(arguments)

@@ -1,9 +1,7 @@
-// Sampling over a large vocabulary on the CPU: the best tokens of scores plus Gumbel noise, and the cuts of
-// top-k, top-p and min-p. Rows are computed one by one, so no row's result depends on the rows beside it.
-//
-// Same results as specdec/engine/perturbed_top.py and logit_processors.cut_: hashes are integers, scores are single
-// IEEE operations (compile without -ffast-math and without contraction), and bounds only decide what needs not be
-// looked at.
+// Sampling over a large vocabulary on the CPU: the best tokens of scores plus Gumbel noise, and the cuts of top-k,
+// top-p and min-p. Rows are computed one by one, so that no row's result depends on other rows. Same results as
+// sampling/perturbed_top.py and logit_processors.cut_: hashes are integers, scores are single IEEE operations (compile
+// without -ffast-math and contraction), and bounds only skip tokens that cannot win.
 
 #include <algorithm>
 #include <cmath>
@@ -41,9 +39,9 @@ inline float gumbel_from_bits(uint32_t h) {
   return static_cast<float>(-std::log(-std::log1p(-u)));
 }
 
-// At least gumbel_from_bits(h), from a few vector instructions: -log(-log1p(-u)) <= -log(u), and log2 of a float is
-// at least its exponent plus its mantissa. Too high by 0.06 at most where u is small. The slack of 0.001 is far more
-// than the rounding of scores that can still win (those within 30 of the best).
+// An upper bound of gumbel_from_bits(h) by a few vector instructions: -log(-log1p(-u)) <= -log(u), and log2 of a float
+// is at least its exponent plus its mantissa. For small u it is at most 0.06 too high. The slack of 0.001 far exceeds
+// the rounding of scores that can still win (within 30 of the best).
 inline float gumbel_bound(uint32_t h) {
   const float x = static_cast<float>(static_cast<int32_t>(h >> 1)) + 0.25f;  // 2^31 u, rounded
   int32_t bits;
@@ -54,7 +52,7 @@ inline float gumbel_bound(uint32_t h) {
 
 // ---- best tokens of score + noise -----------------------------------------------------------------------------
 
-// The num_top best (score, token id), best first, ties to the lower id. Tokens are offered by rising id.
+// The num_top best (score, token id), best first, ties to the lower id. Offer tokens in ascending order of id.
 class Top {
  public:
   explicit Top(int64_t size) : scores_(size, -kInfinity), token_ids_(size, 0) {}
@@ -72,7 +70,7 @@ class Top {
     token_ids_[i] = token_id;
   }
 
-  // No token can be drawn from the row.
+  // Marks the row as one without a token to sample.
   void spoil() { std::fill(scores_.begin(), scores_.end(), std::numeric_limits<float>::quiet_NaN()); }
 
   const std::vector<float>& scores() const { return scores_; }
@@ -85,7 +83,7 @@ class Top {
 
 constexpr int64_t kLanes = 32;
 
-// In lanes, because a single running maximum is not vectorised without -ffast-math. Passes over NaN.
+// Uses lanes, as a single running maximum is not vectorised without -ffast-math. Ignores NaN.
 inline float best_of(const float* values, int64_t n) {
   float best[kLanes];
   std::fill(best, best + kLanes, -kInfinity);
@@ -97,10 +95,10 @@ inline float best_of(const float* values, int64_t n) {
   return *std::max_element(best, best + kLanes);
 }
 
-// Whether NaN or plus infinity was seen, lane by lane; minus infinity is a token that may not be drawn.
+// Notes NaN and plus infinity, lane by lane; minus infinity only marks a forbidden token.
 class Poison {
  public:
-  // As the function does, and looks out in the same pass.
+  // best_of, which also notes NaN and plus infinity.
   float best_of(const float* values, int64_t n) {
     float best[kLanes];
     std::fill(best, best + kLanes, -kInfinity);
@@ -174,13 +172,13 @@ inline uint32_t magnitude_bits(float score) {
   return bits;
 }
 
-// 16 bins for each power of two.
+// 8 bins per power of two.
 inline int bin_of(float score) { return static_cast<int>(magnitude_bits(score) >> 20); }
 
-// 2048 bins for each of these.
+// 2048 bins per coarse bin.
 inline int fine_bin_of(float score) { return static_cast<int>((magnitude_bits(score) >> 9) & (kNumBins - 1)); }
 
-// The last token that stays, in the order of falling score and rising id.
+// The last kept token, in descending order of score and ascending order of id.
 struct Cut {
   float score;
   int64_t token_id;
@@ -190,7 +188,7 @@ struct Cut {
   }
 };
 
-// Without branches: what is in the bin is as good as random.
+// Without branches, as membership in the bin is unpredictable.
 std::vector<int64_t> tokens_of_bin(const float* scores, int64_t vocab_size, int bin) {
   std::vector<int64_t> token_ids(vocab_size);
   int64_t count = 0;
@@ -202,7 +200,7 @@ std::vector<int64_t> tokens_of_bin(const float* scores, int64_t vocab_size, int 
   return token_ids;
 }
 
-// Down to the k-th best score, all that tie with it included.
+// The k-th best score; all tokens with this score stay.
 float top_k_score(const float* scores, int64_t vocab_size, int64_t k) {
   if (k <= 0 || k >= vocab_size) return -kInfinity;
   std::vector<int64_t> counts(kNumBins, 0);
@@ -236,10 +234,10 @@ inline int64_t integer_weight(float score) {
   y = y * r + 0.5;
   y = y * r + 1.0;
   y = y * r + 1.0;
-  return static_cast<int64_t>(y * kWeightOne) >> std::min<int64_t>(-n, 63);  // by 64 and more it is undefined
+  return static_cast<int64_t>(y * kWeightOne) >> std::min<int64_t>(-n, 63);  // shifts of 64 and more are undefined
 }
 
-// The weights of up to kBlock scores; none of those below the k-th score. Three loops, each of them vectorised.
+// The weights of up to kBlock scores; 0 below the k-th score. Three loops, each of which is vectorised.
 void fill_weights(const float* scores, int64_t count, float kth_score, int64_t* weights) {
   float clamped[kBlock];
   for (int64_t i = 0; i < count; ++i) clamped[i] = scores[i] > -64.0f ? scores[i] : -64.0f;
@@ -248,7 +246,7 @@ void fill_weights(const float* scores, int64_t count, float kth_score, int64_t* 
   for (int64_t i = 0; i < count; ++i) weights[i] = scores[i] >= kth_score ? weights[i] : 0;
 }
 
-// The token whose mass, added to that of all before it, reaches top_p of what top-k kept.
+// The token at which the cumulated mass reaches top_p of the mass that top-k kept.
 Cut top_p_cut(const float* scores, int64_t vocab_size, double top_p, float kth_score) {
   std::vector<int64_t> bin_weights(kNumBins, 0);
   int64_t weights[kBlock];
@@ -290,13 +288,13 @@ Cut top_p_cut(const float* scores, int64_t vocab_size, double top_p, float kth_s
     reached += weight;
     if (reached >= limit) return {scores[token_id], token_id};
   }
-  return {-kInfinity, vocab_size};  // limit above the whole, by rounding
+  return {-kInfinity, vocab_size};  // rounding put the limit above the total
 }
 
 void cut_row(float* row, int64_t vocab_size, int64_t top_k, double top_p, double min_score) {
-  if (std::isnan(row[0])) return;  // NaN throughout, which has no order: sorting it is undefined
+  if (std::isnan(row[0])) return;  // sorting NaN is undefined
   const float kth_score = top_k_score(row, vocab_size, top_k);
-  // Of two cuts by score alone the higher binds; the first token, at 0, always stays.
+  // The higher of the two cuts by score decides; the best token, at 0, always stays.
   const float lowest = std::min(0.0f, std::max(kth_score, static_cast<float>(min_score)));
   Cut last{-kInfinity, vocab_size};
   if (top_p < 1.0) last = top_p_cut(row, vocab_size, top_p, kth_score);
@@ -309,8 +307,8 @@ void cut_row(float* row, int64_t vocab_size, int64_t top_k, double top_p, double
 
 extern "C" {
 
-// logits: row r at r * row_stride; temperatures [R], 0 is greedy; keys [R, 2] -> token_ids, scores [R, num_top], with
-// 1 <= num_top <= vocab_size. The scores of a row are NaN if it holds NaN or plus infinity, or nothing above minus
+// From logits (row r at r * row_stride), temperatures [R] (0 is greedy) and keys [R, 2] to token_ids and scores [R,
+// num_top], 1 <= num_top <= vocab_size. A row's scores are NaN if it holds NaN or plus infinity, or nothing above minus
 // infinity.
 void specdec_perturbed_top(const float* logits, int64_t num_rows, int64_t vocab_size, int64_t row_stride,
                            const float* temperatures, const uint32_t* keys, int64_t num_top, int64_t* token_ids,
@@ -328,14 +326,14 @@ void specdec_perturbed_top(const float* logits, int64_t num_rows, int64_t vocab_
   }
 }
 
-// scores [R, vocab_size], contiguous, 0 as best of each row: minus infinity is written to what top_k [R], top_p [R] and
-// min_score [R] cut off. A row of NaN stays one.
+// Writes minus infinity to scores [R, vocab_size] (contiguous, best 0 in each row) that top_k, top_p and min_score [R]
+// cut off. A row of NaN stays unchanged.
 void specdec_cut(float* scores, int64_t num_rows, int64_t vocab_size, const int64_t* top_k, const double* top_p,
                  const double* min_score) {
   for (int64_t r = 0; r < num_rows; ++r) cut_row(scores + r * vocab_size, vocab_size, top_k[r], top_p[r], min_score[r]);
 }
 
-// The Gumbel noise of count hashes from first on, stride apart, for tests.
+// For tests: the Gumbel noise of `count` hashes from `first` on, `stride` apart.
 void specdec_gumbel(uint32_t first, uint32_t stride, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = gumbel_from_bits(first + static_cast<uint32_t>(i) * stride);
 }

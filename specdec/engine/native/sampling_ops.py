@@ -1,4 +1,4 @@
-"""The native sampling kernels, called on tensors; same results as the torch functions they stand in for."""
+"""Calls the native sampling kernels on tensors; same results as the torch functions that they replace."""
 
 import ctypes
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class NativeSampling:
     def cut_(self, scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_score: Sequence[float]) -> Tensor:
         """See `specdec.engine.sampling.logit_processors.cut_`; scores contiguous, on the CPU."""
         if not scores.is_contiguous():
-            raise ValueError("scores are cut in place and must be contiguous")
+            raise ValueError("scores must be contiguous, as they are cut in place")
         num_rows, vocab_size = scores.shape
         self._cut(
             scores.data_ptr(),
@@ -79,6 +79,6 @@ class NativeSampling:
         return scores
 
     def gumbel_range(self, first: int, stride: int, out: Tensor) -> Tensor:
-        """Fill `out` with the noise of hashes `first`, `first + stride`, ... as the kernel computes it."""
+        """For tests: fill `out` with the kernel's noise of hashes `first`, `first + stride`, ..."""
         self._gumbel(first, stride, out.numel(), out.data_ptr())
         return out

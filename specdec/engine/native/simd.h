@@ -1,5 +1,5 @@
-// Float vectors of the CPU's own width. Every operation here is exact or correctly rounded per lane, and compiled
-// with -ffp-contract=off: what a lane computes never depends on the lanes beside it.
+// Float vectors of the CPU's width. Every operation is exact or correctly rounded per lane and compiled with
+// -ffp-contract=off, so that a lane's result never depends on other lanes.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,7 @@ namespace specdec {
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;          // floats per vector
 constexpr int kPanelVectors = 2;    // vectors per weight panel
-constexpr int kMaxRows = 12;        // rows of one block: their pointers and accumulators stay in registers
+constexpr int kMaxRows = 12;        // rows per block, so that pointers and accumulators stay in registers
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int kLanes = 8;
 constexpr int kPanelVectors = 2;
@@ -55,7 +55,7 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// Numbers of kLanes signed bytes.
+// kLanes signed bytes as floats.
 inline Vec load_bytes(const void* p) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
@@ -82,7 +82,7 @@ inline Vec select(IntVec mask, Vec a, Vec b) { return (Vec)(((IntVec)a & mask) |
 
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
-// Loads n < kLanes floats, zeros behind them.
+// Loads n < kLanes floats, followed by zeros.
 inline Vec load_head(const float* p, int n) {
   float buffer[kLanes] = {};
   std::memcpy(buffer, p, n * sizeof(float));
@@ -176,7 +176,7 @@ inline Vec exp(Vec x) {
 
 // x / (1 + e^-x)
 inline Vec silu(Vec x) {
-  const Vec cut = splat(-87.0f);  // below, e^-x would leave the exponent's range; the result is 0 to 36 digits
+  const Vec cut = splat(-87.0f);  // below, e^-x would overflow; the result is 0 to 36 digits
   return x / (splat(1.0f) + exp(-max(x, cut)));
 }
 

@@ -5,7 +5,7 @@
 namespace specdec {
 namespace {
 
-constexpr auto kIdleSpin = std::chrono::microseconds(60);  // spun by a worker without work before it sleeps
+constexpr auto kIdleSpin = std::chrono::microseconds(60);  // time that an idle worker spins before it sleeps
 constexpr int kPausesPerCheck = 64;
 constexpr int kSpinsBeforeYield = 512;
 
@@ -17,7 +17,7 @@ inline void pause_cpu() {
 #endif
 }
 
-// Spins until done() holds; after a while lets other threads have the core, in case the awaited one needs it.
+// Spins until done(); after a while yields the core, which the awaited thread may need.
 template <typename Done>
 void spin_until(const Done& done) {
   for (int spins = 0; !done(); ++spins) {

@@ -1,7 +1,5 @@
-// A fixed team of threads for kernels of microseconds to milliseconds.
-//
-// Idle workers spin for a short while, so that the next kernel of the same step finds them awake, then sleep: a pool
-// that waits for work takes no core from anybody. A pool of one thread starts no thread and takes no lock.
+// A fixed team of threads for kernels of microseconds to milliseconds. Idle workers spin for a short while, so that the
+// next kernel of a step finds them awake, then sleep. A pool of one thread starts no thread and takes no lock.
 #pragma once
 
 #include <atomic>
@@ -30,7 +28,7 @@ class ThreadPool {
     start([](const void* t, int thread, int count) { (*static_cast<const Task*>(t))(thread, count); }, &task);
   }
 
-  // Waits until every thread of a running task has come here. Only inside a task, by all of its threads.
+  // Waits until all threads of the running task have arrived. All of them must call it.
   void barrier();
 
  private:
@@ -49,7 +47,7 @@ class ThreadPool {
   std::vector<std::thread> workers_;
 };
 
-// The part [begin, end) of count items that falls to one thread.
+// One thread's part [begin, end) of count items.
 struct Share {
   Share(int64_t first, int64_t last) : begin(first), end(last) {}
   Share(int64_t count, int thread, int num_threads)

@@ -1,7 +1,7 @@
-"""The instruction sets that the kernels are built for, and which of them this machine gets.
+"""The instruction sets of the kernels' builds, and the choice for this machine.
 
-The lanes of a variant decide the order of its sums, so its name is part of the numerics id. Nothing is compiled for
-the CPU at hand alone: equal variants give equal bits on every machine, whoever compiled them.
+A variant's lanes decide the order of sums, so that its name is part of the numerics id. No build is specific to one
+CPU: equal variants give equal bits on all machines.
 """
 
 import os
@@ -25,9 +25,9 @@ class Variant:
 
     name: str
     flags: tuple[str, ...]
-    """Of the compiler (GCC 11 or Clang 12 and later)."""
+    """Compiler flags (GCC 11 or Clang 12 and later)."""
     needs: frozenset[str] = frozenset()
-    """Features, by their names in /proc/cpuinfo: it lists what the operating system has enabled, too."""
+    """CPU features by their names in /proc/cpuinfo, which lists those that the operating system has enabled."""
     lanes: int = 4
     """Floats per vector."""
 
@@ -42,7 +42,7 @@ _OTHER = (Variant("generic", ()),)
 
 
 def variants_for(machine: str) -> tuple[Variant, ...]:
-    """All variants of a machine type as ``platform.machine`` names it, the fastest first, one that always runs last."""
+    """Variants of a machine type (``platform.machine``), the fastest first; the last one always runs."""
     return {"x86_64": _X86_64, "aarch64": _AARCH64}.get(machine, _OTHER)
 
 
@@ -60,7 +60,7 @@ def choose_variant() -> Variant | None:
         return next(variant for variant in variants if variant.needs <= features)
     names = [variant.name for variant in variants]
     if asked not in names:
-        raise UnsupportedIsa(f"{ISA_VARIABLE} is {asked}: {machine} has {', '.join(names)} and none")
+        raise UnsupportedIsa(f"{ISA_VARIABLE} is {asked}: on {machine} it must be {', '.join(names)} or none")
     chosen = variants[names.index(asked)]
     if missing := missing_features(chosen, features):
         raise UnsupportedIsa(f"{ISA_VARIABLE} is {asked}: this CPU lacks {', '.join(missing)}")
@@ -68,12 +68,12 @@ def choose_variant() -> Variant | None:
 
 
 def missing_features(variant: Variant, features: Collection[str]) -> list[str]:
-    """What a variant needs and a CPU with these features lacks, by name."""
+    """Features that a variant needs and a CPU with `features` lacks, sorted."""
     return sorted(variant.needs.difference(features))
 
 
 def cpu_features() -> frozenset[str]:
-    """What the CPU can do, as the operating system lists it; nothing where it does not."""
+    """The CPU's features as the operating system lists them; empty if it does not."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("flags", "Features")):

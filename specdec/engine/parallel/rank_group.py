@@ -9,24 +9,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-_LOAD_TIMEOUT = timedelta(hours=24)  # the servicer's load_timeout_s ends a load; this must only not come before it
+_LOAD_TIMEOUT = timedelta(hours=24)  # longer than the servicer's load_timeout_s, which ends a load
 _LOOPBACK = "lo"
-# torch 2.11 has it under the older name only.
+# torch 2.11 only has the older name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def device_of_rank(first_device: str, rank: int) -> torch.device:
-    """The CPU for all ranks, or the GPU ``rank`` places after the first one."""
+    """A rank's device: the CPU, or the GPU with the first one's index plus ``rank``."""
     first = torch.device(first_device)
     return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
 
 
 class RankGroup:
-    """This process's place among the ranks of one model, and what they compute together.
+    """This process's rank of a model, and the ranks' collectives.
 
-    Every method is a collective: all ranks must call it, in the same order, with the same shapes. Where a rank is
-    gone or silent, gloo raises RuntimeError after ``timeout_s`` at the latest. NCCL's calls return before the work is
-    done: a thread of torch ends the process some time after ``timeout_s``.
+    Every method is a collective: all ranks must call it in the same order with the same shapes. If a rank is gone or
+    silent, gloo raises RuntimeError after at most ``timeout_s``. NCCL's calls return before the work is done; some time
+    after ``timeout_s`` a thread of torch ends the process.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
@@ -39,15 +39,15 @@ class RankGroup:
 
     @classmethod
     def join(cls, rank: int, size: int, first_device: str, store: Path, timeout_s: float) -> RankGroup:
-        """Meet the other ranks of this machine through a file that all of them can reach; returns when all are there.
+        """Join the ranks of this machine through a shared file; returns when all have joined.
 
-        Sets up torch's one process group of this process, on the loopback interface unless ``GLOO_SOCKET_IFNAME`` or
-        ``NCCL_SOCKET_IFNAME`` say otherwise. ``first_device`` is cpu, or the GPU of rank 0; others take those after it.
+        Initialises torch's default process group, on the loopback interface unless ``GLOO_SOCKET_IFNAME`` or
+        ``NCCL_SOCKET_IFNAME`` is set. ``first_device``: cpu, or the GPU of rank 0.
         """
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
         device = device_of_rank(first_device, rank)
-        # transformers places weights by it.
+        # transformers reads it to place weights.
         os.environ["LOCAL_RANK"] = str(device.index if device.type == "cuda" else rank)
         backend = "gloo"
         if device.type == "cuda":
@@ -59,11 +59,11 @@ class RankGroup:
         return cls(rank, size, device, timeout_s)
 
     def wait_for_all(self) -> None:
-        """Return when all ranks have come here, however long loading takes them."""
+        """Wait until all ranks arrive, for as long as they load."""
         dist.monitored_barrier(self._loading, timeout=_LOAD_TIMEOUT)
 
     def smallest(self, value: int) -> int:
-        """The least of the ranks' values."""
+        """The minimum of the ranks' values."""
         values = torch.tensor([value])
         dist.all_reduce(values, dist.ReduceOp.MIN, group=self._loading)
         return int(values)
@@ -71,8 +71,8 @@ class RankGroup:
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks; the argument may be overwritten.
 
-        On CPU every element is one sum in the order of the ranks, accumulated in float32, whatever the tensor's shape:
-        a row's bits do not depend on its company. (gloo's own all-reduce starts at another rank for every chunk.)
+        On a CPU every element is one float32 sum in rank order for any shape, so that a row's bits do not depend on the
+        batch. (gloo's own all-reduce starts each chunk at another rank.)
         """
         if self.device.type == "cuda":
             partial = partial.contiguous()
@@ -85,9 +85,9 @@ class RankGroup:
         return total.to(partial.dtype)
 
     def gather_columns(self, local: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """Join the ranks' columns (the last dimension), in the order of the ranks.
+        """Join the ranks' columns (the last dimension), in rank order.
 
-        Each rank but the last ones has ``ceil(num_columns / size)`` of them, as torch's ``Shard`` lays them out.
+        All but the last ranks have ``ceil(num_columns / size)`` columns, as in torch's ``Shard``.
         """
         width = -(-num_columns // self.size)
         if local.shape[-1] != width:
@@ -96,7 +96,7 @@ class RankGroup:
         return torch.cat(parts.unbind(0), dim=-1)[..., :num_columns]
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors ``[size, ...]``, in the order of the ranks."""
+        """The ranks' tensors ``[size, ...]``, in rank order."""
         parts = local.new_empty(self.size, *local.shape)
         _all_gather(parts.view(-1), local.contiguous().view(-1), group=self._layers)
         return parts

@@ -1,6 +1,6 @@
-"""What stands for a model's modules when their weights are split over ranks.
+"""Replacements of a model's modules whose weights are split over ranks.
 
-Their linear parts stay plain ``nn.Linear`` modules, so that what replaces linear layers by packed ones finds them.
+Their linear parts stay plain ``nn.Linear`` modules, so that they can be replaced by packed ones.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from specdec.engine.parallel.rank_group import RankGroup
 
 
 class RowSplitLinear(nn.Module):
-    """A linear layer of which every rank has some inputs: the ranks' outputs are summed, then the bias is added."""
+    """A linear layer split by inputs: the ranks' outputs are summed, then the bias is added."""
 
     def __init__(self, local: nn.Linear, group: RankGroup, *, splits_input: bool) -> None:
-        """``local`` has this rank's columns of the weight; ``splits_input``: inputs come whole, not split already."""
+        """``local``: this rank's columns of the weight; ``splits_input``: inputs arrive unsplit."""
         super().__init__()
         self.bias: nn.Parameter | None = local.bias
         local.register_parameter("bias", None)
@@ -35,7 +35,7 @@ class RowSplitLinear(nn.Module):
 
 
 class GatheredLinear(nn.Module):
-    """A linear layer of which every rank computes some outputs, and all ranks get all of them."""
+    """A linear layer split by outputs, which are gathered on all ranks."""
 
     def __init__(self, local: nn.Linear, group: RankGroup, out_features: int) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class GatheredLinear(nn.Module):
 
 
 class VocabSplitEmbedding(nn.Module):
-    """An embedding of which every rank has some tokens; each row comes from the rank that has it."""
+    """An embedding split by tokens; each row comes from the rank that has it."""
 
     def __init__(self, local: nn.Embedding, group: RankGroup) -> None:
-        """``local`` has the tokens from ``ceil(num_embeddings / size) * rank`` on, at least none."""
+        """``local``: the tokens from ``ceil(num_embeddings / size) * rank`` on; may be empty."""
         super().__init__()
         self.local = local
         self._first_token = -(-local.num_embeddings // group.size) * group.rank
@@ -61,7 +61,7 @@ class VocabSplitEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """This rank's rows; models look at its dtype and device."""
+        """This rank's rows; models read its dtype and device."""
         return self.local.weight
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class VocabSplitEmbedding(nn.Module):
 
 
 class SummedOutput(nn.Module):
-    """A module whose output on each rank is a part of a sum: mixtures of experts, each expert split over all ranks."""
+    """A module whose outputs are summed over the ranks: mixtures of experts, each expert split over all ranks."""
 
     def __init__(self, local: nn.Module, group: RankGroup) -> None:
         super().__init__()

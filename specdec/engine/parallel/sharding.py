@@ -1,8 +1,8 @@
-"""Splits a model after transformers' tensor-parallel plan: reading the shards is its work, running them is ours.
+"""Splits a model by transformers' tensor-parallel plan: transformers reads the shards, our modules run them.
 
-transformers reads of each file only what a rank needs, but runs the shards through wrappers that cost much Python per
-layer, hide the linear layers from packing, and sum in an order that depends on the batch. So only the plan and the
-weights are taken from it; the modules are those of ``sharded_modules.py``.
+transformers reads only a rank's part of each file. But it runs shards through wrappers that cost much Python per layer,
+hide linear layers from packing, and sum in an order that depends on the batch. So only its plan and weights are used;
+the modules are those of ``sharded_modules.py``.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _MODULE_STYLES = frozenset().union(
 
 
 class TensorParallelRefused(ModelLoadError):
-    """A ``tensor_parallel_size`` that this model or this machine does not allow."""
+    """A ``tensor_parallel_size`` that the model or the machine does not allow."""
 
     def __init__(self, size: int, reason: str) -> None:
         super().__init__(f"tensor_parallel_size: {size} {reason}")
 
 
 def check_plan(config: PreTrainedConfig, size: int, trust_remote_code: bool) -> None:
-    """Refuse a degree that the model's plan cannot have, before any weight is read.
+    """Check that the model's plan allows ``size`` ranks, before weights are read.
 
     Raises ``TensorParallelRefused``. Cost: the model without weights, about a second for a large one.
     """
@@ -66,7 +66,7 @@ def check_plan(config: PreTrainedConfig, size: int, trust_remote_code: bool) -> 
         _check_divides(size, getattr(text, "num_key_value_heads", None) or heads, f"KV heads of {architecture}")
     for name, style in plan.items():
         if style not in _MODULE_STYLES | _PARAMETER_STYLES:
-            raise TensorParallelRefused(size, f"ranks are not possible: {name} is to be split as {style!r}")
+            raise TensorParallelRefused(size, f"ranks are not possible: style {style!r} of {name} is not supported")
     for name, module, style in _planned_modules(model, plan):
         if style in _COLUMN_STYLES:
             _check_divides(size, module.out_features, f"outputs of {name}")
@@ -84,7 +84,7 @@ def shard_model(model: PreTrainedModel, group: RankGroup) -> None:
     """Replace the modules of a model whose parameters are ``DTensor`` shards, in place."""
     plan: Mapping[str, str] = model.tp_plan
     for module in model.modules():
-        module.__dict__.pop("forward", None)  # transformers' wrapper
+        module.__dict__.pop("forward", None)  # removes transformers' wrapper
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(parameter, DTensor):
                 local = nn.Parameter(parameter.to_local(), requires_grad=False)
@@ -113,14 +113,14 @@ def _replacement(module: nn.Module, style: str, group: RankGroup) -> nn.Module:
 
 
 def _planned_modules(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
-    """Name, module and style of each module that the plan names."""
+    """Name, module and style of each module in the plan."""
     for name, module in model.named_modules():
         if (style := plan.get(_pattern_of(name))) is not None:
             yield name, module, style
 
 
 def _planned_parameters(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Parameter, str]]:
-    """Name, parameter and style of each parameter that the plan names by itself: experts' stacked weights."""
+    """Name, parameter and style of each parameter in the plan: experts' stacked weights."""
     for name, parameter in model.named_parameters():
         if (style := plan.get(_pattern_of(name))) is not None:
             yield name, parameter, style

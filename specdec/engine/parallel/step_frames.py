@@ -1,7 +1,7 @@
-"""How the leading rank tells the others what to run: frames of plain integers, of one fixed layout.
+"""Messages from rank 0 to the other ranks: frames of integers in a fixed layout.
 
-A frame is nine little-endian 64-bit integers - kind, payload size in bytes, then the sizes that the kind needs - and a
-payload of integers: all 64-bit ones first, then all 32-bit ones. Nothing in it is code or names code.
+A frame has nine little-endian 64-bit integers (kind, payload size in bytes, sizes of that kind) and a payload of 64-bit
+integers followed by 32-bit ones. It cannot contain or name code.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from specdec.engine.tap import HiddenTap
 _HEADER = struct.Struct("<9q")
 _NUM_SIZES = 7
 _MOST_PAYLOAD_BYTES = 1 << 30
-"""A thousand rows with contexts of a million tokens take less."""
+"""Greatest payload in bytes; a thousand rows with contexts of a million tokens need less."""
 _WIDE = ("input_ids", "position_ids", "slot_mapping", "logits_indices")
 _NARROW = ("row_seq", "context_lens", "path_offsets", "path_slots", "block_tables")
 
 
 class LeaderGone(ConnectionError):
-    """The leading rank closed its end: there is nobody to follow."""
+    """Rank 0 closed the connection."""
 
 
 class BadFrame(ValueError):
-    """Not a frame, or one whose sizes contradict its payload: what follows it cannot be trusted."""
+    """Not a frame, or its sizes contradict its payload; the connection is unusable."""
 
 
 class StepKind(IntEnum):
-    """What a frame asks for."""
+    """Kind of a frame."""
 
     FORWARD = 1
     COPY_BLOCKS = 2
@@ -44,7 +44,7 @@ class StepKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepFrame:
-    """One frame, taken apart."""
+    """A decoded frame."""
 
     kind: StepKind
     sizes: tuple[int, ...]
@@ -57,7 +57,7 @@ class StepFrame:
 
 
 def forward_frame(batch: Batch) -> StepFrame:
-    """The frame of a batch whose tensors are on the CPU, with the ids of its tap. Cost: one copy of some kilobytes."""
+    """The frame of a batch on the CPU, with its tap's ids. Cost: one copy of some kilobytes."""
     tap_ids = () if batch.tap is None else batch.tap.layer_ids
     sizes = (
         batch.input_ids.shape[0],
@@ -75,7 +75,7 @@ def forward_frame(batch: Batch) -> StepFrame:
 
 
 def batch_of(frame: StepFrame, device: torch.device) -> Batch:
-    """The batch of a forward frame, on a device: one copy, which nobody waits for, if that is not the CPU.
+    """The batch of a forward frame on a device, by one asynchronous copy unless it is the CPU.
 
     Raises ``BadFrame``.
     """
@@ -94,7 +94,7 @@ def batch_of(frame: StepFrame, device: torch.device) -> Batch:
 
 
 def copies_frame(kind: StepKind, sources: Sequence[int], targets: Sequence[int]) -> StepFrame:
-    """The frame of copies inside the KV cache, of blocks or of slots."""
+    """The frame of copies of blocks or slots in the KV cache."""
     payload = bytearray(struct.pack(f"<{2 * len(sources)}q", *sources, *targets))
     return StepFrame(kind, (len(sources),), payload)
 
@@ -108,7 +108,7 @@ def copies_of(frame: StepFrame) -> tuple[list[int], list[int]]:
 
 
 def receive_frame(connection: socket.socket) -> StepFrame:
-    """Wait for the next frame, for ever if need be. Raises ``LeaderGone``, or ``BadFrame`` for what is none."""
+    """Wait for the next frame without a time limit. Raises ``LeaderGone`` or ``BadFrame``."""
     kind, num_bytes, *sizes = _HEADER.unpack(_receive(connection, _HEADER.size))
     try:
         known = StepKind(kind)
@@ -121,7 +121,7 @@ def receive_frame(connection: socket.socket) -> StepFrame:
 
 def _check_sizes(frame: StepFrame, num_bytes: int) -> None:
     if min(frame.sizes) < 0 or num_bytes != len(frame.payload):
-        raise BadFrame(f"a {frame.kind.name} frame of {len(frame.payload)} bytes says that it has {frame.sizes}")
+        raise BadFrame(f"a {frame.kind.name} frame of {len(frame.payload)} bytes contradicts its sizes {frame.sizes}")
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytearray:

@@ -1,1 +1,1 @@
-"""From logits to tokens: processors, noise, pruned search for the best, rejection."""
+"""Sampling: processors of logits, noise, search for the best tokens, rejection."""

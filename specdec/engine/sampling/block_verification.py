@@ -1,14 +1,14 @@
-"""Block verification: a drafted chain is decided on as a whole, and still the output is the target's distribution.
+"""Block verification: accepts a prefix of a drafted chain as a whole; the output has the target's distribution.
 
-Source: Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv:2403.10444, Algorithm 2. A token of a
-high p/q makes up for one of a low p/q before it: with weights w[0] = 1 and w[i] = min(1, w[i-1] p(x[i]) / q(x[i])), the
-first i tokens or more are accepted with probability w[i], and no other rule accepts more on average. Token by token it
-would be the product of min(1, p/q), which is never more.
+Source: Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv:2403.10444, Algorithm 2. A token with a
+high p/q makes up for an earlier one with a low p/q. With weights w[0] = 1 and w[i] = min(1, w[i-1] p(x[i]) / q(x[i])),
+at least i tokens are accepted with probability w[i]; no other rule accepts more on average. Token by token it would be
+the product of min(1, p/q), which is never more.
 
-What `rejection.py` says of its guarantee holds here, too: whether the chain goes on after a token may depend on that
-token and those before it, on none after it. But here the numbers of positions past the accepted ones decide, too, at
-which token a chain is cut. So numbers of accept tests, and of the draft's draws, belong to one chain each
-(`noise.uniform`): a position that is drafted again has others.
+The conditions of `rejection.py` apply: whether the chain continues after a token may depend on that token and earlier
+ones, not on later ones. In addition, random numbers of positions past the accepted ones decide where the chain is cut.
+So the numbers of accept tests and of the draft's samples belong to one chain (`noise.uniform`): a position that is
+drafted again gets new ones.
 """
 
 import math
@@ -26,18 +26,18 @@ from specdec.wire.sampling_params import SamplingParams
 def verify_block(
     target_probs: Tensor, drafts: Sequence[DraftSample], params: SamplingParams, t: int
 ) -> tuple[int, int | None]:
-    """Decide on a chain; what is accepted and the token returned are distributed as the target's.
+    """Verify a chain; the accepted tokens and the returned one have the target's distribution.
 
     Args:
-        target_probs: [N, V] float32, one row per drafted token: the target's fully processed distribution where that
-            token stands (`Sampler.probs`); divided here by its float64 sum.
-        drafts: the N >= 1 tokens and their distributions, checked.
-        params: of the session, not greedy.
-        t: absolute position of the first of them.
+        target_probs: [N, V] float32, the target's processed distribution at each drafted token (`Sampler.probs`);
+            normalised here by its float64 sum.
+        drafts: N >= 1 tokens and their checked distributions.
+        params: the session's parameters, not greedy.
+        t: absolute position of the first token.
 
     Returns:
-        How many tokens are accepted, and the one that follows them; None if all are, when the next one is drawn from
-        the target as without a draft.
+        The number of accepted tokens, and the token after them; None if all are accepted: the next token is then
+        sampled as without a draft.
 
     Raises:
         NonFiniteLogits: a row is NaN.
@@ -67,7 +67,7 @@ def verify_block(
 
 
 def _residual(weight: float, target: Tensor, draft: DraftSample) -> tuple[Tensor, dict[int, float]]:
-    """What the weighted target has more of than the draft, [V] float64, and the draft's probabilities by token."""
+    """max(0, weight p - q), [V] float64, and the draft's probabilities by token."""
     total = math.fsum(draft.probs)
     probs = {token_id: prob / total for token_id, prob in zip(draft.ids, draft.probs, strict=True)}
     ids = torch.tensor(list(probs), device=target.device)
@@ -78,7 +78,7 @@ def _residual(weight: float, target: Tensor, draft: DraftSample) -> tuple[Tensor
 def _drawn(residual: Tensor, params: SamplingParams, t: int, drafted: int) -> int:
     cumulated = residual.cumsum(0)
     if float(cumulated[-1]) <= 0.0:
-        return drafted  # p = q: only rounding can have led here
+        return drafted  # p = q up to rounding
     u = uniform(params.seed, params.choice, Purpose.RESIDUAL, t)
     index = int(torch.searchsorted(cumulated, cumulated[-1:] * u, right=True))
     return int(residual.nonzero()[-1, 0]) if index == len(cumulated) else index

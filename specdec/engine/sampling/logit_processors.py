@@ -1,7 +1,7 @@
-"""From logits to the scores a token is drawn from, row by row, as transformers' processors and warpers do it.
+"""Computes the scores from which tokens are sampled, as transformers' processors and warpers do.
 
-Every function is row-invariant: a row's result is the same bits whatever rows are beside it. Sums that decide a
-cut are therefore sums of integers, exact in any order.
+Every function is row-invariant: a row's bits do not depend on other rows. So sums that decide a cut are sums of
+integers, which are exact in any order.
 """
 
 from __future__ import annotations
@@ -21,45 +21,44 @@ from specdec.engine.sampling.token_history import TokenHistory
 from specdec.wire.sampling_params import SamplingParams
 
 MIN_TEMPERATURE = 1e-30
-"""Lower temperatures are taken as this one: it is as good as greedy already, and 0/0 must not happen."""
+"""Least temperature; lower ones are raised to it, which is as good as greedy and avoids 0/0."""
 WEIGHT_ONE = 2.0**42
-"""exp(0) as an integer weight: a vocabulary of 2^20 still sums to less than 2^63."""
+"""Integer weight of exp(0); 2^20 tokens sum to less than 2^63."""
 _LARGEST = torch.finfo(torch.float32).max
 _EXP_COEFFICIENTS = tuple(1.0 / math.factorial(k) for k in range(11, -1, -1))
 
 CutArguments = tuple[Sequence[int], Sequence[float], Sequence[float]]
-"""Of rows: top-k (0 is off), top-p (1 is off), and the lowest score that min-p allows (minus infinity is off)."""
+"""By row: top-k (0 is off), top-p (1 is off), and the lowest score that min-p allows (minus infinity is off)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """What the sampler must know of one row of logits besides the logits."""
+    """The sampler's data of one row, besides its logits."""
 
     params: SamplingParams
     position: int
     """Absolute position (index in prompt plus output) of the token to be sampled."""
     num_prompt_tokens: int
     history: TokenHistory | None = None
-    """Of the session's committed tokens; read only if `params.needs_history`."""
+    """History of the session's committed tokens; read only if `params.needs_history`."""
     extra_tokens: tuple[int, ...] = ()
     """Uncommitted tokens between the committed ones and `position`: a tree node and its ancestors."""
     must_end: bool = False
-    """Of tokens that a constraint allows none is left that `min_tokens` does not hold back: it holds back none."""
+    """The constraint allows only tokens that `min_tokens` would forbid, so `min_tokens` is ignored."""
 
 
 def adjusted_logits(logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
-    """Return logits after bias, penalties, min_tokens, allowed tokens and bad words; the argument itself where no row
-    asks for any.
+    """Logits after bias, penalties, min_tokens, allowed tokens and bad words; the argument itself if no row has any.
 
-    A finite logit stays finite (it saturates at the largest float32), but for tokens that are held back; NaN and
-    plus infinity stay what they are, so that they are found out after it.
+    Finite logits stay finite (saturating at the largest float32), except of forbidden tokens. NaN and plus infinity
+    stay, so that later checks find them.
 
     Args:
-        logits: [R, V] float32, left as it is.
+        logits: [R, V] float32, not changed.
         rows: R contexts.
 
     Raises:
-        ValueError: a row with penalties or bad words has no history, or one whose length contradicts its position.
+        ValueError: a row with penalties or bad words lacks a history that fits its position.
     """
     if not any(row.params.adjusts_logits for row in rows):
         return logits
@@ -88,7 +87,7 @@ def _add_bias_(logits: Tensor, rows: Sequence[RowContext]) -> None:
 def _flat_index(
     token_ids: Sequence[tuple[int, array[int]]], vocab_size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Where tokens of rows are in flattened logits, [M], and which of all N they are, [N]: a model may have fewer."""
+    """Indices [M] of the rows' tokens in flattened logits, and a mask [N] of tokens inside the vocabulary."""
     ids = np.concatenate([np.frombuffer(of_row, dtype=np.int64) for _, of_row in token_ids])
     starts = np.repeat([r * vocab_size for r, _ in token_ids], [len(of_row) for _, of_row in token_ids])
     within = (ids >= 0) & (ids < vocab_size)
@@ -135,12 +134,12 @@ def _history(row: RowContext) -> TokenHistory:
 
 
 def _banned(row: RowContext) -> set[int]:
-    """What would complete a bad word."""
+    """Tokens that would complete a bad word."""
     return row.params.banned_after(_history(row).tail(row.extra_tokens)) if row.params.bad_words else set()
 
 
 def _saturated(adjusted: Tensor, values: Tensor) -> Tensor:
-    """What `values` were adjusted to, but no infinity where there was none, and no change where there was no number."""
+    """The adjusted values, clamped to finite; infinite values and NaN stay unchanged."""
     return torch.where(values.abs() < math.inf, adjusted.clamp_(-_LARGEST, _LARGEST), values)
 
 
@@ -158,10 +157,10 @@ def _hold_back_(logits: Tensor, rows: Sequence[RowContext]) -> None:
 
 
 def temperature_scores(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Return (logits - best of the row) / temperature: [R, V] float32, at most 0.
+    """(logits - best of the row) / temperature: [R, V] float32, at most 0.
 
-    Taking the best off first keeps precision and range at any temperature, and no probability changes. A row whose
-    best is not finite (it holds NaN or plus infinity, or nothing above minus infinity) is NaN throughout.
+    Subtracting the best first keeps precision and range at any temperature and changes no probability. A row whose best
+    is not finite becomes all NaN.
     """
     divisors = torch.tensor(
         [[max(temperature, MIN_TEMPERATURE)] for temperature in temperatures],
@@ -174,7 +173,7 @@ def temperature_scores(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
 
 
 def cut_arguments(rows: Sequence[RowContext]) -> CutArguments:
-    """Return per row (top_k, top_p, lowest score that min_p allows), in the form `cut_` takes."""
+    """The arguments of `cut_` for these rows."""
     top_k = [max(row.params.top_k, 0) for row in rows]
     top_p = [row.params.top_p for row in rows]
     min_score = [math.log(row.params.min_p) if row.params.min_p > 0.0 else -math.inf for row in rows]
@@ -184,12 +183,12 @@ def cut_arguments(rows: Sequence[RowContext]) -> CutArguments:
 def cut_(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_score: Sequence[float]) -> Tensor:
     """Set scores outside top-k, top-p and min-p to minus infinity, in place, and return them.
 
-    What stays is a prefix of the tokens by falling score, ties by rising id: down to the score of the k-th (with
-    all its ties), while the mass before a token is below top_p of what top-k kept, and down to `min_score`. The
-    first always stays. Rows of NaN stay so in part at least.
+    A prefix of the tokens stays, in descending order of score and ascending order of id: down to the k-th score (with
+    all its ties), while the mass before a token is below top_p of the mass that top-k kept, and down to `min_score`.
+    The first token always stays. Rows of NaN keep at least one NaN.
 
     Args:
-        scores: [R, V] float32 with 0 as best of each row, or NaN throughout, as `temperature_scores` returns them.
+        scores: [R, V] float32 of `temperature_scores`.
         top_k: R counts, 0 is off.
         top_p: R masses, 1 is off.
         min_score: R scores, minus infinity is off.
@@ -213,10 +212,10 @@ def cut_(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_score
 
 
 def integer_weights(scores: Tensor) -> Tensor:
-    """Return exp(scores) in units of 2^-42, rounded down to int64, for scores at most 0.
+    """exp(scores) in units of 2^-42, rounded down to int64, for scores of at most 0.
 
-    Sums of integers do not depend on their order, and single multiplications and additions of float64 are the same
-    everywhere, which `torch.exp` is not. Relative error under 2^-40.
+    Integer sums do not depend on their order, and single float64 multiplications and additions are the same on all
+    machines, unlike `torch.exp`. Relative error below 2^-40.
     """
     x = scores.to(torch.float64).clamp_(min=-64.0)
     n = (x * 1.4426950408889634).sub_(0.5).trunc_()

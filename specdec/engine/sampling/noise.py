@@ -1,13 +1,13 @@
-"""Counter-based noise: every random number is a hash of where it is used.
+"""Counter-based noise: every random number is a hash of its place of use.
 
-Nothing here has state, so a draft and a target, or a request before and after a crash, draw the same numbers. The
-integers are identical on every device. The Gumbel values are computed in float64 and rounded once to float32: two math
-libraries that differ in the last bit of a float64 agree on the float32 in all but a few of 10^9 arguments.
+There is no state, so that draft and target, or a request before and after a crash, get the same numbers. Integers are
+identical on every device. The Gumbel values are computed in float64 and rounded once to float32: two math libraries
+that differ in the last bit of a float64 agree on the float32 in all but a few of 10^9 arguments.
 
-The random numbers of one (seed, choice, purpose, position) hang on a 64-bit key, made by the output function
-of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014). Over the token ids
-the key drives two rounds of 32-bit xorshift-multiply mixing with constants of low measured bias (C. Wellons,
-"Prospecting for hash functions"). For a fixed key that is a bijection, so no two tokens share a value.
+The random numbers of one (seed, choice, purpose, position) derive from a 64-bit key, made by the output function of
+SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014). Over the token ids the key
+drives two rounds of 32-bit xorshift-multiply mixing with constants of low measured bias (C. Wellons, "Prospecting for
+hash functions"). For a fixed key this is a bijection, so no two tokens share a value.
 """
 
 import enum
@@ -23,7 +23,7 @@ GUMBEL_MIN = -3.1299946308135986
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 _GAMMA = 0x9E3779B97F4A7C15
-# The multipliers as signed 32-bit numbers: products of a u32 with them never leave int64.
+# Multipliers as signed 32-bit numbers, so that products with a u32 fit in int64.
 _MUL_1A = 0x7FEB352D
 _MUL_1B = 0x846CA68B - (1 << 32)
 _MUL_2A = 0x21F0AAAD
@@ -31,20 +31,20 @@ _MUL_2B = 0xD35A2D97 - (1 << 32)
 
 
 class Purpose(enum.IntEnum):
-    """What a random number is for. Numbers of different purposes are independent; sharing them is biased."""
+    """Purpose of a random number. Numbers of different purposes are independent; sharing one would bias the output."""
 
     PLAIN = 0
-    """The Gumbel noise of coupled sampling, and plain draws from the target in rejection mode."""
+    """Gumbel noise of coupled sampling, and plain samples of the target in rejection mode."""
     DRAFT = 1
-    """What the draft samples from q, in rejection mode."""
+    """The draft's sample from q in rejection mode."""
     ACCEPT = 2
     """The accept test."""
     RESIDUAL = 3
-    """The draw that follows a rejection."""
+    """The sample after a rejection."""
 
 
 def _mix64(x: int) -> int:
-    """Return the SplitMix64 output function of a u64: a bijection."""
+    """SplitMix64's output function of a u64, a bijection."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
     return x ^ (x >> 31)
@@ -56,28 +56,27 @@ def _key64(seed: int, choice: int, purpose: Purpose, t: int) -> int:
 
 
 def noise_key(seed: int, choice: int, purpose: Purpose, t: int) -> tuple[int, int]:
-    """Return the two u32 that drive all per-token noise of one position.
+    """The two u32 from which all per-token noise of a position derives.
 
     Args:
         seed: unsigned 64-bit.
         choice: index of the choice within its request, >= 0.
-        purpose: what the noise is for.
-        t: absolute position (index in prompt plus output) of the token being sampled.
+        purpose: use of the noise.
+        t: absolute position (index in prompt plus output) of the sampled token.
     """
     key = _key64(seed, choice, purpose, t)
     return key >> 32, key & _MASK32
 
 
 def uniform(seed: int, choice: int, purpose: Purpose, t: int, chain: int | None = None) -> float:
-    """Return a uniform number strictly inside (0, 1), on a grid of 2^-52.
+    """A uniform number strictly inside (0, 1), on a grid of 2^-52.
 
     Args:
         seed: as for `noise_key`.
         choice: the same.
         purpose: the same.
         t: the same.
-        chain: which of the chains that come to this position, >= 0: each has a number of its own. None: there is one
-            number for all.
+        chain: number of the chain, >= 0; each chain has its own random number at a position. None: one number for all.
     """
     bits = _key64(seed, choice, purpose, t)
     if chain is not None:
@@ -86,8 +85,8 @@ def uniform(seed: int, choice: int, purpose: Purpose, t: int, chain: int | None 
 
 
 def uniform_from_bits(bits: int) -> float:
-    """Return the uniform number of a u64: (b + 1/2) 2^-52 of its upper 52 bits, never 0 and never 1."""
-    # 53 bits and a half would not fit in a float64: the largest of them would round to 1.
+    """The uniform number of a u64: (b + 1/2) 2^-52 of its upper 52 bits, never 0 or 1."""
+    # With 53 bits the largest number would round to 1.
     return ((bits >> 12) + 0.5) * 2.0**-52
 
 
@@ -119,7 +118,7 @@ def _mix32_(x: Tensor, shift_1: int, mul_1: int, shift_2: int, mul_2: int, shift
 
 
 def gumbel_from_bits(h: Tensor) -> Tensor:
-    """Return the standard Gumbel quantile of u32 hashes: finite, and falling as the hash grows.
+    """The standard Gumbel quantile of u32 hashes: finite, and decreasing in the hash.
 
     u = (h + 1/2) 2^-32 is exact in float64 and strictly inside (0, 1); -log(-log1p(-u)) is rounded once.
 
@@ -134,5 +133,5 @@ def gumbel_from_bits(h: Tensor) -> Tensor:
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the Gumbel noise of tokens, [R, N] float32; arguments as for `hash_u32`."""
+    """The Gumbel noise of tokens, [R, N] float32; arguments as for `hash_u32`."""
     return gumbel_from_bits(hash_u32(keys, token_ids))

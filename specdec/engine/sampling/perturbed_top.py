@@ -1,7 +1,7 @@
-"""The best tokens of scores plus Gumbel noise: exact, ties to the lowest token id, without the noise of them all.
+"""The best tokens of scores plus Gumbel noise: exact, ties to the lowest id, without computing all noise.
 
-Every token is hashed, but the two float64 logarithms of its noise are taken only where a bound on them says that
-the token can still be among the best: a handful per row.
+Every token is hashed. The two float64 logarithms of its noise are computed only if an upper bound allows the token
+among the best: a handful per row.
 """
 
 import math
@@ -14,26 +14,26 @@ from specdec.engine.sampling.logit_processors import temperature_scores
 from specdec.engine.sampling.noise import gumbel_from_bits, hash_u32
 
 _BOUND_SLACK = 1e-3
-"""More than the float32 rounding of any bound that can still win."""
+"""Slack above the float32 rounding of bounds that can still win."""
 
 
 def perturbed_top(
     logits: Tensor, temperatures: Sequence[float], keys: Sequence[int], num_top: int
 ) -> tuple[list[int], list[float]]:
-    """Return the `num_top` best tokens of (logits - best) / temperature + gumbel, by falling score, rising id.
+    """The `num_top` best tokens of (logits - best) / temperature + gumbel, best first, ties by ascending id.
 
     Rows of temperature 0 are ranked by their logits alone. A row's result depends on that row only.
 
     Args:
         logits: [R, V] float32.
         temperatures: R values, 0 or at least `MIN_TEMPERATURE`.
-        keys: the two u32 of each row's noise key, 2 * R values.
+        keys: two u32 of each row's noise key, 2 * R values.
         num_top: at most V.
 
     Returns:
-        Token ids and float32 scores, R * num_top of each, row by row. Where fewer than `num_top` tokens of a row
-        are above minus infinity the rest has that score and no meaning. Where a row holds NaN or plus infinity, or
-        nothing above minus infinity, all its scores are NaN.
+        Token ids and float32 scores, R * num_top of each, row by row. If fewer than `num_top` tokens of a row are above
+        minus infinity, the rest has that score and no meaning. If a row holds NaN or plus infinity, or nothing above
+        minus infinity, all its scores are NaN.
     """
     token_ids = [0] * (len(temperatures) * num_top)
     scores = [-math.inf] * (len(temperatures) * num_top)
@@ -67,16 +67,16 @@ def _noisy_survivors(
     hashes = hash_u32(
         torch.tensor(keys, dtype=torch.int64, device=device), torch.arange(logits.shape[1], device=device)
     )  # [R, V]
-    # -log(-log1p(-u)) <= -log(u), and nearly equal to it where it is large enough to win.
-    # The slack is added to the noise: added to scores of a million and more it would be lost.
+    # -log(-log1p(-u)) <= -log(u), and nearly equal where large enough to win. The slack is added to the noise, as it
+    # would be lost in scores of a million.
     bounds = hashes.to(torch.float32).add_(0.5).mul_(2.0**-32).log_().neg_().add_(_BOUND_SLACK).add_(scores)
     return _survivors(bounds, scores, hashes, num_top)
 
 
 def _survivors(bounds: Tensor, scores: Tensor, hashes: Tensor, num_top: int) -> list[list[tuple[float, int]]]:
-    """Rank the tokens whose bound reaches the `num_top`-th exact value of the tokens with the best bounds.
+    """Rank the tokens whose bound reaches the `num_top`-th exact value among the best bounds.
 
-    None reaches it where a bound is NaN: `topk` ranks that above all else, and so it is in the threshold.
+    A NaN bound leaves no token: `topk` ranks NaN first, so that the threshold is NaN.
     """
     noisy = hashes is not scores
     guess = bounds.topk(num_top, dim=1).indices  # [R, num_top]

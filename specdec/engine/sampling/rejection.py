@@ -1,15 +1,14 @@
-"""Rejection verification: the output follows the target's distribution p whatever distribution q the draft has.
+"""Rejection verification: the output has the target's distribution p for any distribution q of the draft.
 
-Accept the draft's token x with probability min(1, p(x) / q(x)), else draw from norm(max(0, p - q)). Source:
-Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", arXiv:2211.17192,
-Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm 2.
+Accept the draft's token x with probability min(1, p(x) / q(x)), else sample from norm(max(0, p - q)). Source:
+Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", arXiv:2211.17192, Algorithm 1;
+Chen et al., arXiv:2302.01318, Algorithm 2.
 
-The guarantee rests on three things. The pairs the draft sends *are* q: it draws from them after they were rounded
-for the wire, and both sides divide them by the same sum. The draft's draw, the accept test and the residual draw
-use independent random numbers (`Purpose`). And whether the token drawn at a position is verified may depend on
-committed tokens and on its q, never on that token or on what is drafted after it: dropping a token for its own low q
-is biased, and so is a chain that is sent sooner because of a token in it. docs/rejection.md has the argument and lists
-all decisions that it concerns.
+The guarantee has three conditions. First, the pairs that the draft sends are q: it samples from them after rounding for
+the wire, and both sides divide them by the same sum. Second, the draft's sample, the accept test and the residual
+sample use independent random numbers (`Purpose`). Third, whether a position's token is verified may depend on committed
+tokens and on its q, never on that token or later ones: dropping a token for its low q is biased, and so is sending a
+chain sooner because of a token in it. docs/rejection.md has the argument and all decisions that it concerns.
 """
 
 import math
@@ -26,23 +25,23 @@ from specdec.wire.sampling_params import SamplingParams
 
 
 class InvalidDraftDistribution(ValueError):
-    """A drafted token came with pairs that are no distribution, or that it cannot have been drawn from."""
+    """The pairs of a drafted token are no distribution, or cannot have given the token."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSample:
-    """A drafted token and the sparse distribution it was drawn from.
+    """A drafted token and the sparse distribution from which it was sampled.
 
-    q(ids[i]) = probs[i] / fsum(probs), exactly, at the draft and at the target; it is 0 for all other ids.
+    q(ids[i]) = probs[i] / fsum(probs), exactly, at draft and target; 0 for all other ids.
     """
 
     token_id: int
     ids: tuple[int, ...]
     probs: tuple[float, ...]
-    """Positive float32 values, as they are on the wire."""
+    """Positive float32 values, as sent."""
 
     def check(self, vocab_size: int) -> None:
-        """Raise InvalidDraftDistribution unless this can have been drawn by an honest draft."""
+        """Raise InvalidDraftDistribution unless an honest draft can have sent this."""
         if len(self.ids) != len(self.probs):
             raise InvalidDraftDistribution(f"{len(self.ids)} ids but {len(self.probs)} probabilities")
         if len(set(self.ids)) != len(self.ids):
@@ -56,24 +55,24 @@ class DraftSample:
 
 
 def draw(ids: tuple[int, ...], probs: tuple[float, ...], u: float) -> int:
-    """Return the id at the point `u` in (0, 1) of the cumulated probs; probs need not sum to 1."""
+    """The id at the point `u` in (0, 1) of the cumulated probs, which need not sum to 1."""
     cumulated = list(accumulate(probs))
-    # The product can round up to the whole sum.
+    # The product can round up to the total.
     return ids[min(bisect_right(cumulated, u * cumulated[-1]), len(ids) - 1)]
 
 
 def verify_token(target_probs: Tensor, draft: DraftSample, params: SamplingParams, t: int) -> tuple[bool, int]:
-    """Decide on one drafted token; the token returned is distributed as the target's, given a q-distributed draft.
+    """Verify one drafted token. Given a draft sampled from q, the returned token has the target's distribution.
 
     Args:
-        target_probs: [V] float32, the target's fully processed distribution at `t` (`Sampler.probs`); divided here
-            by its float64 sum.
-        draft: the token and its distribution, checked.
-        params: of the session; greedy decoding is equality.
+        target_probs: [V] float32, the target's processed distribution at `t` (`Sampler.probs`); normalised here by its
+            float64 sum.
+        draft: the token and its checked distribution.
+        params: the session's parameters; if greedy, the token must equal the best one.
         t: absolute position of the token.
 
     Returns:
-        (True, the draft's token) or (False, the token that takes its place).
+        (True, the draft's token) or (False, the token that replaces it).
 
     Raises:
         NonFiniteLogits: the target's distribution is NaN.
@@ -102,9 +101,9 @@ def verify_token(target_probs: Tensor, draft: DraftSample, params: SamplingParam
     cumulated = residual.cumsum(0)
     total = cumulated[-1:]
     if float(total) <= 0.0:
-        return True, draft.token_id  # p = q: only rounding can have led here
+        return True, draft.token_id  # p = q up to rounding
     u = uniform(params.seed, params.choice, Purpose.RESIDUAL, t)
     index = int(torch.searchsorted(cumulated, total * u, right=True))
-    if index == len(cumulated):  # the product rounded up to the whole sum
+    if index == len(cumulated):  # the product rounded up to the total
         index = int(residual.nonzero()[-1, 0])
     return False, index

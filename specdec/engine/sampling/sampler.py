@@ -1,4 +1,4 @@
-"""Drawing tokens from logits: the same function of (logits, parameters, seed, position) at draft and target."""
+"""Samples tokens from logits: the same function of (logits, parameters, seed, position) at draft and target."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,14 +29,14 @@ __all__ = ["DraftSample", "RowContext", "Sampler", "ScoredToken", "TokenHistory"
 NativeMode = Literal["auto", "on", "off"]
 
 _DEVICE_ROWS = 64
-"""Rows sampled at once on a GPU: noise and sorted scores of 512 rows of 128,000 would be gigabytes."""
+"""Rows sampled at once on a GPU: noise and sorted scores of 512 rows of 128,000 tokens would take gigabytes."""
 DRAFT_SUPPORT = 64
-"""Most tokens that a draft's distribution has in rejection mode."""
+"""Greatest number of tokens of a draft's distribution in rejection mode."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token and its score with noise; of two, the higher is the likelier to be the target's token."""
+    """A token and its score with noise; a higher score is likelier to be the target's token."""
 
     token_id: int
     score: float
@@ -44,23 +44,22 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log-probabilities of the model as it is: before bias, penalties, temperature and cuts. Where logits are
-    masked, of what the mask leaves."""
+    """Natural log-probabilities of the masked logits, before bias, penalties, temperature and cuts."""
 
     logprob: float
-    """Of the chosen token."""
+    """Log-probability of the chosen token."""
     top: list[tuple[int, float]]
-    """The most likely tokens, best first, ties by rising id; none that is masked."""
+    """The likeliest tokens, best first, ties by ascending id; without masked ones."""
 
 
 class Sampler:
-    """Draws tokens; stateless, and row-invariant: a row's result depends on that row's logits and context only.
+    """Samples tokens; stateless and row-invariant: a row's result depends only on its logits and context.
 
-    From finite logits (minus infinity masks a token) legal parameters always draw one. A row that holds NaN or plus
-    infinity, or leaves no token to draw, has a result of its own in every method, and costs other rows nothing.
+    Finite logits (minus infinity masks a token) always give a token. A row that holds NaN or plus infinity, or has no
+    token to sample, gets a special result in every method and does not affect other rows.
 
-    Everywhere `logits` is [R, V'] float32 with V' >= vocab_size on the sampler's device; ids past vocab_size are
-    padding of the model's and are never sampled. It is never written to.
+    In all methods `logits` is [R, V'] float32 on the sampler's device, V' >= vocab_size, and is not changed. Ids from
+    vocab_size on are the model's padding.
     """
 
     def __init__(
@@ -71,19 +70,19 @@ class Sampler:
         native: NativeMode = "auto",
         rows_at_once: int | None = None,
     ) -> None:
-        """Make a sampler for `vocab_size` true token ids.
+        """Make a sampler.
 
         Args:
-            vocab_size: ids at and past it are never sampled.
-            device: of the logits.
-            native: C++ kernels for the CPU: "auto" takes them where they are built or can be, "on" demands them, "off"
-                does without. The results are the same.
-            rows_at_once: the most rows for which scores and noise are in memory together; None: all on a CPU, 64
-                elsewhere. It changes no result.
+            vocab_size: sampled ids are below it.
+            device: device of the logits.
+            native: C++ kernels for the CPU: "auto" uses them if available, "on" requires them, "off" does not use them.
+                The results are the same.
+            rows_at_once: rows whose scores and noise are in memory at once; None: all on a CPU, 64 elsewhere. It does
+                not change results.
 
         Raises:
-            NativeUnavailable: `native` is "on" and there are none.
-            UnsupportedIsa: this CPU cannot run those that the environment chose.
+            NativeUnavailable: `native` is "on" and there are no kernels.
+            UnsupportedIsa: this CPU cannot run the kernels that the environment selects.
         """
         self.vocab_size = vocab_size
         self.device = torch.device(device)
@@ -111,20 +110,19 @@ class Sampler:
         self._perturbed_top, self._cut_ = kernels.perturbed_top, kernels.cut_
 
     def sample(self, logits: Tensor, rows: Sequence[RowContext]) -> list[int | None]:
-        """Return the token of each row: argmax of scores plus the noise of its position, or of logits if greedy.
+        """The token of each row: argmax of scores plus the position's noise, or of logits if greedy; None if there is
+        none.
 
-        None stands for a row from which no token can be drawn.
-        Ties go to the lowest id. Exact: the noise of a seed that is not fixed beforehand makes this a sample of
-        softmax(scores).
+        Ties go to the lowest id. For a random seed this is an exact sample of softmax(scores).
         """
         token_ids, scores = self._top(logits, rows, 1)
         pairs = zip(token_ids, scores, strict=True)
         return [token_id if math.isfinite(score) else None for token_id, score in pairs]
 
     def candidates(self, logits: Tensor, rows: Sequence[RowContext], num_candidates: int) -> list[list[ScoredToken]]:
-        """Return per row the best tokens with noise, best first; the first is what `sample` returns.
+        """The best tokens of each row with noise, best first; the first is `sample`'s.
 
-        There are fewer than `num_candidates` where fewer can be drawn, and none where `sample` returns None.
+        There are fewer than `num_candidates` if fewer can be sampled, and none if `sample` returns None.
         """
         n = min(num_candidates, self.vocab_size)
         token_ids, scores = self._top(logits, rows, n)
@@ -135,10 +133,10 @@ class Sampler:
         ]
 
     def process(self, logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
-        """Return what tokens are drawn from, [R, vocab_size]: 0 for the best of a row, -inf for what is cut off.
+        """The scores from which tokens are sampled, [R, vocab_size]: 0 for a row's best, -inf for cut tokens.
 
-        Greedy rows are the adjusted logits, without temperature and cuts. Other rows from which no token can be drawn
-        hold NaN, and no number above minus infinity.
+        Greedy rows are the adjusted logits, without temperature and cuts. Other rows without a token to sample hold NaN
+        and no number above minus infinity.
         """
         adjusted = adjusted_logits(self._true_logits(logits), rows)
         scores, _ = self._cut_scores(adjusted, rows)
@@ -149,9 +147,9 @@ class Sampler:
         return scores
 
     def probs(self, logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
-        """Return the distribution each row is drawn from, [R, vocab_size] float32; one-hot for greedy rows.
+        """The distribution from which each row is sampled, [R, vocab_size] float32; one-hot for greedy rows.
 
-        A row from which no token can be drawn is NaN.
+        A row without a token to sample is NaN.
         """
         scores = self.process(logits, rows)
         probs = torch.softmax(scores.to(torch.float64), dim=1).to(torch.float32)
@@ -171,13 +169,12 @@ class Sampler:
         m: int = DRAFT_SUPPORT,
         chains: Sequence[int] | None = None,
     ) -> list[DraftSample | None]:
-        """Draw a token per row for rejection verification, from the row's m likeliest tokens.
+        """Sample a token per row for rejection verification, from the row's m likeliest tokens.
 
-        `chains` has of each row which chain the draw is for (`noise.uniform`).
+        `chains`: each row's number of its chain (`noise.uniform`).
 
-        The pairs in the result are float32 and are what the token is drawn from. They are renormalised only if
-        something was cut off: where all fits in m, q is p to the bit for equal logits. None stands for a row from
-        which no token can be drawn.
+        The token is sampled from the float32 pairs in the result. They are renormalised only if tokens were cut: if all
+        fit in m, q equals p bit by bit for equal logits. A row without a token to sample gives None.
         """
         mass, token_ids = sparse_distributions(self.probs(logits, rows), m)
         samples: list[DraftSample | None] = []
@@ -193,11 +190,11 @@ class Sampler:
         return samples
 
     def logprobs(self, logits: Tensor, rows: Sequence[RowContext], chosen: Sequence[int]) -> list[TokenLogprobs | None]:
-        """Return the raw log-probabilities of the chosen tokens and of the best ones, None for rows without.
+        """Raw log-probabilities of the chosen tokens and of the best ones; None for rows that want none.
 
         Raises:
-            NonFiniteLogits: a row holds NaN or plus infinity, or nothing above minus infinity. Ask for rows only for
-                which `sample` has a token.
+            NonFiniteLogits: a row holds NaN or plus infinity, or nothing above minus infinity; pass only rows for which
+                `sample` has a token.
         """
         result: list[TokenLogprobs | None] = [None] * len(rows)
         wanted = [r for r, row in enumerate(rows) if row.params.num_logprobs is not None]
@@ -207,7 +204,7 @@ class Sampler:
         total = torch.logsumexp(raw, dim=1, keepdim=True)
         raw = raw - total  # [wanted, V]
         columns = torch.tensor([chosen[r] for r in wanted], device=raw.device)
-        # In one transfer.
+        # One transfer from the device for both.
         of_chosen, totals = torch.cat([raw.gather(1, columns.unsqueeze(1)), total], dim=1).t().tolist()
         if not all(map(math.isfinite, totals)):
             raise NonFiniteLogits
@@ -219,7 +216,7 @@ class Sampler:
         return logits[:, : self.vocab_size].to(torch.float32)
 
     def _top(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> tuple[list[int], list[float]]:
-        # Cuts sort whole rows: that is what memory limits where the rest is done by kernels.
+        # Cuts sort whole rows; without cuts, device kernels need no such memory.
         is_heavy = self._most_top is None or any(row.params.has_cuts for row in rows)
         most = self._rows_at_once if is_heavy else None
         if most is None or len(rows) <= most:
@@ -239,7 +236,7 @@ class Sampler:
         return self._perturbed_top(scores, temperatures, keys, num_top)
 
     def _cut_scores(self, adjusted: Tensor, rows: Sequence[RowContext]) -> tuple[Tensor, list[float]]:
-        """Return logits, where rows with cuts are processed scores, and each row's remaining temperature."""
+        """Logits, or processed scores in rows with cuts, and each row's remaining temperature."""
         temperatures = [
             0.0 if row.params.is_greedy else max(row.params.temperature, logit_processors.MIN_TEMPERATURE)
             for row in rows
@@ -265,7 +262,7 @@ class Sampler:
 
 
 def _best(values: Tensor, n: int) -> list[tuple[int, float]]:
-    """Return the n highest values with their ids, best first, ties by rising id."""
+    """The n highest values with their ids, best first, ties by ascending id."""
     n = min(n, int((values > -math.inf).sum())) if n else 0
     if n == 0:
         return []
@@ -275,10 +272,10 @@ def _best(values: Tensor, n: int) -> list[tuple[int, float]]:
 
 
 def sparse_distributions(probs: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens of rows, best first, ties by rising id: probabilities and ids, [R, M] float32 and int64.
+    """The likeliest tokens of rows, best first, ties by ascending id: probabilities [R, M] float32 and ids int64.
 
-    M is `num_tokens`, or all. Probabilities are renormalised where something was cut off, and only there. Nothing waits
-    for data. Rows of NaN stay so.
+    M is `num_tokens`, at most V. Only rows with cut tokens are renormalised. Does not wait for a device. Rows of NaN
+    stay NaN.
 
     Args:
         probs: [R, V] float32.

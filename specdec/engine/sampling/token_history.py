@@ -1,4 +1,4 @@
-"""Which tokens a session has seen, kept up to date as tokens are committed, for penalties and bad words."""
+"""Counts of a session's committed tokens, for penalties and bad words."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -12,11 +12,11 @@ _MIN_SLOTS = 64
 
 
 class TokenCounts(NamedTuple):
-    """Distinct tokens of a context; arrays of one length, shared with the history: read only."""
+    """Distinct tokens of a context. The arrays have one length and are shared with the history: read only."""
 
     token_ids: NDArray[np.int64]
     seen: NDArray[np.bool_]
-    """In prompt or output."""
+    """Whether the token is in prompt or output."""
     num_output: NDArray[np.int64]
     """Occurrences in the output."""
 
@@ -24,8 +24,8 @@ class TokenCounts(NamedTuple):
 class TokenHistory:
     """Counts of the committed tokens of one session.
 
-    Cost: O(1) per token appended, some 0.1 us per token of the prompt; `counts` is O(1) without extra tokens and
-    O(distinct) with. `tail` is O(1).
+    Cost: O(1) per appended token, about 0.1 us per prompt token. `counts` is O(1) without extra tokens, else O(distinct
+    tokens). `tail` is O(1).
     """
 
     def __init__(self, prompt_ids: Iterable[int]) -> None:
@@ -41,7 +41,7 @@ class TokenHistory:
         self._token_ids[:size], self._num_total[:size] = distinct, counts
 
     def __len__(self) -> int:
-        """Return the number of committed tokens, prompt included."""
+        """Number of committed tokens, with the prompt."""
         return self._num_tokens
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -54,11 +54,13 @@ class TokenHistory:
         self._tail = self.tail(token_ids)
 
     def tail(self, extra_tokens: Sequence[int] = ()) -> tuple[int, ...]:
-        """The end of the committed output and `extra_tokens`: all that a bad word can have before its last token."""
+        """The last tokens of the committed output and `extra_tokens`, as many as a bad word may have before its last
+        one.
+        """
         return (*self._tail, *extra_tokens[1 - MAX_BAD_WORD_TOKENS :])[1 - MAX_BAD_WORD_TOKENS :]
 
     def counts(self, extra_tokens: Sequence[int] = ()) -> TokenCounts:
-        """Return the counts of the committed tokens followed by `extra_tokens` of output."""
+        """Counts of the committed tokens followed by `extra_tokens` of output."""
         size = len(self._slots)
         token_ids, num_total, num_output = (
             self._token_ids[:size],

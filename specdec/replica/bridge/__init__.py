@@ -3,6 +3,6 @@
 replica_service.py  a replica's life: server, engine, health, drain
 engine_process.py   starting, watching and stopping the engine process
 engine_child.py     the engine process's first code
-stream_relay.py     gRPC streams to the engine and back, frames unopened
+stream_relay.py     relays gRPC streams to the engine and back, without parsing
 frames.py           the engine's end of the bridge
 """

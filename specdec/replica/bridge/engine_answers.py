@@ -1,4 +1,4 @@
-"""Calls that an engine answers by itself, one request and one answer each, beside the streams of its sessions."""
+"""Unary calls that an engine answers, beside its sessions' streams."""
 
 from __future__ import annotations
 
@@ -11,36 +11,39 @@ from specdec.replica.bridge.frames import EnginePort, FrameKind
 
 
 class CallHandler(Protocol):
-    """Whoever answers, by `EngineAnswers.answer` or `refuse`, at once or later."""
+    """Answers calls by `EngineAnswers.answer` or `refuse`, at once or later."""
 
     def call(self, call_id: int, request: bytes) -> None:
-        """Somebody asks. What it raises is how that is refused."""
+        """A call came; an exception refuses it."""
 
     def call_ended(self, call_id: int) -> None:
-        """Whoever asked is answered, or has gone."""
+        """The call was answered, or its caller left."""
 
 
 class EngineAnswers:
-    """Answers of one engine. They leave with the loop's next flush, after the load that shows what they changed."""
+    """Answers of one engine.
+
+    They are sent with the loop's next flush, after the load report that shows their effect.
+    """
 
     def __init__(self) -> None:
         self.handler: CallHandler | None = None
-        """None: nothing is answered here."""
+        """None: this engine answers no calls."""
         self._waiting: list[tuple[int, FrameKind, bytes]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def answer(self, call_id: int, response: Message) -> None:
-        """What was asked for is done."""
+        """Queue the answer to a call."""
         self._waiting.append((call_id, FrameKind.MESSAGE, response.SerializeToString()))
 
     def refuse(self, call_id: int, status: status_pb2.Status) -> None:
-        """It is not, and why."""
+        """Queue the refusal of a call."""
         self._waiting.append((call_id, FrameKind.STREAM_ABORT, status.SerializeToString()))
 
     def send(self, port: EnginePort) -> None:
-        """Send the answers that wait."""
+        """Send the queued answers."""
         waiting, self._waiting = self._waiting, []
         for call_id, kind, payload in waiting:
             port.send(kind, call_id, payload)

@@ -1,7 +1,6 @@
 """The first code of an engine process: `python -m specdec.replica.bridge.engine_child`, started by EngineProcess.
 
-Reads its instructions from standard input, makes sure that it dies with its parent, takes its cores, and
-calls the entry.
+It reads its instructions from standard input, makes sure that it dies with its parent, pins itself to its cores, and
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ import structlog
 from specdec.replica.bridge.frames import EnginePort, FrameKind, PeerGone
 from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.bridge.step_memory import StepMemory
-from specdec.service.extras import missing_extra
-from specdec.service.parent_process import die_with_parent, leave_signals_to_parent
+from specdec.service.process import die_with_parent, leave_signals_to_parent, missing_extra
 from specdec.telemetry import setup_logging
 
 _LAST_FRAMES_S = 2.0
+"""Seconds to send the last frames before the process ends."""
 
 
 class EngineInstructions(TypedDict):
-    """What the parent tells."""
+    """The parent's instructions."""
 
     entry: str
     """module:function, called with the port and the settings."""
     settings_class: str
     """module:class, a pydantic model."""
     settings: str
-    """Its JSON."""
+    """The settings as JSON."""
     socket_fd: int
     pulse_fd: int
     step_fd: int
@@ -44,11 +43,11 @@ class EngineInstructions(TypedDict):
     log_level: str
     log_format: str
     instance_id: str
-    """Of the servicer's process and its engine together."""
+    """Id of this engine process and its servicer together."""
 
 
 def main() -> int:
-    """Runs the entry; 0 when it returns or the servicer is gone, 1 when it fails."""
+    """Run the entry; returns 0 after its return or the servicer's end, 1 after a failure."""
     instructions: EngineInstructions = json.load(sys.stdin)
     die_with_parent(instructions["parent_pid"])
     leave_signals_to_parent()
@@ -92,5 +91,5 @@ if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Tearing torch down takes seconds and can crash; nothing is left that needs it.
+    # Tearing torch down takes seconds and can crash.
     os._exit(exit_code)

@@ -1,4 +1,4 @@
-"""Keeps a replica's engine running: one that ends after it was ready is started again, under a new instance id."""
+"""Keep a replica's engine running: one that ends after it was ready is replaced, with a new instance id."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ import structlog
 
 from specdec.replica.bridge.engine_process import EngineProcess
 from specdec.service.listening import StartupFailed
-from specdec.service.restarts import RestartPolicy
 from specdec.telemetry import RelayMetrics
 from specdec.v1 import common_pb2
+from specdec.wire.backoff import RestartPolicy
 
 _WINDOW_S = 600.0
+"""Seconds in which restarts are counted."""
 _KILLED_S = 10.0
-"""How long the kernel may take to end a process that was killed."""
+"""Seconds that the kernel may take to end a killed process."""
 _POLICY = RestartPolicy()
 _log = structlog.get_logger(__name__)
 
 
 class EngineKeeper:
-    """The engine of a replica, whichever process that is at the moment.
+    """The engine of a replica, over several processes.
 
-    After its first start, an engine that ends for whatever reason is replaced, after 0.25 s, then 0.5 s, and so on up
-    to 10 s; `max_restarts` within ten minutes, not counting the time that loading takes, are all.
+    After its first start, an engine that ends is replaced, after 0.25 s, then 0.5 s, and so on up to 10 s; at most
+    `max_restarts` times within ten minutes, without the time that loading takes.
     """
 
     def __init__(
@@ -43,16 +44,16 @@ class EngineKeeper:
         """Start nothing yet.
 
         Args:
-            make: a new process, not started.
-            load_timeout_s: how long one may take to become ready.
-            max_restarts: after the first start.
-            metrics: told of each restart.
-            on_ready: called with False when the engine has ended, and with True when the next one is ready; after
-                `start` has returned only.
-            on_exit: called with the number of each process that is gone.
+            make: makes a process, not started.
+            load_timeout_s: time until a process must be ready.
+            max_restarts: restarts allowed after the first start.
+            metrics: counts restarts.
+            on_ready: called with False when the engine has ended, and with True when the next one is ready; only after
+                `start` has returned.
+            on_exit: called with the id of each process that has ended.
         """
         self.engine = make()
-        """The latest."""
+        """The latest process."""
         self._make = make
         self._load_timeout_s = load_timeout_s
         self._max_restarts = max_restarts
@@ -67,23 +68,23 @@ class EngineKeeper:
 
     @property
     def last_end(self) -> common_pb2.EngineEnd:
-        """How an engine ended last that had been ready; without an instance where none has."""
+        """The last end of an engine that had been ready; empty if there was none."""
         engine = self.engine
         return self._last_end if engine.how_ended is None or engine.info is None else engine.how_ended
 
     async def start(self) -> common_pb2.GetReplicaInfoResponse:
-        """The first start: what the engine serves, once it is ready. Raises StartupFailed."""
+        """Start the first engine; returns its info once it is ready. Raises StartupFailed."""
         info = await self._launch()
         self._keeping = asyncio.create_task(self._keep(), name="engine-keeper")
         self._keeping.add_done_callback(self._on_keeping_done)
         return info
 
     async def wait_failed(self) -> str:
-        """Why there will be no engine any more; returns only when it is so."""
+        """Wait until no engine will be started any more; returns the reason."""
         return await asyncio.shield(self._failed)
 
     async def drain(self, timeout_s: float) -> bool:
-        """As EngineProcess.drain. An engine that ends from now on is not replaced."""
+        """EngineProcess.drain. An engine that ends from now on is not replaced."""
         self._leave()
         return await self.engine.drain(timeout_s)
 
@@ -104,7 +105,7 @@ class EngineKeeper:
         except TimeoutError as error:
             message = f"load_timeout_s: the model was not ready after {self._load_timeout_s} s"
             raise StartupFailed(message) from error
-        except (RuntimeError, OSError) as error:  # the machine may have no room for a process at the moment
+        except (RuntimeError, OSError) as error:  # the machine may be out of memory or process ids
             raise StartupFailed(str(error)) from error
         finally:
             self._loading_s += time.monotonic() - began_s
@@ -116,7 +117,7 @@ class EngineKeeper:
             await self._replace(reason)
 
     async def _replace(self, reason: str) -> None:
-        """Start engines until one is ready, or until there have been too many."""
+        """Start engines until one is ready, or the restarts are used up."""
         ended = self.engine
         while True:
             if ended.pid is not None:  # else it never started
@@ -141,7 +142,7 @@ class EngineKeeper:
                 await self._launch()
             except StartupFailed as error:
                 reason = str(error)
-                with contextlib.suppress(TimeoutError):  # that it cannot be killed is found out above
+                with contextlib.suppress(TimeoutError):  # the loop above handles a process that cannot be killed
                     await asyncio.wait_for(ended.stop(0.0), _KILLED_S)
                 continue
             _log.info("engine_ready_again", pid=ended.pid, instance_id=ended.instance_id)
@@ -149,7 +150,7 @@ class EngineKeeper:
             return
 
     def _may_restart(self) -> bool:
-        """Whether one more is allowed, which is then counted."""
+        """Count one more restart; False if it is not allowed."""
         now_s = time.monotonic() - self._loading_s
         while self._restarts and self._restarts[0] <= now_s - _WINDOW_S:
             self._restarts.popleft()
@@ -163,7 +164,7 @@ class EngineKeeper:
             self._failed.set_result(reason)
 
     def _on_keeping_done(self, task: asyncio.Task[None]) -> None:
-        """A keeper that fails must not leave a service that looks well."""
+        """The service must not look healthy after the keeper has failed."""
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("engine_keeper_failed", exc_info=error)
-            self._give_up(f"the engine cannot be kept: {error!r}")
+            self._give_up(f"the engine keeper failed: {error!r}")

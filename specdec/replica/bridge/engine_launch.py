@@ -1,4 +1,4 @@
-"""Starting an engine process, and saying how it ended."""
+"""Start an engine process, and describe its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec.replica.bridge.engine_child import EngineInstructions
 from specdec.service.settings import ReplicaServiceSettings
 from specdec.store.settings import StoreSettings
 
-# An engine uses neither the store nor the collector, and gets no secrets.
+# An engine uses neither store nor trace collector, so it gets no secrets.
 _NOT_FOR_ENGINES = {*StoreSettings.model_fields, "otlp_headers"}
 
 
@@ -28,19 +28,19 @@ def launch_engine(
     cores: frozenset[int] | None,
     instance_id: str,
 ) -> subprocess.Popen[bytes]:
-    """Starts `specdec.replica.bridge.engine_child` with an entry.
+    """Start `specdec.replica.bridge.engine_child` with an entry.
 
-    A program of its own and not a fork or multiprocessing's spawn: it imports nothing of the servicer.
+    It is a new program, neither a fork nor multiprocessing's spawn, so it imports nothing of the servicer.
 
     Args:
-        entry: what it runs, as module:function.
-        settings: those of the service.
-        socket_fd: its end of the socket, which it inherits.
-        pulse_fd: the memory of its pulse, which it inherits.
-        step_fd: the memory of what it works on, likewise.
-        service: names it in the log.
-        cores: those it is pinned to; None: not pinned.
-        instance_id: of this start.
+        entry: function to run, as module:function.
+        settings: the service's.
+        socket_fd: its end of the socket, inherited.
+        pulse_fd: the memory of its pulse, inherited.
+        step_fd: the memory of its current step, inherited.
+        service: its name in the log.
+        cores: cores it is pinned to; None: not pinned.
+        instance_id: id of this start.
     """
     cls = type(settings)
     instructions: EngineInstructions = {
@@ -71,7 +71,7 @@ def launch_engine(
 
 
 def describe_exit(code: int) -> str:
-    """What a process' exit code, negative when a signal ended it, means for people."""
+    """The meaning of an exit code, which is negative after a signal, for people."""
     if code < 0:
         return f"the engine process was killed by {signal.Signals(-code).name}"
     return f"the engine process exited with code {code}"

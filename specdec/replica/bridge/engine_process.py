@@ -16,40 +16,40 @@ import structlog
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from specdec.replica.bridge.abort_frames import abort_status
 from specdec.replica.bridge.engine_launch import describe_exit, launch_engine
-from specdec.replica.bridge.engine_watch import END_REASONS, EndCause, EngineWatch
+from specdec.replica.bridge.engine_watch import END_REASONS, SILENCE_S, EndCause, EngineWatch
 from specdec.replica.bridge.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
 from specdec.replica.bridge.frame_writer import FrameWriter
 from specdec.replica.bridge.pulse import BEAT_INTERVAL_S, Pulse, new_pulse_file
 from specdec.replica.bridge.step_memory import StepMemory, new_step_file
 from specdec.service.settings import ReplicaServiceSettings
 from specdec.v1 import common_pb2
+from specdec.wire.reading import abort_status
 
 _RECEIVE_BYTES = 256 * 1024
-# Requests kept for an engine that is in a long step; senders wait above it.
+# Bytes of requests queued for an engine in a long step, above which senders wait.
 _HIGH_WATER_BYTES = 8 * 1024 * 1024
 _EXIT_AFTER_CLOSE_S = 5.0
 _log = structlog.get_logger(__name__)
 
 
 class StreamSink(Protocol):
-    """Where the engine's frames for one stream go. Called from the event loop; must not block."""
+    """Receives the engine's frames of one stream. Called in the event loop; must not block."""
 
     def on_message(self, payload: bytes) -> None:
-        """An encoded response."""
+        """An encoded response came."""
 
     def on_abort(self, status: status_pb2.Status) -> None:
-        """The engine ends the stream."""
+        """The engine ended the stream."""
 
     def on_engine_gone(self, end: common_pb2.EngineEnd, reason: str) -> None:
-        """There is no engine any more; `reason` is for people."""
+        """The engine has ended; `reason` is for people."""
 
 
 class EngineProcess:
-    """One engine process and the socket to it. Used from one event loop; `start` once.
+    """One engine process and the socket to it. Use it from one event loop; call `start` once.
 
-    A frame costs one system call and no task; frames of streams that are closed are dropped.
+    A frame costs one system call and no task; frames of closed streams are dropped.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class EngineProcess:
         on_session_span: Callable[[bytes], None] | None = None,
         on_look: Callable[[float], None] | None = None,
     ) -> None:
-        """What to run, as `launch_engine` takes it.
+        """Prepare the process; see `launch_engine`.
 
-        `on_session_span` is called with the encoded SessionSpan of each traced session that has ended; must not block.
-        `on_look` is called a few times a second with how long the engine has been silent, in seconds.
+        `on_session_span` is called with the encoded SessionSpan of each traced session that has ended; it must not
+        block. `on_look` is called a few times a second with the seconds for which the engine has been silent.
         """
         self.instance_id = secrets.token_hex(8)
-        """Changes with each start."""
+        """New for each start."""
         self._entry = entry
         self._settings = settings
         self._service = service
@@ -89,15 +89,15 @@ class EngineProcess:
         self._exited = asyncio.Event()
         self._tokenizer_json: list[bytes] = []
         self.exit_reason = ""
-        """Why the process is gone, or given up; empty while it lives."""
+        """Why the process ended or was given up, for people; empty while it lives."""
         self.end_cause = EndCause.EXITED
-        """How that came about, once there is a reason."""
+        """The cause of its end, once there is a reason."""
         self.how_ended: common_pb2.EngineEnd | None = None
-        """The same for others, with what it was working on."""
+        """Its end for coordinators, with the sessions of its last step."""
         self.fatal_reason = ""
-        """What the engine said before it gave up."""
+        """The engine's own last message before it failed."""
         self.info: common_pb2.GetReplicaInfoResponse | None = None
-        """What it serves, with the latest load; None before it is ready."""
+        """Its model, with the latest load; None before it is ready."""
         self.tokenizer_config = ""
         self._on_session_span = on_session_span
         self._on_look = on_look
@@ -110,15 +110,15 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None before `start`."""
+        """Process id; None before `start`."""
         return None if self._process is None else self._process.pid
 
     def tokenizer_json(self) -> bytes:
-        """The content of tokenizer.json; empty when the engine sent none."""
+        """The content of tokenizer.json; empty if the engine sent none."""
         return b"".join(self._tokenizer_json)
 
     def start(self) -> None:
-        """Starts the process. It is ready when `wait_ready` returns."""
+        """Start the process. It is ready when `wait_ready` returns."""
         self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
@@ -146,7 +146,7 @@ class EngineProcess:
         _log.info("engine_started", pid=self._process.pid, cores=sorted(self._cores or ()))
 
     async def wait_ready(self) -> common_pb2.GetReplicaInfoResponse:
-        """What it serves, once it is ready. Raises RuntimeError with the reason if it exits instead."""
+        """Wait until it is ready; returns its info. Raises RuntimeError with the reason if it exits instead."""
         waits = [asyncio.create_task(event.wait()) for event in (self._ready, self._exited)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -158,17 +158,20 @@ class EngineProcess:
         return self.info
 
     async def wait_exited(self) -> str:
-        """The reason, once the process is gone."""
+        """Wait for the end of the process; returns the reason."""
         await self._exited.wait()
         return self.exit_reason
 
     async def wait_ended(self) -> str:
-        """The reason, once the process is gone or given up; `wait_exited` then comes soon, if it can be killed."""
+        """Wait until the process ended or was given up; returns the reason.
+
+        `wait_exited` follows if it can be killed.
+        """
         await self._ended.wait()
         return self.exit_reason
 
     async def drain(self, timeout_s: float) -> bool:
-        """Asks for no new sessions and waits until none is left; False when `timeout_s` was not enough."""
+        """Let it take no new sessions, and wait until none is left; False after `timeout_s`."""
         if not self.is_ready:
             return True
         self._write(FrameKind.DRAIN, NO_STREAM, b"")
@@ -179,7 +182,7 @@ class EngineProcess:
         return True
 
     async def stop(self, grace_s: float) -> None:
-        """Asks the entry to return and waits; kills the process after `grace_s`."""
+        """Ask the entry to return and wait; kill the process after `grace_s`."""
         if self._process is None:
             return
         self._is_stopping = True
@@ -192,11 +195,11 @@ class EngineProcess:
             await self._exited.wait()
 
     def open_stream(self, sink: StreamSink, peer: str) -> int:
-        """Tells the engine of a new stream, whose frames go to `sink`, and returns the stream's id."""
+        """Open a stream, whose frames go to `sink`; returns its id."""
         return self._open(sink, FrameKind.STREAM_OPENED, peer.encode())
 
     def open_call(self, sink: StreamSink, request: bytes) -> int:
-        """Hands the engine a request that it answers by itself, to `sink`; to be closed like a stream, by the id."""
+        """Send the engine a unary request, answered to `sink`; returns its id. Close it like a stream."""
         return self._open(sink, FrameKind.CALL, request)
 
     def _open(self, sink: StreamSink, kind: FrameKind, payload: bytes) -> int:
@@ -207,17 +210,17 @@ class EngineProcess:
         return stream_id
 
     def close_stream(self, stream_id: int) -> None:
-        """Tells the engine that the peer is gone. Closing twice does nothing."""
+        """Tell the engine that the peer is gone. A second call does nothing."""
         if self._sinks.pop(stream_id, None) is not None:
             self._write(FrameKind.STREAM_CLOSED, stream_id, b"")
 
     def tell_taken(self, stream_id: int, num_bytes: int) -> None:
-        """Tells the engine that the peer has taken so many more bytes of its responses."""
+        """Tell the engine that the peer has read `num_bytes` more of its responses."""
         if stream_id in self._sinks:
             self._write(FrameKind.STREAM_TAKEN, stream_id, num_bytes.to_bytes(8, "little"))
 
     async def send_message(self, stream_id: int, payload: bytes) -> None:
-        """Relays a request; waits while the engine is far behind."""
+        """Relay a request; wait while the engine is far behind."""
         if not self._room.is_set():
             await self._room.wait()
         self._write(FrameKind.MESSAGE, stream_id, payload)
@@ -254,7 +257,7 @@ class EngineProcess:
             self._room.set()
 
     def _on_readable(self) -> bool:
-        """Takes what has arrived; False when there was nothing, or no connection is left."""
+        """Handle arrived frames; False if there were none, or the connection is closed."""
         try:
             data = self._connection.recv(_RECEIVE_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -268,7 +271,7 @@ class EngineProcess:
             for frame in self._decoder.feed(data):
                 self._on_frame(frame)
         except (FrameError, DecodeError) as error:
-            self.fatal_reason = self.fatal_reason or f"the engine sent what is no frame: {error}"
+            self.fatal_reason = self.fatal_reason or f"the engine sent a malformed frame: {error}"
             self._disconnect()
         return self._is_connected
 
@@ -292,7 +295,7 @@ class EngineProcess:
                 _tell_drafters(self.info)
                 self._ready.set()
                 settings = self._settings
-                self._watch = EngineWatch(settings.engine_silence_s, settings.engine_stall_s, self._loop.time)
+                self._watch = EngineWatch(SILENCE_S, settings.engine_stall_s, self._loop.time)
                 self._look()
             case FrameKind.FATAL:
                 self.fatal_reason = frame.payload.decode(errors="replace")
@@ -308,7 +311,7 @@ class EngineProcess:
         assert self.info is not None
         try:
             self.info.load.CopyFrom(common_pb2.LoadReport.FromString(payload))
-        except DecodeError:  # the next one comes in a moment
+        except DecodeError:  # the next report comes soon
             _log.warning("unreadable_load", num_bytes=len(payload))
         _tell_drafters(self.info)
 
@@ -321,12 +324,12 @@ class EngineProcess:
             return
         assert self._process is not None
         _log.error("engine_stalled", pid=self._process.pid, cause=str(stall.cause), reason=stall.reason)
-        # One that waits for a device may outlive the signal: those who wait for tokens need not wait for that.
+        # A process that waits for a device may outlive the signal; its streams must not wait for that.
         self._end(stall.cause, stall.reason)
         self._process.kill()
 
     def _disconnect(self) -> None:
-        """The socket is of no use any more; the process has a moment to exit by itself."""
+        """Close the socket; the process gets some time to exit by itself."""
         if not self._is_connected:
             return
         self._is_connected = False
@@ -347,7 +350,7 @@ class EngineProcess:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         while self._is_connected and self._on_readable():
-            pass  # What it said last, FATAL above all, is still in the socket.
+            pass  # Its last frames, FATAL above all, are still in the socket.
         self._disconnect()
         if self._watch_timer is not None:
             self._watch_timer.cancel()
@@ -358,7 +361,7 @@ class EngineProcess:
         self._end(EndCause.KILLED if was_killed else EndCause.EXITED, reason)
 
     def _end(self, cause: EndCause, reason: str) -> None:
-        """Tell all streams; only the first call counts."""
+        """Tell all streams of the engine's end; only the first call counts."""
         if self._ended.is_set():
             return
         self.exit_reason, self.end_cause = reason, cause
@@ -374,7 +377,7 @@ class EngineProcess:
 
 
 def _tell_drafters(info: common_pb2.GetReplicaInfoResponse) -> None:
-    """They come with the load, as they may change; others are told in the one place that has always been there."""
+    """Copy the drafters from the load report, as they may change, to their older fields in the info."""
     if info.load.HasField("drafters"):
         info.drafters[:] = info.load.drafters.names
         info.drafter_options[:] = info.load.drafters.options

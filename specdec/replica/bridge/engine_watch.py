@@ -1,4 +1,4 @@
-"""Tells an engine process that is frozen or stuck from one that is at work, by its pulse."""
+"""Detect a frozen or stuck engine process by its pulse."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from typing import NamedTuple
 
 from specdec.replica.bridge.pulse import BEAT_INTERVAL_S, PulseReading
 
+SILENCE_S = 4.0
+"""Seconds without a beat after which an engine is killed: a busy host delays a beat by a second or two."""
 _LEAST_STALL_S = 6.0
 _STALL_TURNS = 20.0
 _STALL_EXPECTED = 4.0
 _MOST_TICK_S = 2 * BEAT_INTERVAL_S
-"""More than this of the time between two looks is the watcher's own sleep: whoever stopped it has stopped the engine,
-too, perhaps, and both get the time that they would have had."""
+"""Seconds between two looks that count, at most: a longer gap is the watcher's own sleep. Whatever stopped the watcher
+may have stopped the engine, too."""
 
 
 class EndCause(StrEnum):
-    """Why there is no engine any more."""
+    """Cause of an engine's end."""
 
     EXITED = "exited"
-    """It ended by itself: an error, or a fault that the kernel ended it for."""
+    """It ended by itself: an error or a crash."""
     KILLED = "killed"
-    """Others killed it: an operator, or the kernel for want of memory."""
+    """It was killed: by an operator, or by the kernel for lack of memory."""
     SILENT = "silent"
-    """It did not beat: stopped, swapped out, or stuck with the interpreter held."""
+    """Its pulse stopped: frozen, swapped out, or stuck while holding the interpreter."""
     STUCK = "stuck"
     """A turn of its loop did not end."""
 
@@ -35,22 +37,22 @@ END_REASONS = {
     EndCause.KILLED: "ENGINE_LOST",
     EndCause.SILENT: "ENGINE_LOST",
 }
-"""What coordinators are told; in the first two cases it may have been a request that did it."""
+"""Reasons for coordinators; a request may have caused the first two."""
 
 
 class Stall(NamedTuple):
-    """Why an engine is given up."""
+    """The cause for which an engine is given up."""
 
     cause: EndCause
     reason: str
-    """For people."""
+    """The cause in words."""
 
 
 class EngineWatch:
-    """Looks at a pulse now and then. Times count what the watcher itself lived through, whatever the clock says."""
+    """Checks a pulse at intervals. Only time in which the watcher itself ran counts."""
 
     def __init__(self, silence_s: float, stall_s: float | None, clock: Callable[[], float]) -> None:
-        """Bounds of silence and of one turn; None: six seconds, or more where turns have been seen to take long."""
+        """`silence_s`, `stall_s`: longest silence and turn. `stall_s` None: six seconds, or more if turns take long."""
         self._silence_s = silence_s
         self._stall_s = stall_s
         self._clock = clock
@@ -58,10 +60,10 @@ class EngineWatch:
         self._last: PulseReading | None = None
         self._turn_s = 0.0
         self.silent_s = 0.0
-        """Since the last beat was seen."""
+        """Seconds since the last beat."""
 
     def look(self, pulse: PulseReading) -> Stall | None:
-        """Take note of what a pulse shows; a Stall when the engine is to be given up."""
+        """Check a pulse; returns a Stall if the engine must be given up."""
         now_s = self._clock()
         elapsed_s, self._looked_at_s = min(now_s - self._looked_at_s, _MOST_TICK_S), now_s
         last, self._last = self._last, pulse
@@ -70,9 +72,11 @@ class EngineWatch:
         self.silent_s = self.silent_s + elapsed_s if is_silent else 0.0
         self._turn_s = self._turn_s + elapsed_s if is_same_turn else 0.0
         if self.silent_s >= self._silence_s:
-            return Stall(EndCause.SILENT, f"the engine process has not beaten for {self.silent_s:.1f} s")
+            return Stall(
+                EndCause.SILENT, f"the engine process gave no sign of life for {self.silent_s:.1f} s (engine_silence_s)"
+            )
         if self._turn_s >= self._limit_s(pulse):
-            return Stall(EndCause.STUCK, f"the engine has been in one turn for {self._turn_s:.1f} s")
+            return Stall(EndCause.STUCK, f"the engine has been in one step for {self._turn_s:.1f} s (engine_stall_s)")
         return None
 
     def _limit_s(self, pulse: PulseReading) -> float:

@@ -11,18 +11,18 @@ import struct
 from typing import NamedTuple
 
 HEADER = struct.Struct("<IBI")
-# Larger than any gRPC message (16 MiB by default) and than the largest tokenizers in use (about 40 MB).
+# Bytes of a payload, at most: more than any gRPC message (16 MiB by default) and any tokenizer in use (40 MB).
 MAX_PAYLOAD_BYTES = 256 * 1024 * 1024
-# Frames that are not about one stream carry this stream id; real ids start at 1.
+# Stream id of frames that belong to no stream; stream ids start at 1.
 NO_STREAM = 0
-# Of what is kept for a peer: often enough that an engine that waits for room goes on before there is nothing to send.
+# Reports of read bytes per stream buffer: an engine that waits for room resumes before the buffer is empty.
 _REPORTS_PER_BUFFER = 16
-# Up to here header and payload are joined into one buffer; copying more costs more than it saves.
+# Bytes of a payload that is joined with its header; copying a larger one costs more than a second buffer.
 _JOIN_LIMIT_BYTES = 64 * 1024
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame says; the arrow is its direction."""
+    """Kinds of frames."""
 
     STREAM_OPENED = 1
     """Servicer to engine: a peer opened a stream; payload: the peer's address."""
@@ -43,16 +43,17 @@ class FrameKind(enum.IntEnum):
     FATAL = 9
     """Engine to servicer: why the engine cannot work, for people; UTF-8 text."""
     TOKENIZER = 10
-    """Engine to servicer, before READY: encoded GetTokenizerResponse (all of it, or in pieces)."""
+    """Engine to servicer, before READY: encoded GetTokenizerResponse, whole or in pieces."""
     DRAINED = 11
     """Engine to servicer: no session is left after a DRAIN."""
     SESSION_SPAN = 12
     """Engine to servicer, when a traced session has ended: encoded SessionSpan."""
     STREAM_TAKEN = 13
-    """Servicer to engine, now and then: the peer has taken so many more bytes of this stream; little-endian."""
+    """Servicer to engine, at intervals: bytes of this stream that the peer has read since the last report; 8 bytes,
+    little-endian."""
     CALL = 14
-    """Servicer to engine: the encoded request of a call that the engine itself answers, with one MESSAGE or with
-    STREAM_ABORT. Its id is like a stream's, and STREAM_CLOSED follows."""
+    """Servicer to engine: the encoded request of a unary call, answered by one MESSAGE or STREAM_ABORT. It has an id
+    like a stream, and STREAM_CLOSED follows."""
 
 
 class Frame(NamedTuple):
@@ -64,16 +65,16 @@ class Frame(NamedTuple):
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame, or a payload over the limit: the connection cannot be used any further."""
+    """Bytes that are no frame, or a payload over the limit; the connection cannot be used any more."""
 
 
 _KINDS: dict[int, FrameKind] = {int(kind): kind for kind in FrameKind}
 
 
 def encode_frame(kind: FrameKind, stream_id: int, payload: bytes) -> list[bytes]:
-    """The buffers to write for one frame: one, or header and payload apart when the payload is large.
+    """The buffers of one frame: one, or header and payload if the payload is large.
 
-    Raises FrameError when the payload is over MAX_PAYLOAD_BYTES.
+    Raises FrameError if the payload is over MAX_PAYLOAD_BYTES.
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise _too_long(kind, len(payload))
@@ -82,7 +83,7 @@ def encode_frame(kind: FrameKind, stream_id: int, payload: bytes) -> list[bytes]
 
 
 def report_unit(stream_buffer_bytes: int) -> int:
-    """How many bytes a peer takes of its stream before the engine is told with STREAM_TAKEN."""
+    """Bytes that a peer reads between two STREAM_TAKEN reports."""
     return max(1, stream_buffer_bytes // _REPORTS_PER_BUFFER)
 
 
@@ -91,9 +92,9 @@ def _too_long(kind: FrameKind, num_bytes: int) -> FrameError:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into frames; keeps what is incomplete for the next call.
+    """Splits a byte stream into frames; keeps an incomplete frame for the next call.
 
-    Each byte is copied at most twice, and a frame that arrives in many pieces is not rescanned.
+    Each byte is copied at most twice, and a frame in many pieces is not scanned again.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The outgoing half of a frame connection: a buffer that never blocks its writer."""
+"""The outgoing half of a frame connection, with a buffer that never blocks its writer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import islice
 
 from specdec.replica.bridge.frame_codec import FrameKind, encode_frame
 
-# The kernel takes at most IOV_MAX (1024) buffers in one call; a step rarely has more than a few.
+# Buffers per system call, below the kernel's IOV_MAX (1024); a step rarely has more than a few.
 _MAX_BUFFERS_PER_CALL = 64
 
 
 class FrameWriter:
-    """Writes frames to a non-blocking socket, in order, and keeps what the socket does not take.
+    """Writes frames to a non-blocking socket, in order, and keeps the bytes that the socket does not take.
 
-    Both ends of the bridge use it: the engine flushes when it polls, the servicer when its loop says so.
+    Both ends of the bridge use it: the engine flushes when it polls, the servicer when its event loop calls.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -34,9 +34,9 @@ class FrameWriter:
         return self._pending_by_stream.get(stream_id, 0)
 
     def write(self, kind: FrameKind, stream_id: int, payload: bytes) -> None:
-        """Writes what the socket takes at once and keeps the rest. Raises OSError when the peer is gone.
+        """Write as much as the socket takes, and keep the rest. Raises OSError if the peer is gone.
 
-        Cost: one system call, however much is kept already.
+        Cost: one system call, for any number of kept bytes.
         """
         buffers = encode_frame(kind, stream_id, payload)
         if not self._buffers and len(buffers) == 1:
@@ -50,7 +50,7 @@ class FrameWriter:
         self.flush()
 
     def flush(self) -> bool:
-        """Writes what the socket takes; True when nothing is left. Raises OSError when the peer is gone."""
+        """Write as much as the socket takes; True if nothing is left. Raises OSError if the peer is gone."""
         while self._buffers:
             batch = [buffer for _, buffer in islice(self._buffers, _MAX_BUFFERS_PER_CALL)]
             try:

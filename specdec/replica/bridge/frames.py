@@ -1,4 +1,4 @@
-"""The bridge to the servicer as the engine process sees it: frames and a port, without asyncio or grpc."""
+"""The engine's end of the bridge: frames and a port, without asyncio or grpc."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _RECEIVE_BYTES = 256 * 1024
 
 
 class PeerGone(ConnectionError):
-    """The servicer closed its end or died; the engine has nobody to work for and must exit."""
+    """The servicer closed its end or died; the engine must exit."""
 
 
 class EnginePort:
-    """The engine's mailbox: frames come in by `poll`, go out by `send`, and neither ever waits for the peer.
+    """The engine's mailbox: `poll` receives frames, `send` sends them, and neither waits for the peer.
 
-    Not thread-safe: it belongs to the engine's one loop. A call of `poll` or `send` costs about one system
-    call (5 us) when the socket keeps up.
+    Not thread-safe: only the engine's loop uses it. A call of `poll` or `send` costs about one system call (5 us) if
+    the socket keeps up.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class EnginePort:
         pulse: Pulse | None = None,
         steps: StepMemory | None = None,
     ) -> None:
-        """Use a connected socket. `instance_id` is the process's, for those who are told what is served."""
+        """Use a connected socket. `instance_id`: id of this process, for coordinators."""
         self.pulse = pulse or Pulse()
-        """Where the loop shows its turns."""
+        """Memory in which the loop shows its turns."""
         self.steps = steps or StepMemory()
-        """Where it notes what it works on."""
+        """Memory in which the loop notes the sessions of its current work."""
         connection.setblocking(False)
         self.instance_id = instance_id
         self._connection = connection
@@ -69,8 +69,8 @@ class EnginePort:
     def poll(self, timeout_s: float | None) -> list[Frame]:
         """All frames that have arrived, in order; waits up to `timeout_s` for the first one.
 
-        `timeout_s` of 0 never waits, None waits for ever; kept output is flushed meanwhile. Returns [] on
-        timeout. Raises PeerGone when the servicer is gone, after the frames that arrived before it left.
+        `timeout_s` 0 never waits, None waits for ever; kept output is flushed meanwhile. Returns [] after the
+        time-out. Raises PeerGone if the servicer is gone, after the frames that arrived before its end.
         """
         frames = self._receive()
         if frames or timeout_s == 0:
@@ -89,10 +89,10 @@ class EnginePort:
                 return frames
 
     def send(self, kind: FrameKind, stream_id: int = NO_STREAM, payload: bytes = b"") -> None:
-        """Sends a frame, or keeps it until the next `poll` or `send` when the socket is full. Never blocks.
+        """Send a frame, or keep it for the next `poll` or `send` if the socket is full. Never blocks.
 
-        When the peer is gone the frame is dropped; the next `poll` says so. Raises FrameError when the
-        payload is over the limit.
+        If the peer is gone the frame is dropped, and the next `poll` raises. Raises FrameError if the payload is over
+        the limit.
         """
         if self._peer_gone:
             return
@@ -102,13 +102,13 @@ class EnginePort:
             self._peer_gone = True
 
     def pending_bytes(self, stream_id: int | None = None) -> int:
-        """Bytes that the socket has not taken yet: of one stream, or of all of them."""
+        """Bytes that the socket has not taken yet, of one stream or of all."""
         if stream_id is None:
             return self._writer.num_pending_bytes
         return self._writer.pending_bytes_of(stream_id)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits at most `timeout_s` until everything sent has left; True when it has."""
+        """Wait at most `timeout_s` until all kept bytes have left; False if some are left."""
         deadline = time.monotonic() + timeout_s
         writable = select.poll()
         writable.register(self._connection, select.POLLOUT)
@@ -123,7 +123,7 @@ class EnginePort:
         return False
 
     def close(self) -> None:
-        """Closes the socket; the servicer sees the end of the stream."""
+        """Close the socket; the servicer sees its end."""
         self._connection.close()
 
     def _receive(self) -> list[Frame]:

@@ -1,8 +1,8 @@
-"""What an engine process shows of its life: beats of a thread and turns of its loop, in memory that its servicer reads.
+"""An engine process's signs of life: beats of a thread and turns of its loop, in memory that its servicer reads.
 
-Writing costs two stores into memory, so the loop may do it every turn, and nothing can block: neither a servicer that
-does not look nor an engine that is full of work. The thread needs nothing but the interpreter, four times a second for
-some microseconds: a process without beats is stopped, or holds the interpreter for good.
+A turn costs two stores into memory and never blocks, even if the servicer does not look or the engine is busy. The
+thread needs only the interpreter, four times a second for some microseconds: a process without beats is frozen, or
+holds the interpreter.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ class PulseReading(NamedTuple):
     turn: int
     """Odd while a turn runs; even between two, when the loop waits for frames."""
     longest_turn_s: float
-    """Of all that have ended."""
+    """Longest turn that has ended."""
     expected_turn_s: float
-    """What a full step may take, as the engine estimates it when it has warmed up; 0: it says nothing."""
+    """Estimated longest time of a full step, set after warm-up; 0: not set."""
 
 
 class Pulse:
     """Shared words: one process beats and counts its turns, another reads. Each word has one writer."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """Use a file of NUM_BYTES that both have; without one nobody else sees the pulse."""
+        """`fd`: a shared file of NUM_BYTES; None: memory that no other process sees."""
         self._words = memoryview(mmap.mmap(-1 if fd is None else fd, NUM_BYTES)).cast("Q")
         self._began_ns = 0
 
     def start_beating(self) -> None:
-        """Beat from now on, from a thread, until the process ends."""
+        """Start the thread that beats until the process ends."""
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def begin_turn(self) -> None:
-        """The loop has something to do."""
+        """Mark the start of a turn."""
         self._began_ns = time.monotonic_ns()
         self._words[_TURNS] |= 1
 
     def end_turn(self) -> None:
-        """It is done. Does nothing when no turn runs."""
+        """Mark the end of a turn. Does nothing if no turn runs."""
         if not self._words[_TURNS] & 1:
             return
         took_ns = time.monotonic_ns() - self._began_ns
@@ -58,11 +58,11 @@ class Pulse:
         self._words[_TURNS] += 1
 
     def expect_turn(self, seconds: float) -> None:
-        """A full step may take this long."""
+        """Set the estimated longest time of a full step."""
         self._words[_EXPECTED_NS] = int(seconds * 1e9)
 
     def read(self) -> PulseReading:
-        """What it shows now."""
+        """The pulse now."""
         words = self._words
         return PulseReading(words[_BEATS], words[_TURNS], words[_LONGEST_NS] * 1e-9, words[_EXPECTED_NS] * 1e-9)
 
@@ -73,7 +73,7 @@ class Pulse:
 
 
 def new_pulse_file() -> int:
-    """A file descriptor of anonymous memory for a Pulse, to be inherited and closed."""
+    """A file descriptor of anonymous memory for a Pulse, which the caller passes on and closes."""
     fd = os.memfd_create("specdec-pulse")
     os.ftruncate(fd, NUM_BYTES)
     return fd

@@ -1,4 +1,4 @@
-"""The servicer process of a target or draft: starts the engine, relays its streams, says what it serves."""
+"""The servicer process of a target or draft: starts the engine, relays its streams, reports its model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from specdec import __version__
 from specdec.replica.bridge.engine_keeper import EngineKeeper
 from specdec.replica.bridge.engine_process import EngineProcess
 from specdec.replica.bridge.stream_relay import RelayedCall, StreamRelay
-from specdec.service.affinity import split_cores
 from specdec.service.listening import StartupFailed
+from specdec.service.process import split_cores
 from specdec.service.server import SetServing, run_service
 from specdec.service.settings import ReplicaServiceSettings
 from specdec.store.announcer import Announcer
@@ -33,25 +33,26 @@ from specdec.wire.tls_files import TlsFiles, TlsFilesBroken
 
 TOKENIZER_PIECE_BYTES = 1024 * 1024
 _ENGINE_STOP_S = 5.0
+"""Seconds that the engine may take to stop before it is killed."""
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class ReplicaRole:
-    """What distinguishes a target's servicer from a draft's."""
+    """The differences between a target's and a draft's servicer."""
 
     name: str
-    """For logs and metrics."""
+    """Name in logs and metrics."""
     grpc_name: str
     """Full name of the gRPC service."""
     stream_method: str
-    """Its bidirectional method, relayed unopened."""
+    """Its bidirectional method, relayed without parsing."""
     engine_entry: str
     """module:function that the engine process runs."""
     serves_tokenizer: bool
     """Whether the service has GetTokenizer."""
     engine_method: str | None = None
-    """Its unary method that the engine answers by itself, relayed unopened; None: it has none."""
+    """Its unary method that the engine answers, relayed without parsing; None: it has none."""
 
 
 class ReplicaService:
@@ -96,7 +97,7 @@ class ReplicaService:
             )  # fmt: skip
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the handlers."""
+        """Add the handlers."""
         handlers: dict[str, grpc.RpcMethodHandler] = {
             self._role.stream_method: grpc.stream_stream_rpc_method_handler(self._relay.handle),
             "GetReplicaInfo": grpc.unary_unary_rpc_method_handler(
@@ -117,9 +118,9 @@ class ReplicaService:
         server.add_generic_rpc_handlers((generic,))
 
     async def start(self) -> None:
-        """Starts the engine and waits for the model to be loaded and warmed. Raises StartupFailed."""
+        """Start the engine and wait until the model is loaded and warmed up. Raises StartupFailed."""
         starting = asyncio.create_task(self._keeper.start())
-        await asyncio.sleep(0)  # the engine takes its cores from this process as they are before it is pinned
+        await asyncio.sleep(0)  # the engine inherits its cores, so it starts before this process is pinned
         _pin_all_threads(self._cores)
         info = await starting
         info.version = info.version or __version__
@@ -130,28 +131,28 @@ class ReplicaService:
         )  # fmt: skip
 
     async def wait_failed(self) -> str:
-        """Returns when the engine cannot be kept running."""
+        """Wait until the engine cannot be kept running; returns the reason."""
         return await self._keeper.wait_failed()
 
     def watch_serving(self, set_serving: SetServing) -> None:
-        """What to call while an engine is started again, and after it."""
+        """Set the callback for restarts: called with False at the engine's end, with True when it is ready again."""
         self._set_serving = set_serving
 
     async def drain(self, timeout_s: float) -> None:
-        """Waits until no session is left, then ends the streams, so that coordinators go elsewhere."""
+        """Wait until no session is left, then end the streams, so that coordinators move on."""
         is_empty = await self._keeper.drain(timeout_s)
         _log.info("drained" if is_empty else "drain_timed_out")
         self._relay.end_streams(NotReady("the replica is shutting down", reason="DRAINING"))
 
     async def stop(self) -> None:
-        """Stops the engine process, and exports what it last told of its sessions."""
+        """Stop the engine process, and export the remaining traces."""
         await self._keeper.stop(_ENGINE_STOP_S)
         await self._tracing.close()
         if self._store is not None:
             await self._store.close()
 
     def tls_uses(self) -> dict[str, TlsFiles | None]:
-        """The TLS files in use beside the server's."""
+        """The TLS files in use besides the server's."""
         return {
             "redis": None if self._store is None else self._store.tls_files,
             "otlp": self._tracing.tls_files,
@@ -164,7 +165,7 @@ class ReplicaService:
             await self._set_serving(is_ready)
 
     def _not_ready(self) -> NotReady:
-        """Tells how the last engine ended, too: who lost a stream to it may not have learnt that."""
+        """Attach the last engine's end, which a coordinator that lost its stream may have missed."""
         error = NotReady("the model is loading")
         error.attached.append(self._keeper.last_end)
         return error
@@ -194,7 +195,7 @@ class ReplicaService:
         if not engine.is_ready:
             raise NotReady("the model is loading")
         limit = most_bytes(request.max_message_bytes, self._settings.max_message_bytes)
-        # A piece has a part of each.
+        # A message has a piece of each.
         piece_bytes = min(TOKENIZER_PIECE_BYTES, most_entry_bytes(limit) // 2)
         content = engine.tokenizer_json()
         configs = text_pieces(engine.tokenizer_config, piece_bytes)
@@ -206,7 +207,7 @@ class ReplicaService:
 
 
 def run_replica(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:
-    """Runs a replica until a signal or a failure ends it; returns the exit code."""
+    """Run a replica until a signal or a failure ends it; returns the exit code."""
     setup_logging(role.name, settings.log_level, settings.log_format)
     with tempfile.TemporaryDirectory(prefix="specdec-metrics-") as directory:
         enable_multiprocess_metrics(directory)
@@ -228,7 +229,7 @@ async def _run(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:
 
 
 def _pin_all_threads(cores: frozenset[int] | None) -> None:
-    """Affinity belongs to a thread, and gRPC has started some of its own by now."""
+    """Pin every thread: affinity is per thread, and gRPC has already started some."""
     if cores is None:
         return
     for thread_id in os.listdir("/proc/self/task"):

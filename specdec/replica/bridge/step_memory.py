@@ -1,6 +1,6 @@
-"""What an engine works on, in memory that outlives it: its servicer reads there whom a death or a standstill befell.
+"""The sessions an engine works on, in memory that outlives it: after a crash or stall its servicer reads them there.
 
-To note a step of 64 sessions costs 3 us: a copy into memory, and no system call.
+Noting a step of 64 sessions costs 3 us: one copy into memory, and no system call.
 """
 
 from __future__ import annotations
@@ -9,30 +9,31 @@ import mmap
 import os
 from collections.abc import Sequence
 
-from specdec.wire.session_keys import KEY_BYTES
+from specdec.wire.error_details import KEY_BYTES
 
 MAX_KEYS = 448
-"""More are not told one by one: the status of a stream, of which gRPC hands on 4 KB, has no room for more. Engines step
-64 sessions at once by default."""
+"""Sessions noted for one step; a longer list is not reported, as a stream's status has room for 4 KB in gRPC. Engines
+step 64 sessions at once by default."""
 _HEADER_BYTES = 8
 NUM_BYTES = _HEADER_BYTES + KEY_BYTES * MAX_KEYS
 _NOTHING, _UNTOLD = 0, 1
-"""Of the word for work: at rest; at work on no session in particular. Above that it is the number of sessions."""
+"""Values of the first word: at rest; at work for no particular session. Larger values are 1 + the number of
+sessions."""
 
 
 class StepMemory:
-    """Shared memory: the engine's loop writes, its servicer reads, above all when the writer is gone.
+    """Shared memory: the engine's loop writes, its servicer reads, also after the engine's end.
 
-    The count is written last: a writer that ends half-way leaves that it was at work, and no wrong session.
+    The count is written last: a writer that dies half-way leaves "at work" and no wrong session.
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        """Use a file of NUM_BYTES that both have; without one nobody else sees it."""
+        """`fd`: a shared file of NUM_BYTES; None: memory that no other process sees."""
         self._memory = mmap.mmap(-1 if fd is None else fd, NUM_BYTES)
         self._head = memoryview(self._memory)[:_HEADER_BYTES].cast("Q")
 
     def work_on(self, keys: Sequence[bytes]) -> None:
-        """What comes next is for these sessions, by their keys."""
+        """Note that the next work is for the sessions with these keys."""
         self._head[0] = _UNTOLD
         if 0 < len(keys) <= MAX_KEYS:
             told = b"".join(keys)
@@ -40,15 +41,15 @@ class StepMemory:
             self._head[0] = _UNTOLD + len(keys)
 
     def work(self) -> None:
-        """What comes next is for no session in particular."""
+        """Note that the next work is for no particular session."""
         self._head[0] = _UNTOLD
 
     def rest(self) -> None:
-        """Nothing is being done."""
+        """Note that no work is being done."""
         self._head[0] = _NOTHING
 
     def read_keys(self) -> bytes | None:
-        """Whose work is being done, or was when the writer ended, as in `EngineEnd.session_keys`; None: not told."""
+        """Keys of the current, or the dead writer's last, sessions, as in `EngineEnd.session_keys`; None: unknown."""
         work = self._head[0]
         num_keys = 0 if work == _NOTHING else work - _UNTOLD
         if work == _UNTOLD or num_keys > MAX_KEYS:
@@ -57,7 +58,7 @@ class StepMemory:
 
 
 def new_step_file() -> int:
-    """A file descriptor of anonymous memory for a StepMemory, to be inherited and closed."""
+    """A file descriptor of anonymous memory for a StepMemory, which the caller passes on and closes."""
     fd = os.memfd_create("specdec-step")
     os.ftruncate(fd, NUM_BYTES)
     return fd

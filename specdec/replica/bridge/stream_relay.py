@@ -1,7 +1,7 @@
-"""Relays the frames of gRPC streams to the engine process and back, unopened.
+"""Relay the frames of gRPC streams to the engine process and back, without parsing.
 
-This is on the path of every token, twice per step, so per message there is one queue operation, one system
-call and no task: each stream has one task that reads and one that writes.
+This is on the path of every token, twice per step. So a message costs one queue operation, one system call and no
+task: each stream has one task that reads and one that writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specdec.wire.abort import abort_with_status, write_to
 from specdec.wire.errors import InvalidRequest, NotReady, Overloaded, SpecdecError, Unavailable, to_status
 
 _MOST_CALL_BYTES = 64 * 1024
-"""The engine reads a call between two steps."""
+"""Bytes of a unary call's request, at most: the engine reads it between two steps."""
 _log = structlog.get_logger(__name__)
 
 
@@ -38,7 +38,7 @@ class StreamRelay:
         stream_buffer_bytes: int,
         not_ready: Callable[[], NotReady] = lambda: NotReady("the model is loading"),
     ) -> None:
-        """`engine` says which one new streams go to, `not_ready` what is told while that is none."""
+        """`engine` returns the engine of new streams, `not_ready` the error while it is not ready."""
         self._engine = engine
         self._not_ready = not_ready
         self._metrics = metrics
@@ -46,7 +46,7 @@ class StreamRelay:
         self._streams: set[_RelayedStream] = set()
 
     async def handle(self, _requests: Any, context: grpc.aio.ServicerContext) -> None:
-        """Relays one stream until either side ends it. Raises NotReady before the engine is ready."""
+        """Relay one stream until either side ends it. Raises NotReady before the engine is ready."""
         engine = self._engine()
         if not engine.is_ready:
             raise self._not_ready()
@@ -60,13 +60,13 @@ class StreamRelay:
             self._metrics.streams.dec()
 
     def end_streams(self, error: SpecdecError) -> None:
-        """Ends all open streams with an error, after what was queued for them is written."""
+        """End all open streams with an error, after their queued responses."""
         for stream in self._streams:
             stream.on_abort(to_status(error))
 
 
 class _RelayedStream:
-    """One stream: the calling task writes, one more reads."""
+    """One stream: the calling task writes, another one reads."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _RelayedStream:
         self._status: status_pb2.Status | None = None
 
     async def run(self) -> None:
-        """Relays until the peer, the engine or an error ends the stream."""
+        """Relay until the peer, the engine or an error ends the stream."""
         self._stream_id = self._engine.open_stream(self, self._context.peer())
         reader = asyncio.create_task(self._read())
         outcome = "cancelled"
@@ -104,30 +104,34 @@ class _RelayedStream:
             await abort_with_status(self._context, self._status)
 
     def on_message(self, payload: bytes) -> None:
-        """Queues a response; when the peer is too far behind, the stream is aborted instead.
+        """Queue a response; if the peer is too far behind, abort the stream instead.
 
-        That is the last resort: an engine hands out no more than is taken.
+        This is the last resort: the engine sends no more than the peer has room for.
         """
         if self._is_ending:
             return
         if self._num_queued_bytes > self._buffer_bytes:
-            # The write under way ends when the peer reads or is gone; the engine need not wait for that.
+            # The present write ends only when the peer reads or is gone; the engine must not wait for it.
             self._queue.clear()
             self._engine.close_stream(self._stream_id)
-            self.on_abort(to_status(Overloaded("responses are not being read", reason="STREAM_NOT_READ")))
+            self.on_abort(
+                to_status(
+                    Overloaded("the peer does not read its responses (stream_buffer_bytes)", reason="STREAM_NOT_READ")
+                )
+            )
             return
         self._num_queued_bytes += len(payload)
         self._queue.append(payload)
         self._wake_writer()
 
     def on_abort(self, status: status_pb2.Status) -> None:
-        """Ends the stream with a status, after what is queued."""
+        """End the stream with a status, after its queued responses."""
         if not self._is_ending:
             self._status = status
             self._end()
 
     def on_engine_gone(self, end: common_pb2.EngineEnd, reason: str) -> None:
-        """Ends the stream; the peer may try another replica, or this one once it is restarted."""
+        """End the stream; the peer may use another replica, or this one after its restart."""
         error = Unavailable(reason, reason=end.reason)
         error.attached.append(end)
         self.on_abort(to_status(error))
@@ -182,7 +186,7 @@ class _RelayedStream:
 
 
 class RelayedCall:
-    """A unary call that the engine answers, neither request nor answer opened; `run` once."""
+    """A unary call that the engine answers, relayed without parsing; call `run` once."""
 
     def __init__(self, engine: EngineProcess) -> None:
         """Ask nothing yet."""
@@ -190,12 +194,12 @@ class RelayedCall:
         self._answer: asyncio.Future[bytes | status_pb2.Status] = asyncio.get_running_loop().create_future()
 
     async def run(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """The engine's answer; ends the call with the engine's status where that is what it says.
+        """The engine's answer, or an abort with the engine's status.
 
-        When the caller goes away the engine is told. Raises InvalidRequest: the request is too long.
+        If the caller leaves, the engine is told. Raises InvalidRequest if the request is too long.
         """
         if len(request) > _MOST_CALL_BYTES:
-            raise InvalidRequest("request", f"has {len(request)} bytes, at most {_MOST_CALL_BYTES} are taken")
+            raise InvalidRequest("request", f"{len(request)} bytes exceed the limit of {_MOST_CALL_BYTES}")
         call_id = self._engine.open_call(self, request)
         try:
             answer = await self._answer
@@ -206,15 +210,15 @@ class RelayedCall:
         await abort_with_status(context, answer)
 
     def on_message(self, payload: bytes) -> None:
-        """The answer; see `StreamSink`."""
+        """The engine answered; see `StreamSink`."""
         self._end(payload)
 
     def on_abort(self, status: status_pb2.Status) -> None:
-        """It is refused; see `StreamSink`."""
+        """The engine refused; see `StreamSink`."""
         self._end(status)
 
     def on_engine_gone(self, end: common_pb2.EngineEnd, reason: str) -> None:
-        """It will not be answered; see `StreamSink`."""
+        """The engine has ended; see `StreamSink`."""
         error = Unavailable(reason, reason=end.reason)
         error.attached.append(end)
         self._end(to_status(error))

@@ -1,4 +1,4 @@
-"""Loads a model, puts its engine together, and runs a role over it: the same for both roles."""
+"""Load a model, build its engine, and run a role over it."""
 
 from __future__ import annotations
 
@@ -37,34 +37,35 @@ from specdec.wire.message_sizes import most_entry_bytes, opening_bytes
 
 _TOKENIZER_CHUNK_BYTES = 1 << 20
 _MOST_STEP_S = 2.0
-"""What becomes of sessions is told between steps; of which nothing is heard for twice as long, coordinators move."""
+"""Seconds of a step, at most: progress is reported between steps, and coordinators move silent sessions after twice
+this."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine ready to step, its sampler, and what it serves."""
+    """An engine that is ready to step, its sampler, and its model's info."""
 
     engine: Engine
     sampler: Sampler
     info: pb.GetReplicaInfoResponse
     full_step_s: float = 0.0
-    """What a step of as many rows as are allowed may take, by what warming up took for a few: no less than it does,
-    mostly, as the cost of a row falls with their number."""
+    """Upper estimate of a full step's time, extrapolated from the warm-up's few rows: the cost of a row mostly falls
+    with their number."""
     drawing: Drawing | None = None
-    """What draws and computes several tokens per call, with the sampler's results; None where nothing does."""
+    """Drafts several tokens per call with the sampler's results; None if not available."""
     grammars: GrammarCompiler | None = None
-    """Compiles constraints; None where the tokenizer allows none."""
+    """Compiles constraints; None if the tokenizer allows none."""
     model: ModelRunner | None = None
-    """What runs the model in this process; None where none runs."""
+    """Runs the model in this process; None if no model runs here."""
     mask_token_id: int | None = None
-    """Of a draft that says several tokens in one pass: what stands for one that is not known yet."""
+    """Mask token of a draft that predicts several tokens in one pass; None otherwise."""
     awaited_bytes: int = 0
-    """What heads, which are loaded after this, and captures that wait for them will take of the device's memory."""
+    """Device memory that heads, which are loaded later, and their captures will take."""
 
     @property
     def row_edges(self) -> tuple[int, ...]:
-        """Numbers of rows, rising, that steps are padded to: rows up to the next one are free; empty where none are,
-        as after captures that failed, which with heads come later than this is built."""
+        """Row counts, rising, to which steps are padded: rows up to the next count are free. Empty without captures;
+        with heads, captures come after this object is built."""
         return () if self.model is None else self.model.row_edges
 
 
@@ -75,17 +76,18 @@ def build_engine(
     others_bytes: int = 0,
     heads: Beside | None = None,
 ) -> BuiltEngine:
-    """Load, prove and warm the model, together with the other ranks if there are any; send its tokenizer to the
-    servicer, if there is one. Of a GPU's memory its KV cache leaves `others_bytes` to others in this process, and what
-    `heads` take, which are loaded after this and read its hidden states; None: there will be none.
+    """Load, check and warm up the model, together with the other ranks if there are any; send its tokenizer to `port`.
+
+    On a GPU the KV cache leaves `others_bytes` of memory to other parts of this process, and the memory of `heads`,
+    which are loaded later and read hidden states; None: there will be none.
 
     Raises:
-        ModelNotSupported, ModelLoadError: with a reason for people.
-        EngineError: no message would hold a session that fills the context.
+        ModelNotSupported, ModelLoadError: the model cannot be used; the message is for people.
+        EngineError: no message could open a session that fills the context.
     """
     beside = Beside(others_bytes) if heads is None else replace(heads, num_bytes=heads.num_bytes + others_bytes)
     runner = ModelRunner.load(settings, None if ranks is None else ranks.join(), beside)
-    # With heads steps hand out hidden states: those are captured when it is known which.
+    # With heads, steps return hidden states: captures wait until it is known which.
     row_s = runner.warmup(captures=ranks is not None or heads is None)
     max_batch_tokens = most_rows(settings, row_s)
     salt = f"{runner.identity.weights_digest}/{runner.numerics_id}".encode()
@@ -167,9 +169,9 @@ def _grammars(runner: ModelRunner) -> GrammarCompiler | None:
 
 
 def most_rows(settings: EngineSettings, row_s: float) -> int:
-    """Rows of a step: `max_batch_tokens`, but on slow machines no more than are computed in two seconds.
+    """Rows of a step: `max_batch_tokens`, or on slow machines as many as take two seconds.
 
-    All sessions that a step may have get one row, however long that takes.
+    Each of `max_batch_seqs` sessions gets one row in any case.
     """
     if row_s * settings.max_batch_tokens <= _MOST_STEP_S:
         return settings.max_batch_tokens
@@ -177,12 +179,12 @@ def most_rows(settings: EngineSettings, row_s: float) -> int:
 
 
 def check_openings(identity: pb.ModelIdentity, max_message_bytes: int) -> None:
-    """Raise EngineError where no message would hold a session that fills the context."""
+    """Raise EngineError if no message could open a session that fills the context."""
     needed = opening_bytes(identity.max_model_len, identity.vocab_size)
     if needed > most_entry_bytes(max_message_bytes):
         raise EngineError(
-            f"max_message_bytes: {max_message_bytes} is too small for a context of {identity.max_model_len} tokens: to "
-            f"open a session takes up to {needed} bytes; raise it, or lower max_model_len"
+            f"max_message_bytes: {max_message_bytes} is too small for a context of {identity.max_model_len} tokens: "
+            f"opening a session takes up to {needed} bytes; raise it, or lower max_model_len"
         )
 
 
@@ -206,12 +208,11 @@ def run_role(
     adapt: Callable[[BuiltEngine], BuiltEngine] = lambda built: built,
     heads: Beside | None = None,
 ) -> None:
-    """Load the model, announce it, and run the role until the servicer goes or says stop.
+    """Load the model, announce it, and run the role until the servicer goes or stops it.
 
-    `adapt` may put something between the model and the role, and raise what loading a model raises. `heads`: see
-    `build_engine`.
-    With several ranks this process is rank 0, and starts the others, whose logs are those of ``service``-rank-N.
-    Raises ``RankLost`` when one of them ends.
+    `adapt` may put a layer between model and role, and may raise the errors of loading. `heads`: see `build_engine`.
+    With several ranks this process is rank 0 and starts the others, which log as ``service``-rank-N. Raises
+    ``RankLost`` if one of them ends.
     """
 
     def report(reason: str) -> None:

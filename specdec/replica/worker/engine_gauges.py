@@ -1,4 +1,4 @@
-"""Exports an engine's running totals and gauges as metrics."""
+"""Export an engine's totals and gauges as metrics."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class EngineGauges:
         self._metrics = metrics
         self._last: dict[str, int] = {}
         self._of_kind: dict[str, tuple[Counter, Histogram]] = {}
-        """The series of a kind of steps, looked up once."""
+        """Series by kind of step, looked up once."""
 
     def serves(self, identity: pb.ModelIdentity) -> None:
-        """Export what is served, once it is loaded."""
+        """Export the loaded model's identity."""
         self._metrics.info.labels(
             model=identity.name,
             numerics_id=identity.numerics_id,
@@ -46,7 +46,7 @@ class EngineGauges:
         self._count(metrics.rollbacks, "rollbacks", stats.rollbacks)
 
     def observe_grammars(self, grammars: GrammarCompiler) -> None:
-        """Export what was compiled and asked for since the last call."""
+        """Export the compilations and cache queries since the last call."""
         metrics, figures = self._metrics, grammars.figures
         metrics.grammars_cached.set(grammars.num_cached)
         for elapsed_s in figures.take_compile_s():

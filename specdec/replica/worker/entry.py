@@ -1,4 +1,4 @@
-"""The last part of an engine process' start, and its life: it says what it serves, and loops."""
+"""The last part of an engine process's start: announce the model, then run the loop."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.loop import EngineWorker
 from specdec.replica.worker.pending_responses import ResponseLimits
 from specdec.replica.worker.role import Role, Wire
-from specdec.replica.worker.sessions import SessionT
+from specdec.replica.worker.sessions import SESSION_TTL_S, SessionT
 from specdec.v1 import common_pb2 as pb
 
 FLUSH_TIMEOUT_S = 2.0
+"""Seconds to send the last frames."""
 
 
 def report_fatal(port: EnginePort, reason: str) -> None:
-    """Tell the servicer why there will be no engine."""
+    """Tell the servicer why the engine cannot start."""
     port.send(FrameKind.FATAL, payload=reason.encode())
     port.flush(FLUSH_TIMEOUT_S)
 
@@ -27,10 +28,10 @@ def report_fatal(port: EnginePort, reason: str) -> None:
 def make_host(
     port: EnginePort, settings: TargetSettings | DraftSettings, wire: Wire, info: pb.GetReplicaInfoResponse
 ) -> SessionHost[SessionT]:
-    """The host that a role over this port is made with; `info` gets the name of this start."""
+    """The session host of a role on this port; `info` gets the instance id of this start."""
     info.instance_id = port.instance_id
     limits = ResponseLimits(settings.max_message_bytes, settings.stream_buffer_bytes)
-    return SessionHost[SessionT](port, wire, info.identity, settings.session_ttl_s, limits, port.steps)
+    return SessionHost[SessionT](port, wire, info.identity, SESSION_TTL_S, limits, port.steps)
 
 
 def serve(
@@ -42,9 +43,9 @@ def serve(
     role: Role[SessionT],
     full_step_s: float = 0.0,
 ) -> None:
-    """Announce what is served, and run the role until the servicer goes or says stop.
+    """Announce the model, and run the role until the servicer goes or stops it.
 
-    `full_step_s` is what the longest turn may take.
+    `full_step_s`: upper estimate of a turn's time in seconds.
     """
     identity = info.identity
     traces = settings.otlp_endpoint is not None
@@ -54,7 +55,7 @@ def serve(
     log.info("ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant)
     info.load.CopyFrom(role.load())
     gc.collect()
-    gc.freeze()  # what the model brought stays for good: collections need not walk it between steps
+    gc.freeze()  # the model's objects live for ever: collections between steps need not walk them
     port.send(FrameKind.READY, payload=info.SerializeToString())
     worker.run()
     port.flush(FLUSH_TIMEOUT_S)

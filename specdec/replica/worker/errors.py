@@ -1,4 +1,4 @@
-"""Errors of one session, sent in-band: they never end the stream that other sessions share. And what ends an engine."""
+"""Errors of one session, sent in-band so that the shared stream goes on, and errors that end an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = structlog.get_logger("specdec.replica.worker")
 
 
 class RankLost(RuntimeError):
-    """A rank ended or is stopped; the others cannot go on without it. Raised wherever the engine's thread just was."""
+    """A rank ended or is stopped, and the others cannot go on. Raised at any point of the engine's thread."""
 
 
 class SessionFailure(Exception):
@@ -38,7 +38,7 @@ class SessionFailure(Exception):
         self.expected_position = expected_position
 
     def to_status(self) -> status_pb2.Status:
-        """As `google.rpc.Status` with an ErrorInfo and, for a field, a BadRequest."""
+        """A `google.rpc.Status` with an ErrorInfo and, for a field, a BadRequest."""
         details = [_pack(error_details_pb2.ErrorInfo(reason=self.reason, domain="specdec"))]
         if self.field is not None:
             violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=str(self))
@@ -55,23 +55,23 @@ def invalid(field: str, message: str, *, expected_position: int = 0) -> SessionF
 
 
 def non_finite_logits(error: NonFiniteLogits, *, expected_position: int = 0) -> SessionFailure:
-    """A SessionFailure for a session from whose logits nothing can be drawn.
+    """A SessionFailure for a session whose logits allow no sampling.
 
-    Its parameters are legal, which was checked when it was opened, so it is the model's fault, or its numerics'.
+    Its parameters were checked when it was opened, so the model or its numerics are at fault.
     """
     message = f"{error}: the model, its weights or its dtype are at fault"
     return SessionFailure(code_pb2.INTERNAL, "NON_FINITE_LOGITS", message, expected_position=expected_position)
 
 
 def constraint_failure(error: GrammarError, *, expected_position: int = 0) -> SessionFailure:
-    """A SessionFailure for a constraint that cannot be compiled, or followed."""
+    """A SessionFailure for a constraint that cannot be compiled or followed."""
     field = error.field if error.field.startswith("open.") else f"open.sampling.{error.field}"
     reason = "INVALID_FIELD" if error.code == code_pb2.INVALID_ARGUMENT else "CONSTRAINT_NOT_COMPILED"
     return SessionFailure(error.code, reason, f"{field}: {error}", field=field, expected_position=expected_position)
 
 
 def stream_status(code: int, reason: str, message: str) -> status_pb2.Status:
-    """A status about a whole stream."""
+    """A status of a whole stream."""
     info = error_details_pb2.ErrorInfo(reason=reason, domain="specdec")
     return status_pb2.Status(code=code, message=message, details=[_pack(info)])
 
@@ -83,22 +83,22 @@ def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest) -
 
 
 def is_engines_own(error: Exception) -> bool:
-    """Whether an error says that the engine cannot go on, whichever session met it."""
+    """Whether an error means that the engine cannot go on, for any session."""
     if isinstance(error, KVInvariantError | MemoryError | OSError | RankLost):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _DEVICE_WORDS)
 
 
 class FaultLog:
-    """Turns errors into failures of sessions; a traceback is logged once for each place that raises."""
+    """Turns errors into failures of sessions; a traceback is logged once per raising line."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[type, str, int]] = set()
 
     def failure(self, error: Exception) -> SessionFailure:
-        """What the session's owner is told; the very error where it is a SessionFailure, and what a GrammarError says.
+        """The failure for the session's owner: a SessionFailure itself, or one made of a GrammarError or a fault.
 
-        Raises the error itself where it is the engine's own.
+        Raises the error itself if it is the engine's own.
         """
         if isinstance(error, SessionFailure):
             return error
@@ -109,7 +109,7 @@ class FaultLog:
         return SessionFailure(code_pb2.INTERNAL, "SESSION_FAULT", message)
 
     def note(self, error: Exception) -> None:
-        """Log an error that ends nothing. Raises the error itself where it is the engine's own."""
+        """Log an error that ends no session. Raises the error itself if it is the engine's own."""
         if is_engines_own(error):
             raise error
         trace = error.__traceback__

@@ -1,4 +1,4 @@
-"""A replica's sessions as its role and its loop share them: which there are, what owners are told, how sessions end."""
+"""A replica's sessions, shared by its role and its loop: the table, results for owners, ends of sessions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import most_entry_bytes
 
 _MAX_PIECE_BYTES = 256 * 1024
-"""What others are decided meanwhile does not wait for long behind it."""
+"""Bytes of a piece of a large result: results of other sessions must not wait long behind it."""
 
 
 class SessionHost(Generic[SessionT]):
-    """What a role is made with: it emits results of its sessions here, and says when it has closed one.
+    """The role's interface to its owners: it emits results here, and reports the sessions that it has closed.
 
-    It knows no role: whoever ends a session closes it at the role first (`EngineWorker`, or the role itself), then
-    tells the host by `ended` or `failed`.
+    The host does not know the role: `EngineWorker`, or the role itself, closes a session at the role first, then calls
+    `ended` or `failed`.
     """
 
     def __init__(
@@ -37,48 +37,48 @@ class SessionHost(Generic[SessionT]):
         limits: ResponseLimits | None = None,
         steps: StepMemory | None = None,
     ) -> None:
-        """`steps` is where the loop and the role note which sessions they are at work for."""
+        """`steps`: memory in which the loop and the role note the sessions of their current work."""
         self.sessions = EngineSessionTable[SessionT](session_ttl_s)
         self.responses = PendingResponses(port, wire, limits or ResponseLimits())
         self.faults = FaultLog()
         self.answers = EngineAnswers()
         self.steps = steps or StepMemory()
         self.sends_later = False
-        """What the last step decided is sent when the next one is launched, which is due at once. The role says so."""
+        """Set by the role: the last step's results are sent when the next step, due at once, is launched."""
         self.is_beside = False
-        """A device computes a step: what arrives is for the next one. The loop says so."""
+        """Set by the loop: a device computes a step, and arriving frames are for the next one."""
         self.before_send: Callable[[], None] = lambda: None
-        """Of the role: called before owners are told what was decided."""
+        """Set by the role: called before results are sent."""
         self.send_results: Callable[[], None] = lambda: None
-        """Of the loop: sends what has been decided. For a role whose step a device is computing."""
+        """Set by the loop: sends results, for a role whose step a device computes."""
         self.take_frames: Callable[[float, Callable[[], bool]], None] = lambda until_s, is_done: None
-        """Of the loop: handles what has arrived and what arrives until a time (monotonic), or until it is told that the
-        device is done. Likewise."""
+        """Set by the loop: handles frames that have arrived and that arrive until a monotonic time, or until the
+        callback reports that the device is done. For the same use."""
         self._port = port
         self._wire = wire
         self._identity = identity
         self._log = structlog.get_logger("specdec.replica.worker")
 
     def emit(self, session: SessionT, **body: Any) -> None:
-        """Queue a result for the session's owner; dropped when its stream is broken (attach resends)."""
+        """Queue a result for the session's owner; dropped if its stream is broken (attaching resends)."""
         if session.owner.stream_id is not None:
             self.responses.add(session.owner.stream_id, session.session_id, session.epoch, **body)
 
     def piece_bytes(self, owner: Owner) -> int:
-        """How large a piece of something large may be, so that it fits into a message to an owner with others."""
+        """Bytes of a piece of a large result, so that it fits into a message to an owner with other results."""
         return min(_MAX_PIECE_BYTES, most_entry_bytes(owner.message_bytes) // 2)
 
     def refuse(self, stream_id: int, session_id: str, epoch: int, failure: SessionFailure) -> None:
-        """Tell who asked for a session why there is none."""
+        """Send the refusal of an opening."""
         self.responses.add(stream_id, session_id, epoch, error=_session_error(failure))
 
     def ended(self, session: SessionT, reason: str) -> None:
-        """Forget a session that its role has closed; `reason` is for its trace."""
+        """Remove a session that its role has closed; `reason` is for its trace."""
         self.sessions.remove(session)
         self.tell_trace(session, reason)
 
     def failed(self, session: SessionT, failure: SessionFailure) -> None:
-        """Forget a session that its role has closed because of an error, and tell its owner."""
+        """Remove a session that its role has closed because of an error, and send the error to its owner."""
         self._log.warning("session_failed", **session.log_fields, reason=failure.reason, error=str(failure))
         self.emit(session, error=_session_error(failure))
         if session.trace is not None:
@@ -86,7 +86,7 @@ class SessionHost(Generic[SessionT]):
         self.ended(session, "failed")
 
     def tell_trace(self, session: EngineSession, reason: str) -> None:
-        """Tell the servicer of a session that ends, if it is traced."""
+        """Send the trace of a session that ends, if it is traced, to the servicer."""
         if session.trace is None:
             return
         session.trace.attributes.update(

@@ -1,11 +1,11 @@
-"""A fault costs the one session that it belongs to: whose share of the work it was, and how that is found out.
+"""A fault ends only the session that caused it: how that session is found.
 
-Whatever is raised in one session's share ends that session (`specdec.replica.worker.errors`). What is raised for many
-at once is tried again with halves of them, until it is known whose it is.
+An exception in one session's part of the work ends that session (`specdec.replica.worker.errors`). Work for many
+sessions that raises is repeated with halves of them, until the one at fault is known.
 
-Some faults end the process without a word. Sessions of which an owner fears that step alone, and all others together:
-each of them, and the others as one, gets one step in turn. So nobody waits for more than one step of everybody else,
-and an engine that ends in the step of a single session tells whose it was.
+Some faults kill the process. Sessions that their owners suspect of it step alone, and all others together: each
+suspect, and the others as one group, gets one step in turn. So no session waits for more than one step of each other
+group, and an engine that dies in the step of a single session shows which one caused it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from specdec.replica.worker.errors import is_engines_own
 from specdec.replica.worker.sessions import SessionT
 
 _MOST_FAULTS_IN_A_ROW = 2
+"""Faults without a good step in between after which the engine ends."""
 _log = structlog.get_logger("specdec.replica.worker")
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -30,9 +31,9 @@ ResultT = TypeVar("ResultT")
 def each_or_halves(
     items: list[ItemT], run: Callable[[list[ItemT]], list[ResultT]], on_fault: Callable[[ItemT, Exception], None]
 ) -> list[ResultT]:
-    """The results of `run` for all items but those it raises for, which `on_fault` is told of.
+    """The results of `run` for all items except those for which it raises; `on_fault` gets these.
 
-    `run` must change nothing when it raises. Raises its error when it is the engine's own, or when no item is without.
+    `run` must change nothing if it raises. Raises its error if it is the engine's own, or if every item fails.
     """
     faults: list[tuple[ItemT, Exception]] = []
     results = _run_halves(items, run, faults)
@@ -59,15 +60,15 @@ def _run_halves(
 
 
 class IsolatedSteps:
-    """Steps of an engine. After one that raises, those who were in it are computed anew, in halves, until it is known
-    who it raises for.
+    """Steps of an engine. After a step that raises, its sequences are computed again in halves, until the faulty one is
+    known.
 
-    A half is cleared when all of it has got as far as it was. Meanwhile nobody else steps, so that what fails next
-    tells something about the half.
+    A half is cleared when all its sequences have reached their former length. Meanwhile no other sequence steps, so
+    that the next failure is the half's.
     """
 
     def __init__(self, engine: Engine, *, is_alone: bool) -> None:
-        """`is_alone`: no other rank has a part in steps; with others a step that raises leaves them behind."""
+        """`is_alone`: no other rank takes part in steps; other ranks would hang after a step that raises."""
         self._engine = engine
         self._is_alone = is_alone
         self._halves: list[list[tuple[Sequence, int]]] = []
@@ -76,16 +77,16 @@ class IsolatedSteps:
     def step(
         self, on_fault: Callable[[Sequence, Exception], None], only: Container[int] | None = None
     ) -> StepOutput | None:
-        """As Engine.step; None after a step that raised. `on_fault` is told of the sequence that is to blame.
+        """Engine.step; None after a step that raised. `on_fault` gets the faulty sequence.
 
-        While halves are tried these step, whatever `only` says.
+        While halves are tried, they step whatever `only` says.
 
-        Raises what a step raises when it is the engine's own, and at the second fault without a good step in between.
+        Raises the step's error if it is the engine's own, and at the second fault without a good step in between.
         """
         return self.collect(on_fault) if self.launch(on_fault, only) else None
 
     def launch(self, on_fault: Callable[[Sequence, Exception], None], only: Container[int] | None = None) -> bool:
-        """As Engine.launch, and false after one that raised; otherwise as `step`."""
+        """Engine.launch; False also if it raised. Otherwise as `step`."""
         while True:
             suspects = self._suspects()
             try:
@@ -95,10 +96,10 @@ class IsolatedSteps:
                 return False
             if is_launched or suspects is None:
                 return is_launched
-            self._halves.pop(0)  # nothing of it can run now
+            self._halves.pop(0)  # no sequence of it can run now
 
     def collect(self, on_fault: Callable[[Sequence, Exception], None]) -> StepOutput | None:
-        """As Engine.collect, and None where the pass raised; otherwise as `step`."""
+        """Engine.collect; None if the pass raised. Otherwise as `step`."""
         try:
             output = self._engine.collect()
         except Exception as error:
@@ -108,7 +109,7 @@ class IsolatedSteps:
         return output
 
     def _suspects(self) -> list[tuple[Sequence, int]] | None:
-        """The half that is being tried; None: all may run."""
+        """The half that is being tried; None: all sequences may run."""
         while self._halves:
             if any(self._is_suspect(seq, num_tokens) for seq, num_tokens in self._halves[0]):
                 return self._halves[0]
@@ -137,11 +138,11 @@ class IsolatedSteps:
         self._halves[:0] = [half for half in (suspects[:middle], suspects[middle:]) if half]
 
 
-class ApartTurns(Generic[SessionT]):
-    """Groups of sessions that step together, in the order of their turns."""
+class FaultIsolation(Generic[SessionT]):
+    """Groups sessions that step together, and orders their turns."""
 
     def __init__(self, position: Callable[[SessionT], int]) -> None:
-        """`position` is the number of a session's committed tokens."""
+        """`position` returns a session's number of committed tokens."""
         self._position = position
         self._num_turns = 0
         self._others_turn = 0
@@ -151,7 +152,7 @@ class ApartTurns(Generic[SessionT]):
         return bool(session.apart_until) and self._position(session) < session.apart_until
 
     def groups(self, sessions: list[SessionT]) -> list[list[SessionT]]:
-        """The sessions in groups, the one that has waited longest first; where none is apart, all are one group."""
+        """The sessions in groups, the longest-waiting group first; one group if none steps alone."""
         apart = [session for session in sessions if session.apart_until and self.is_apart(session)]
         if not apart:
             return [sessions]
@@ -161,7 +162,7 @@ class ApartTurns(Generic[SessionT]):
         return [group for _, group in sorted(turns, key=lambda turn: turn[0])]
 
     def take(self, group: list[SessionT]) -> None:
-        """It is this group's turn: all others come before it is again."""
+        """Count this group's turn: all others come before its next."""
         self._num_turns += 1
         if len(group) == 1 and self.is_apart(group[0]):
             group[0].apart_turn = self._num_turns

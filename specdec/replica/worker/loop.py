@@ -1,8 +1,8 @@
-"""The loop of an engine process: take frames, run a step, send what it decided.
+"""The loop of an engine process: take frames, run a step, send its results.
 
-One thread, no locks. Everything that a step decides for one coordinator leaves in one message, whatever the number of
-sessions. Frames that arrive during a step wait in the socket until the step is over, and then what it decided is sent.
-Where a device computes steps, both are done while it computes one (`SessionHost.send_results`, `take_frames`).
+One thread, no locks. All results for one coordinator leave in one message, for any number of sessions. Frames that
+arrive during a step wait in the socket until its end. If a device computes steps, frames are handled and results sent
+meanwhile (`SessionHost.send_results`, `take_frames`).
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ from specdec.replica.worker.role import Role, Wire
 from specdec.replica.worker.sessions import Owner, SessionT, StaleLease, may_replace
 from specdec.replica.worker.trace import SessionTrace
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.session_keys import session_key
+from specdec.wire.error_details import session_key
 
 _LOAD_INTERVAL_S = 0.25
+"""Seconds between two load reports."""
 _MAX_PENDING_BYTES = 32 * 2**20
+"""Bytes of a stream that the socket has not taken above which the stream is aborted."""
 _MAX_WAITING_BYTES = 256 * 2**20
-"""Of what the servicer has no room for. All that an honest owner gets again on an attach may wait there."""
+"""Bytes queued for a full servicer; enough for everything that a reattaching coordinator is sent again."""
 _MOST_ID_CHARS = 512
-"""Every result repeats its session's id; ours take some fifty."""
+"""Characters of a session's id, which every result repeats; our ids have some fifty."""
 _LOOK_S = 0.001
-"""So often a device is looked at that computes a step: the least that `EnginePort.poll` waits."""
+"""Seconds between two looks at a computing device: the shortest wait of `EnginePort.poll`."""
 _NOT_READ_S = 30.0
-"""A coordinator reads what comes at once. One that takes nothing for so long hangs, and its sessions hold memory."""
+"""Seconds without reading after which a coordinator's stream is aborted: it hangs, and its sessions hold memory."""
 
 
 class EngineWorker(Generic[SessionT]):
-    """Runs one role over one engine port until the servicer goes or tells it to stop."""
+    """Runs one role over one engine port until the servicer goes or stops it."""
 
     most_taking_s = 0.1
-    """Processor time of a turn for what has arrived: others step in between, and no turn looks stuck."""
+    """Seconds of processor time per turn for arrived frames, so that steps go on and no turn looks stuck."""
 
     def __init__(
         self,
@@ -56,8 +58,8 @@ class EngineWorker(Generic[SessionT]):
         pulse: Pulse | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`host` is the one that `role` was made with; `traces`: the servicer wants to know of traced sessions;
-        `pulse`: where it sees that turns end.
+        """`host`: the one that `role` was made with. `traces`: report traced sessions to the servicer. `pulse`: shows
+        the servicer that turns end.
         """
         self._pulse = pulse or Pulse()
         self._port = port
@@ -74,16 +76,16 @@ class EngineWorker(Generic[SessionT]):
         self._next_load_s = 0.0
         self._told_load: pb.LoadReport | None = None
         self._full: set[int] = set()
-        """Streams whose sessions are held back."""
+        """Streams whose sessions are paused until their coordinators read."""
         self._rest: Iterator[None] | None = None
-        """What has arrived and is not handled yet."""
+        """Arrived frames that are not handled yet."""
         self._draining = False
         self._leaving = False
         self._stopping = False
         self._log = structlog.get_logger("specdec.replica.worker")
 
     def run(self) -> None:
-        """Loop until told to stop. Ends quietly when the servicer is gone."""
+        """Loop until stopped. Returns also when the servicer is gone."""
         try:
             while not self._stopping:
                 self._turn()
@@ -98,7 +100,7 @@ class EngineWorker(Generic[SessionT]):
         self._take(frames)
         now_s = self._clock()
         self._end_overdue(now_s)
-        # Asked after all that arrived is known: what is at hand now decides whether to wait at all.
+        # After all arrived frames: they decide whether to wait at all.
         self._role.absorb_proposals(now_s)
         until_step_s = self._role.wait_s(now_s)
         if until_step_s == 0:
@@ -118,7 +120,7 @@ class EngineWorker(Generic[SessionT]):
         self._end_turn()
 
     def _take(self, frames: Iterable[Frame], is_over: Callable[[], bool] | None = None) -> None:
-        """Handle what was left over, or else these frames, until it is over: for as long as steps may wait for it."""
+        """Handle left-over frames, or else `frames`, until `is_over` or the turn's time is used up."""
         rest = self._rest = self._rest or self._handled(frames)
         until_s = time.thread_time() + self.most_taking_s
         for _ in rest:
@@ -127,7 +129,7 @@ class EngineWorker(Generic[SessionT]):
         self._rest = None
 
     def _take_beside(self, until_s: float, is_done: Callable[[], bool]) -> None:
-        """Take what has arrived, and what arrives, while a device computes a step."""
+        """Handle frames while a device computes a step."""
 
         def is_over() -> bool:
             return time.monotonic() >= until_s or is_done()
@@ -142,13 +144,13 @@ class EngineWorker(Generic[SessionT]):
             self._steps.work()
 
     def _handled(self, frames: Iterable[Frame]) -> Iterator[None]:
-        """Handles frames, entry by entry."""
+        """Handle frames, entry by entry."""
         for frame in frames:
             if frame.kind is FrameKind.MESSAGE:
                 yield from self._handle_message(frame.stream_id, frame.payload)
                 continue
             while self._host.is_beside and frame.kind is FrameKind.CALL:
-                yield  # it may change what steps are made of: that waits until this one is over
+                yield  # a call may change the next steps, so it waits for this one
             self._handle(frame)
             yield
 
@@ -165,7 +167,7 @@ class EngineWorker(Generic[SessionT]):
             self._log.info("session_expired", **session.log_fields)
             self._end(session, "expired")
         for session in self._sessions.overdue(now_s):
-            message = "the request's deadline has passed, and the session was not closed"
+            message = "deadline_ms: the request's deadline has passed, and its coordinator did not close the session"
             self._fail(session, SessionFailure(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", message))
         for stream_id in self._responses.not_read(now_s, _NOT_READ_S):
             self._abort_not_read(stream_id)
@@ -196,7 +198,7 @@ class EngineWorker(Generic[SessionT]):
             self._port.send(FrameKind.LOAD, 0, load.SerializeToString())
         streams = self._responses.streams
         if load is not None and load != self._told_load:
-            streams.update(self._sessions.streams)  # also those who have no session here, or none any more
+            streams.update(self._sessions.streams)  # also coordinators without sessions here
             self._told_load = load
         on_attach = load if load is not None or not self._responses.has_attached else self._load()
         too_large = self._responses.flush(streams, now_s, load, on_attach)
@@ -211,7 +213,7 @@ class EngineWorker(Generic[SessionT]):
             self._draining = False
 
     def _hold_back(self) -> None:
-        """Sessions whose owner has to read first stop, and go on when it has."""
+        """Pause the sessions whose owner must read first; resume them when it has."""
         full = self._responses.full
         if full == self._full:
             return
@@ -223,7 +225,7 @@ class EngineWorker(Generic[SessionT]):
         self._full = set(full)
 
     def _fail_too_large(self, result: TooLarge) -> None:
-        """End a session, and it alone, of which there is more to tell than its owner takes in a message."""
+        """End the one session whose result is larger than its owner's message limit."""
         session = self._sessions.get(result.session_id)
         if session is not None and session.epoch == result.epoch:
             self._fail(session, result.failure)
@@ -250,7 +252,7 @@ class EngineWorker(Generic[SessionT]):
                 self._hold_back()
             case FrameKind.DRAIN:
                 self._draining = self._leaving = True
-                self._next_load_s = 0.0  # owners learn of it with the next flush
+                self._next_load_s = 0.0  # the next flush tells the owners
             case FrameKind.SHUTDOWN:
                 self._stopping = True
             case _:
@@ -260,7 +262,7 @@ class EngineWorker(Generic[SessionT]):
         answers = self._host.answers
         try:
             if answers.handler is None:
-                raise SessionFailure(code_pb2.UNIMPLEMENTED, "UNIMPLEMENTED", "this replica does not answer that")
+                raise SessionFailure(code_pb2.UNIMPLEMENTED, "UNIMPLEMENTED", "this replica does not support the call")
             answers.handler.call(call_id, request)
         except Exception as error:
             answers.refuse(call_id, self._host.faults.failure(error).to_status())
@@ -283,10 +285,10 @@ class EngineWorker(Generic[SessionT]):
             return
         try:
             self._role.owner_message(owner, request)
-        except Exception as error:  # advice for speed only
+        except Exception as error:  # it only advises, for speed
             self._host.faults.note(error)
         for entry in request.entries:
-            if owner.stream_id != stream_id:  # it was cut off in between
+            if owner.stream_id != stream_id:  # the stream was aborted meanwhile
                 return
             self._handle_entry(owner, stream_id, entry)
             yield
@@ -296,16 +298,16 @@ class EngineWorker(Generic[SessionT]):
             self._abort_not_read(stream_id)
 
     def _abort_not_read(self, stream_id: int) -> None:
-        message = "responses are not being read"
+        message = "the coordinator does not read its responses"
         self._responses.abort(stream_id, code_pb2.RESOURCE_EXHAUSTED, "STREAM_NOT_READ", message)
-        self._detach(stream_id)  # its end is told only when the peer has read what is on its way
+        self._detach(stream_id)  # STREAM_CLOSED comes only when the peer has read its queued responses
 
     def _detach(self, stream_id: int) -> None:
         for session in self._sessions.detach(stream_id, self._clock()):
             self._role.update_pause(session)
 
     def _refuse_id(self, stream_id: int, field: str, value: str) -> None:
-        message = f"{field}: {len(value)} characters, at most {_MOST_ID_CHARS} are taken"
+        message = f"{field}: {len(value)} characters exceed the limit of {_MOST_ID_CHARS}"
         self._responses.abort(stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", message)
 
     def _attach(self, stream_id: int, attach: pb.Attach) -> Owner | None:
@@ -387,7 +389,7 @@ class EngineWorker(Generic[SessionT]):
         self._host.emit(session, opened=pb.SessionOpened(position=self._role.position(session)))
 
     def _replace(self, current: SessionT, owner: Owner, entry: Any) -> bool:
-        """Make way for a session that is opened again; false when the entry is an old one."""
+        """End the held session for a new opening; False if the opening is an old one."""
         generation = entry.open.lease_generation
         if not may_replace(current, owner, entry.epoch, generation):
             return False

@@ -1,4 +1,4 @@
-"""Checks an OpenSession and turns its sampling parameters into the engine's."""
+"""Check an OpenSession, and convert its sampling parameters to the engine's."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _REJECTION_METHODS = {
 }
 
 _MOST_DRAFTERS = 64
-"""Names that a session may give; there are not as many."""
+"""Drafters that a session may name; there are fewer."""
 
 
 def verify_mode(body: pb.OpenSession, params: SamplingParams, default: VerifyMode) -> VerifyMode:
-    """The mode a session asks for, else the deployment's. Draft and target must come to the same one.
+    """The session's mode, or the deployment's default. Draft and target must get the same one.
 
-    Greedy decoding is equality in both modes, so greedy sessions are coupled ones.
+    Greedy decoding tests equality in both modes, so greedy sessions are coupled.
     """
     if params.is_greedy:
         return VerifyMode.COUPLED
@@ -41,21 +41,21 @@ def verify_mode(body: pb.OpenSession, params: SamplingParams, default: VerifyMod
 
 
 def rejection_method(body: pb.OpenSession) -> RejectionMethod:
-    """How a session decides on a chain in rejection mode. Coordinators of older versions do not say: token by token."""
+    """Rejection mode's method for chains. Older coordinators name none: token by token."""
     return _REJECTION_METHODS.get(body.rejection_sample_method, RejectionMethod.STANDARD)
 
 
 def check_room(num_sessions: int, max_sessions: int) -> None:
-    """Raise SessionFailure where a replica holds as many sessions as it may."""
+    """Raise SessionFailure if the replica's sessions are all taken."""
     if num_sessions >= max_sessions:
-        message = f"all {max_sessions} sessions are taken"
+        message = f"all {max_sessions} sessions (max_sessions) are taken"
         raise SessionFailure(code_pb2.RESOURCE_EXHAUSTED, "TOO_MANY_SESSIONS", message)
 
 
 def check_open(
     body: pb.OpenSession, *, vocab_size: int, max_model_len: int, eos_token_ids: Collection[int] = ()
 ) -> None:
-    """Check an OpenSession against the model, trusting nothing: coordinators may be of another version, or lie.
+    """Check an OpenSession against the model. Coordinators are not trusted: they may have another version.
 
     Raises:
         SessionFailure: a field is out of range; names it.
@@ -75,16 +75,16 @@ def check_open(
 
 
 def check_prediction(body: pb.OpenSession, *, vocab_size: int, max_model_len: int) -> None:
-    """Check what an OpenSession says of drafters.
+    """Check the drafters and the prediction of an OpenSession.
 
     Raises:
-        SessionFailure: too many names, or a prediction that no output of the model could be; names the field.
+        SessionFailure: too many names, or a prediction that cannot be output of the model; names the field.
     """
     if len(body.drafters) > _MOST_DRAFTERS:
-        raise invalid("open.drafters", f"{len(body.drafters)} names, at most {_MOST_DRAFTERS} are taken")
+        raise invalid("open.drafters", f"{len(body.drafters)} names exceed the limit of {_MOST_DRAFTERS}")
     prediction = body.prediction_token_ids
     if len(prediction) > max_model_len:
-        raise invalid("open.prediction_token_ids", f"{len(prediction)} tokens, a context has {max_model_len}")
+        raise invalid("open.prediction_token_ids", f"{len(prediction)} tokens exceed the context of {max_model_len}")
     if prediction and max(prediction) >= vocab_size:
         message = f"token id {max(prediction)} is outside the vocabulary of {vocab_size}"
         raise invalid("open.prediction_token_ids", message)
@@ -93,7 +93,7 @@ def check_prediction(body: pb.OpenSession, *, vocab_size: int, max_model_len: in
 def sampling_params(body: pb.OpenSession, eos_token_ids: tuple[int, ...]) -> SamplingParams:
     """The engine's sampling parameters of a checked OpenSession.
 
-    Under a constraint `ignore_eos` is a matter of its masks: an end-of-sequence token that they allow ends the choice.
+    Under a constraint the masks replace `ignore_eos`: an end-of-sequence token that they allow ends the choice.
     """
     sampling = body.sampling
     return SamplingParams(
@@ -132,13 +132,13 @@ def _check_sampling(sampling: pb.TokenSampling, vocab_size: int, eos_token_ids: 
             raise invalid(field, fault)
     if sampling.num_logprobs > MAX_LOGPROBS:
         raise invalid("open.sampling.num_logprobs", f"must be at most {MAX_LOGPROBS}")
-    # Held back row by row, so their number is a cost of every step.
+    # They are masked row by row, so each costs time in every step.
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise invalid("open.sampling.stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS} ids")
     _check_restrictions(sampling, vocab_size)
     held_back = (*sampling.stop_token_ids, *eos_token_ids)
     if leaves_no_token(vocab_size, sampling.min_tokens, held_back, sampling.allowed_token_ids):
-        raise invalid("open.sampling.min_tokens", "holds back every token of the vocabulary")
+        raise invalid("open.sampling.min_tokens", "leaves no token to sample: every allowed token is a stop token")
 
 
 def _check_restrictions(sampling: pb.TokenSampling, vocab_size: int) -> None:

@@ -1,7 +1,7 @@
-"""What waits for coordinators: everything decided for one of them leaves in one message, or in several bounded ones.
+"""Responses for coordinators: all results for one of them leave in one message, or in several bounded ones.
 
-Two bounds hold for each stream. No message is larger than its coordinator takes. And no more is handed to the servicer
-than that has room for: the servicer tells what the coordinator has taken, and what is decided meanwhile waits here.
+Two limits hold for each stream. No message exceeds its coordinator's message limit. And the servicer gets no more than
+it has room for: it reports what the coordinator has read, and further messages wait here.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from specdec.wire.message_sizes import cut, frame_bytes, most_bytes, most_entry_
 
 @dataclass(frozen=True, slots=True)
 class ResponseLimits:
-    """Bounds, in bytes; see the settings of the same names."""
+    """Limits in bytes; see the settings of the same names."""
 
     max_message_bytes: int = 16 * 2**20
-    """Of coordinators that do not tell what they take."""
+    """Message limit of coordinators that report none."""
     stream_buffer_bytes: int = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class TooLarge:
-    """A result that no message to its coordinator holds. It was dropped, with what followed it of the session."""
+    """A result above its coordinator's message limit. It was dropped, with the session's later results."""
 
     stream_id: int
     session_id: str
@@ -41,32 +41,32 @@ class TooLarge:
 
     @property
     def failure(self) -> SessionFailure:
-        """Why the session ends, and it alone."""
-        message = f"a result of {self.num_bytes} bytes is more than the {self.most_bytes} that the coordinator takes"
+        """The failure that ends this session."""
+        message = f"a result of {self.num_bytes} bytes exceeds the coordinator's limit of {self.most_bytes}"
         return SessionFailure(code_pb2.FAILED_PRECONDITION, "MESSAGE_TOO_LARGE", f"max_message_bytes: {message}")
 
 
 @dataclass(slots=True)
 class _Stream:
     message_bytes: int
-    """The largest message that its coordinator takes."""
+    """Its coordinator's message limit."""
     results: list[Any] = field(default_factory=list)
     attached: pb.Attached | None = None
     waiting: deque[bytes] = field(default_factory=deque)
     """Messages that the servicer has no room for."""
     num_untaken_bytes: int = 0
-    """Of messages that the servicer has, as far as it has told."""
+    """Bytes handed to the servicer that are not reported as read."""
     num_waiting_bytes: int = 0
     full_since_s: float = 0.0
-    """When messages began to wait, or some were taken last; on the loop's clock."""
+    """Loop time at which messages began to wait, or the coordinator last read some."""
 
 
 class PendingResponses:
-    """Results, and answers to an attach, by stream."""
+    """Results and answers to attaches, by stream."""
 
     def __init__(self, port: EnginePort, wire: Wire, limits: ResponseLimits) -> None:
         self.full: set[int] = set()
-        """Streams whose coordinators must read before more is handed out."""
+        """Streams whose coordinators must read before more is sent."""
         self._port = port
         self._wire = wire
         self._limits = limits
@@ -75,7 +75,7 @@ class PendingResponses:
         self._streams: dict[int, _Stream] = {}
 
     def opened(self, stream_id: int, told_bytes: int) -> int:
-        """A coordinator attached, and told how large messages may be (0: it did not); returns how large they may be."""
+        """A coordinator attached with a message limit (0: none reported); returns the limit that applies."""
         stream = self._stream(stream_id)
         stream.message_bytes = most_bytes(told_bytes, self._limits.max_message_bytes)
         return stream.message_bytes
@@ -90,26 +90,26 @@ class PendingResponses:
 
     @property
     def streams(self) -> set[int]:
-        """Those for which something waits to be put into messages."""
+        """Streams with queued results or answers."""
         return {stream_id for stream_id, s in self._streams.items() if s.results or s.attached is not None}
 
     @property
     def has_attached(self) -> bool:
-        """Whether an attach waits for its answer, which comes with a report of the load."""
+        """Whether an attach waits for its answer, which carries a load report."""
         return any(stream.attached is not None for stream in self._streams.values())
 
     def drop(self, stream_id: int) -> None:
-        """Forget what waits for a stream that has ended."""
+        """Drop everything queued for a stream that has ended."""
         self._streams.pop(stream_id, None)
         self.full.discard(stream_id)
 
     def abort(self, stream_id: int, code: int, reason: str, message: str) -> None:
-        """End a stream with a status; what waits for it is dropped."""
+        """End a stream with a status, and drop everything queued for it."""
         self.drop(stream_id)
         self._port.send(FrameKind.STREAM_ABORT, stream_id, stream_status(code, reason, message).SerializeToString())
 
     def taken(self, stream_id: int, num_bytes: int, now_s: float) -> None:
-        """A coordinator has taken so much more of its stream: hand out what there is room for now."""
+        """A coordinator has read `num_bytes` more of its stream: hand out as much as there is room for."""
         stream = self._streams.get(stream_id)
         if stream is None:
             return
@@ -123,12 +123,12 @@ class PendingResponses:
             self.full.discard(stream_id)
 
     def waiting_bytes(self, stream_id: int) -> int:
-        """Of messages that the servicer has no room for."""
+        """Bytes of messages that the servicer has no room for."""
         stream = self._streams.get(stream_id)
         return 0 if stream is None else stream.num_waiting_bytes
 
     def not_read(self, now_s: float, patience_s: float) -> list[int]:
-        """Full streams of which nothing was taken for so long."""
+        """Full streams whose coordinators have read nothing for `patience_s`."""
         return [stream_id for stream_id in self.full if now_s - self._streams[stream_id].full_since_s >= patience_s]
 
     def flush(
@@ -138,9 +138,9 @@ class PendingResponses:
         load: pb.LoadReport | None,
         load_on_attach: pb.LoadReport | None = None,
     ) -> list[TooLarge]:
-        """Send each of the streams what waits for it; returns what cannot be sent.
+        """Send each stream its queued results; returns the results that are too large.
 
-        `load` goes along if there is a report of it; a stream that has just attached gets `load_on_attach`.
+        `load` goes along if there is a report; a stream that has just attached gets `load_on_attach`.
         """
         too_large: list[TooLarge] = []
         for stream_id in streams:
@@ -185,7 +185,7 @@ class PendingResponses:
     def _that_fit(
         self, stream_id: int, stream: _Stream, results: list[Any], too_large: list[TooLarge]
     ) -> tuple[list[Any], list[int]]:
-        """The results that can be sent, and their sizes; nothing of a session follows what cannot."""
+        """The results that fit, and their sizes; after one that does not fit, its session's results are dropped."""
         most = most_entry_bytes(stream.message_bytes)
         kept: list[Any] = []
         sizes: list[int] = []
@@ -204,7 +204,10 @@ class PendingResponses:
         return kept, sizes
 
     def _has_room(self, stream: _Stream, num_bytes: int) -> bool:
-        """What the servicer has left to tell of is less than a unit, so with no more than that it has nothing."""
+        """Whether the servicer has room.
+
+        Less than one unit may be read but not reported yet, so that much counts as read.
+        """
         untaken = stream.num_untaken_bytes
         return untaken <= self._unit_bytes or untaken + num_bytes <= self._window_bytes
 

@@ -1,6 +1,6 @@
 """The first code of a following rank: `python -m specdec.replica.worker.rank_child`, started by `ranks.py`.
 
-Reads its instructions from standard input, joins the other ranks, loads its shard, and runs what rank 0 sends.
+It reads its instructions from standard input, joins the other ranks, loads its shard, and runs rank 0's steps.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import TypedDict
 
 import structlog
 
-from specdec.service.parent_process import die_with_parent, leave_signals_to_parent
+from specdec.service.process import die_with_parent, leave_signals_to_parent
 from specdec.telemetry import setup_logging
 
 EXIT_REFUSED = 3
-"""The model was refused: rank 0, which runs the same checks, says why."""
+"""Exit code if the model was refused: rank 0, which runs the same checks, reports why."""
 
 
 class RankInstructions(TypedDict):
-    """What the leading rank tells."""
+    """The leading rank's instructions."""
 
     rank: int
     settings: str
-    """JSON of EngineSettings."""
+    """EngineSettings as JSON."""
     first_device: str
-    """Of rank 0: cpu, cuda:0, ..."""
+    """Rank 0's device: cpu, cuda:0, ..."""
     store_fd: int
-    """Open file through which the ranks meet."""
+    """Open file for the ranks' rendezvous."""
     socket_fd: int
     parent_pid: int
     cores: list[int] | None
@@ -41,12 +41,12 @@ class RankInstructions(TypedDict):
 
 
 def store_path(store_fd: int) -> Path:
-    """The path by which a process that has this descriptor opens the file once more."""
+    """Path by which a process with this descriptor can open the file again."""
     return Path(f"/proc/self/fd/{store_fd}")
 
 
 def main() -> int:
-    """Follow rank 0; the exit code is 0 when it says stop or is gone, 1 after a failure."""
+    """Follow rank 0; returns 0 when it stops or is gone, 1 after a failure, EXIT_REFUSED if the model is refused."""
     instructions: RankInstructions = json.load(sys.stdin)
     die_with_parent(instructions["parent_pid"])
     leave_signals_to_parent()
@@ -58,7 +58,7 @@ def main() -> int:
         os.set_inheritable(descriptor, False)
     log = structlog.get_logger("specdec.replica.worker.rank_child")
 
-    # After the lines above: these take seconds, in which the parent may die.
+    # Imported late: these imports take seconds, in which the parent may die.
     from specdec.engine.errors import EngineError
     from specdec.engine.leading_runner import follow
     from specdec.engine.model.runner import ModelRunner
@@ -95,5 +95,5 @@ if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Tearing torch down takes seconds, and would wait for ranks that are gone.
+    # Tearing torch down takes seconds, and would wait for lost ranks.
     os._exit(exit_code)

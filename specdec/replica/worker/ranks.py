@@ -1,9 +1,8 @@
-"""The following ranks of an engine process: started, watched, stopped by rank 0.
+"""The following ranks of an engine process: started, watched and stopped by rank 0.
 
-A rank that is lost leaves the others waiting in a collective, perhaps for ever. So one thread of rank 0 watches the
-processes: when one ends, or stays stopped, it says which, interrupts the engine's loop with ``RankLost``, and ends the
-process if the loop does not come back from where it waits. The ranks in turn are killed by the kernel when rank 0 is
-gone.
+A lost rank leaves the others waiting in a collective, perhaps for ever. So a thread of rank 0 watches the processes: if
+one ends, or stays stopped, it logs which, interrupts the engine's loop with ``RankLost``, and ends the process if the
+loop does not return from its wait. If rank 0 dies, the kernel kills the other ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from specdec.replica.worker.errors import RankLost
 from specdec.replica.worker.rank_child import EXIT_REFUSED, RankInstructions, store_path
 
 _STOP_S = 2.0
-_NOTICE_S = 1.0  # how long a death may take to be noticed here after a collective has failed for it
-_STATE_CHECK_S = 1.0  # how often ranks are looked at; their end is noticed at once
-_REPORT_S = 5.0  # how long the engine's loop may take to report a lost rank before the process ends
+_NOTICE_S = 1.0  # seconds until a death is noticed after a collective has failed because of it
+_STATE_CHECK_S = 1.0  # seconds between two looks for stopped ranks; an end is noticed at once
+_REPORT_S = 5.0  # seconds for the engine's loop to report a lost rank before the process ends
 _LAUNCHER_ONLY = ("PROMETHEUS_MULTIPROC_DIR",)  # metrics are rank 0's
 
 
@@ -44,10 +43,10 @@ class Ranks:
     def __init__(
         self, settings: EngineSettings, first_device: str, store_fd: int, report: Callable[[str], None]
     ) -> None:
-        """``report`` takes the reason, from another thread, where the engine's loop hangs and cannot tell itself."""
+        """``report`` is called with the reason, in another thread, if the engine's loop hangs."""
         self.settings = settings
         self.connections: list[socket.socket] = []
-        """To the ranks from 1 on, in order; sends time out after ``collective_timeout_s``."""
+        """Sockets to ranks 1, 2, ...; sends time out after ``collective_timeout_s``."""
         self._first_device = first_device
         self._store_fd = store_fd
         self._report = report
@@ -57,7 +56,7 @@ class Ranks:
         self._is_stopping = False
 
     def start(self, service: str, log_level: str, log_format: str) -> None:
-        """Start the ranks and pin all of them, this one too, to equal shares of this process's cores."""
+        """Start the ranks and pin all, also this one, to equal shares of this process's cores."""
         shares = share_cores(sorted(os.sched_getaffinity(0)), self.settings.tensor_parallel_size)
         for rank in range(1, self.settings.tensor_parallel_size):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -85,19 +84,19 @@ class Ranks:
         threading.Thread(target=self._watch, args=(threading.get_ident(),), name="ranks", daemon=True).start()
 
     def join(self) -> RankGroup:
-        """Meet them; returns this rank's place, once all are there."""
+        """Join the other ranks; returns this rank's group once all have joined."""
         store, settings = store_path(self._store_fd), self.settings
         return RankGroup.join(
             0, settings.tensor_parallel_size, self._first_device, store, settings.collective_timeout_s
         )
 
     def check(self, wait_s: float) -> None:
-        """Raise ``RankLost`` if a rank is lost, or is found to be within ``wait_s``."""
+        """Raise ``RankLost`` if a rank is lost now or within ``wait_s``."""
         if self._lost.wait(wait_s):
             raise RankLost(self._lost_reason)
 
     def stop(self) -> None:
-        """Tell the ranks to stop, wait for them a little, and kill what is left."""
+        """Tell the ranks to stop, wait two seconds for them, and kill the rest."""
         self._is_stopping = True
         stop = StepFrame(StepKind.STOP, (), bytearray()).encode()
         for connection in self.connections:
@@ -125,12 +124,12 @@ class Ranks:
         log.error("rank_lost", rank=rank, pid=process.pid, exit_code=process.returncode, reason=self._lost_reason)
         signal.pthread_kill(main_thread, signal.SIGUSR1)
         threading.Event().wait(_REPORT_S)
-        log.error("engine_stuck", reason=f"still waiting for others, after {self._lost_reason}")
+        log.error("engine_stuck", reason=f"the loop still waits for other ranks after {self._lost_reason}")
         self._report(f"{RankLost.__name__}: {self._lost_reason}")
         os._exit(1)  # the kernel kills the other ranks
 
     def _first_lost(self) -> tuple[int, subprocess.Popen[bytes], str] | None:
-        """Wait for a rank that ends or stays stopped: its number, process, and what became of it; None in the end."""
+        """Wait for a rank that ends or stays stopped; returns number, process and cause, or None after `stop`."""
         poller = select.poll()
         for pidfd in self._processes:
             poller.register(pidfd, select.POLLIN)
@@ -148,7 +147,7 @@ class Ranks:
         rank, process = self._processes[ended[0][0]]
         code = process.wait()
         if code == EXIT_REFUSED:
-            threading.Event().wait(_NOTICE_S)  # rank 0 is about to find the same, and to say it better
+            threading.Event().wait(_NOTICE_S)  # rank 0 finds the same cause, and reports it better
         return rank, process, _describe_exit(code)
 
     def _raise_lost(self, _number: int, _frame: FrameType | None) -> None:
@@ -160,20 +159,20 @@ class Ranks:
 def lead_ranks(
     settings: EngineSettings, service: str, log_level: str, log_format: str, report: Callable[[str], None]
 ) -> Iterator[Ranks | None]:
-    """Ranks for an engine process that is rank 0, stopped at the end; None where the settings want one rank only.
+    """Ranks for an engine process that is rank 0, stopped at the end; None if the settings want one rank only.
 
-    An error that a lost rank has caused leaves as ``RankLost``. Where the engine's thread hangs in a collective and
-    cannot raise it, another thread calls ``report`` with the reason, and ends the process.
+    An error that a lost rank has caused leaves as ``RankLost``. If the engine's thread hangs in a collective, another
+    thread calls ``report`` with the reason, and ends the process.
 
     Raises:
-        TensorParallelRefused: the model or the machine does not allow so many.
+        TensorParallelRefused: the model or the machine does not allow this number of ranks.
     """
     if settings.tensor_parallel_size == 1:
         yield None
         return
     own = EngineSettings.model_validate(settings.model_dump(include=set(EngineSettings.model_fields)))
     first_device = check_tensor_parallel(own)
-    store_fd = os.memfd_create("specdec-ranks")  # where the ranks meet: a killed process leaves no such file behind
+    store_fd = os.memfd_create("specdec-ranks")  # for the ranks' rendezvous; it leaves no file behind
     ranks = Ranks(own, first_device, store_fd, report)
     try:
         ranks.start(service, log_level, log_format)
@@ -189,7 +188,7 @@ def lead_ranks(
 
 
 def share_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]] | None:
-    """Divide cores into ``count`` runs of nearly equal length; None where there are fewer cores than that."""
+    """Divide cores into ``count`` runs of nearly equal length; None if there are fewer cores."""
     if len(cores) < count:
         return None
     bounds = [len(cores) * number // count for number in range(count + 1)]
@@ -220,7 +219,7 @@ def _spawn(instructions: RankInstructions) -> subprocess.Popen[bytes]:
 
 
 def _is_stopped(pidfd: int) -> bool:
-    """Whether a signal has stopped a child; a debugger that holds it does not count."""
+    """Whether a signal has stopped a child; a debugger does not count."""
     try:
         return os.waitid(os.P_PIDFD, pidfd, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:  # ended, and waited for by another thread
@@ -231,5 +230,5 @@ def _describe_exit(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     if code == EXIT_REFUSED:
-        return "could not load the model, as its log says"
+        return "could not load the model: see its log"
     return f"exited with code {code}"

@@ -1,4 +1,4 @@
-"""What the loop of an engine process needs of a target or a draft: a role over its sessions, and its messages."""
+"""Protocols between an engine process's loop and its role, target or draft."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from specdec.v1 import common_pb2 as pb
 
 
 class Role(Protocol[SessionT]):
-    """What a target or a draft does with sessions of its own kind; the loop does the rest.
+    """A target's or draft's work on its own kind of sessions; the loop does the rest.
 
-    Once a turn, after all frames that have arrived, the loop asks for `absorb_proposals`, then for `wait_s`, and for
-    `step` if one is due.
+    Once a turn, after all arrived frames, the loop calls `absorb_proposals`, then `wait_s`, and `step` if one is due.
     """
 
     def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> SessionT:
@@ -26,28 +25,28 @@ class Role(Protocol[SessionT]):
         """Any entry but open and close; raises SessionFailure."""
 
     def owner_message(self, owner: Owner, message: Any) -> None:
-        """What a frame says besides its entries."""
+        """Handle a frame's fields besides its entries."""
 
     def close(self, session: SessionT) -> None:
         """Free what the session holds."""
 
     def update_pause(self, session: SessionT) -> None:
-        """Whether it may step has changed: see `EngineSession.may_step`."""
+        """`EngineSession.may_step` of a session has changed."""
 
     def resend(self, session: SessionT, seen: pb.AttachedSession) -> None:
-        """Emit again what the owner has not seen; raises SessionFailure when that is not held any more."""
+        """Emit again the results that the owner has not seen; raises SessionFailure if they are lost."""
 
     def absorb_proposals(self, now_s: float) -> None:
-        """Take what has arrived for the next step into account, and decide what that step waits for."""
+        """Use the arrived proposals for the next step, and decide whether that step waits for more."""
 
     def wait_s(self, now_s: float) -> float | None:
-        """0: a step is due; positive: not before then; None: nothing to do until a frame arrives. Changes nothing."""
+        """Seconds to the next step; 0: it is due; None: no step until a frame arrives. Changes nothing."""
 
     def step(self) -> None:
-        """Run one step and emit what it decided."""
+        """Run one step and emit its results."""
 
     def load(self) -> pb.LoadReport:
-        """How loaded the replica is; also the moment to export gauges."""
+        """The replica's load report; also exports gauges."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,6 @@ class Wire:
     response: type[Any]
     result: type[Any]
     span_name: str = "session"
-    """Of a session that is traced."""
+    """Name of a traced session's span."""
     last_phase: str = "decode"
-    """Name of the last phase of such a span, after queue and prefill."""
+    """Name of the span's last phase, after queue and prefill."""

@@ -1,11 +1,10 @@
-"""Who owns which session: attachment, epochs, leases, and sessions that outlive a broken stream.
+"""Owners of sessions: attachment, epochs, leases, and sessions that survive a broken stream.
 
 Invariants:
-    * an owner has at most one live stream; a newer stream with an equal or higher lease generation cuts the older one
-      off;
+    * an owner has at most one live stream; a newer stream with an equal or higher lease generation replaces it;
     * a session belongs to the owner whose stream opened it, and its id is unique among all owners of the replica;
     * a session whose owner has no live stream is orphaned: it takes part in no step, and is freed after
-      ``session_ttl_s``;
+      ``SESSION_TTL_S``;
     * a session whose deadline has passed is overdue; its owner ends it then, so the replica waits ``DEADLINE_GRACE_S``
       before it does so itself.
 """
@@ -20,18 +19,20 @@ from google.rpc import code_pb2
 
 from specdec.replica.worker.errors import SessionFailure
 from specdec.replica.worker.trace import SessionTrace
+from specdec.wire.error_details import session_key
 from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
-from specdec.wire.session_keys import session_key
 
-if TYPE_CHECKING:  # where no model runs neither does a grammar, and its libraries are not there
+if TYPE_CHECKING:  # without a model the grammar's libraries may not be installed
     from specdec.constraints.grammar.follower import GrammarFollower
 
+SESSION_TTL_S = 60.0
+"""Seconds that a session outlives its owner's stream: twice the time for which a coordinator waits for a target."""
 DEADLINE_GRACE_S = 1.0
-"""How long past its deadline a session is left to its owner."""
+"""Seconds after its deadline for which a session is left to its owner."""
 
 
 class StaleLease(Exception):
-    """An owner attached, or opened a session, with a lower lease generation than was already seen."""
+    """An owner attached, or opened a session, with a lower lease generation than before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +42,9 @@ class Owner:
     owner_id: str
     lease_generation: int
     stream_id: int | None
-    """Of its live stream; None: broken."""
+    """Id of its live stream; None: broken."""
     message_bytes: int = MIN_MESSAGE_BYTES
-    """The largest message that it takes, as it said last."""
+    """Its last reported message limit."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -52,38 +53,38 @@ class EngineSession:
 
     session_id: str
     epoch: int
-    """Grows with every opening of the session; what an owner says about an earlier one is dropped."""
+    """Number of the session's opening; entries of earlier ones are dropped."""
     owner: Owner
     orphaned_at_s: float | None = None
-    """When its owner's stream broke; None while there is one."""
+    """Time at which its owner's stream broke; None while it is live."""
     apart_until: int = 0
-    """Below this many committed tokens it is stepped alone: see `specdec.replica.worker.isolation`."""
+    """Position up to which it is stepped alone: see `specdec.replica.worker.isolation`."""
     apart_turn: int = 0
-    """When that was last, counted in turns."""
+    """Number of the turn in which it last stepped alone."""
     lease_generation: int = 0
-    """Of the request's lease; decides between owners who both claim the session."""
+    """Generation of the request's lease, which decides between owners that both claim the session."""
     deadline_s: float | None = None
-    """When its request must have ended, on the worker's clock; None: there is no deadline."""
+    """Its request's deadline on the worker's clock; None without one."""
     trace: SessionTrace | None = None
     """Set while the session is traced."""
     grammar: GrammarFollower | None = None
-    """Of its constraint, at its committed tokens; None: it has none, or it is not compiled yet."""
+    """State of its constraint after the committed tokens; None: no constraint, or not compiled yet."""
     is_held_back: bool = False
-    """Its owner has to read what waits for it before more is decided."""
+    """Its owner must read queued responses before it steps again."""
     key: bytes = field(init=False)
-    """What stands for it where others read what an engine works on."""
+    """Its key in `StepMemory`."""
 
     def __post_init__(self) -> None:
         self.key = session_key(self.session_id)
 
     @property
     def may_step(self) -> bool:
-        """Whether what is decided for it can be told to its owner: else it takes part in no step."""
+        """Whether it may take part in steps: its owner is attached and reads."""
         return self.orphaned_at_s is None and not self.is_held_back
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """What log lines about it carry."""
+        """Fields of each log event about the session."""
         trace = {} if self.trace is None else self.trace.log_fields
         return {"session": self.session_id, **trace}
 
@@ -92,10 +93,10 @@ SessionT = TypeVar("SessionT", bound=EngineSession)
 
 
 def may_replace(current: EngineSession, owner: Owner, epoch: int, generation: int) -> bool:
-    """Whether an owner's opening under an epoch and a lease generation takes the place of a session that is held.
+    """Whether an opening with this epoch and lease generation replaces a held session.
 
-    False: it is an old one of the same owner, to be dropped. The lease of a request decides between owners: a higher
-    generation takes the session over.
+    False: it is an old opening of the same owner, to be dropped. Between owners, a higher lease generation takes the
+    session over.
 
     Raises:
         SessionFailure: the lease generation is lower than the session's, or another owner's is not higher.
@@ -124,7 +125,7 @@ class EngineSessionTable(Generic[SessionT]):
         return iter(self._sessions.values())
 
     def get(self, session_id: str) -> SessionT | None:
-        """The session, if the replica holds it."""
+        """The session, or None."""
         return self._sessions.get(session_id)
 
     def of(self, owner: Owner) -> list[SessionT]:
@@ -144,7 +145,7 @@ class EngineSessionTable(Generic[SessionT]):
         """Bind a stream to an owner.
 
         Returns:
-            The owner, and the stream that was cut off (None when there was none).
+            The owner, and the stream that was replaced (None if there was none).
 
         Raises:
             StaleLease: the generation is lower than one seen before.
@@ -165,7 +166,7 @@ class EngineSessionTable(Generic[SessionT]):
         return owner, former
 
     def detach(self, stream_id: int, now_s: float) -> list[SessionT]:
-        """The stream broke: its owner's sessions become orphans, which are returned."""
+        """A stream broke: its owner's sessions become orphans; returns them."""
         owner = self._streams.pop(stream_id, None)
         if owner is None:
             return []
@@ -195,12 +196,12 @@ class EngineSessionTable(Generic[SessionT]):
         return [s for s in self._sessions.values() if s.orphaned_at_s is not None and s.orphaned_at_s <= limit]
 
     def overdue(self, now_s: float) -> list[SessionT]:
-        """Sessions that their owners should have ended when their deadlines passed."""
+        """Sessions whose owners should have ended them at their deadlines."""
         limit = now_s - DEADLINE_GRACE_S
         return [s for s in self._sessions.values() if s.deadline_s is not None and s.deadline_s <= limit]
 
     def next_expiry_s(self) -> float | None:
-        """When the next session is to be ended: an orphan, or one that is overdue; None when nothing will be."""
+        """Time at which the next orphaned or overdue session must be ended; None without one."""
         sessions = self._sessions.values()
         times = [s.orphaned_at_s + self.session_ttl_s for s in sessions if s.orphaned_at_s is not None]
         times += [s.deadline_s + DEADLINE_GRACE_S for s in sessions if s.deadline_s is not None]

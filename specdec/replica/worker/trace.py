@@ -1,7 +1,7 @@
-"""What an engine process notes of a traced session, to be told to its servicer once, when the session ends.
+"""An engine process's record of a traced session, sent to its servicer once, when the session ends.
 
-The engine has no tracer and no exporter: a thread beside the steps would slow them. A session that is not traced has
-no `SessionTrace`, and costs nothing.
+The engine has no tracer and no exporter: a further thread would slow the steps. An untraced session has no
+`SessionTrace`, and costs nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class SessionTrace:
     """Times and sums of one opening of a session. Times are of time.monotonic."""
 
     traceparent: str
-    """W3C context of the span that the session's hangs below."""
+    """W3C context of the parent span."""
     opened_at_s: float = field(default_factory=time.monotonic)
     first_step_at_s: float | None = None
-    """When the first step that it was part of began; the session was queued until then."""
+    """Start of its first step, until which it was queued."""
     prefilled_at_s: float | None = None
-    """When its prompt was computed."""
+    """Time at which its prompt was computed."""
     attributes: dict[str, Value] = field(default_factory=dict)
-    """Facts, by name."""
+    """Attributes of the span, by name."""
 
     @classmethod
     def begin(cls, traceparent: str) -> SessionTrace | None:
@@ -39,7 +39,7 @@ class SessionTrace:
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """What log lines about the session carry."""
+        """Fields of each log event about the session."""
         _, trace_id, span_id, _ = self.traceparent.split("-")
         return {"trace_id": trace_id, "span_id": span_id}
 
@@ -52,7 +52,7 @@ class SessionTrace:
             attributes[key] = amount + before if isinstance(before, int | float) else amount
 
     def stepped(self, began_at_s: float) -> None:
-        """A step that the session was part of is over."""
+        """A step with the session has ended."""
         if self.first_step_at_s is None:
             self.first_step_at_s = began_at_s
 
@@ -87,7 +87,7 @@ def _attribute(key: str, value: Value) -> trace_pb2.SpanAttribute:
     match value:
         case bool():
             return trace_pb2.SpanAttribute(key=key, flag=value)
-        case int() if -(2**63) <= value < 2**63:  # an epoch is whatever its owner says
+        case int() if -(2**63) <= value < 2**63:  # an owner may send any epoch
             return trace_pb2.SpanAttribute(key=key, integer=value)
         case float():
             return trace_pb2.SpanAttribute(key=key, number=value)

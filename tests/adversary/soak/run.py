@@ -21,7 +21,7 @@ TENANTS_CHANGE_S = 20.0
 NUM_TENANTS = 6
 WARM_UP_S = 10.0
 RELEASE_S = 90.0
-"""After the load: sessions of clients that left may live for session_ttl_s, 60 s."""
+"""After the load: sessions of clients that left live for 60 s."""
 KEY_FILE = "keys.json"
 
 

@@ -30,7 +30,7 @@ _VICTIM, _NEIGHBOUR = 21, 22
 """Seeds."""
 _SETTINGS = {
     "session_stall_s": 0.5, "target_timeout_s": 3.0, "draft_stall_s": 0.5, "ejection_failures": 1000,
-    "keepalive_time_s": 600.0, "reconnect_backoff_min_s": 0.01, "reconnect_backoff_max_s": 0.02,
+    "keepalive_time_s": 600.0, "reconnect_first_s": 0.01, "reconnect_backoff_max_s": 0.02,
 }  # fmt: skip
 _FULL = {"num_sessions": 9, "max_sessions": 9}
 _ROOM = {"num_sessions": 0, "max_sessions": 9}

@@ -32,8 +32,8 @@ STREAMS = tuple(f"/{service}/{method}" for service, method in _SERVICES.values()
 @cache
 def _settings(role: str) -> TargetSettings | DraftSettings:
     if role == "target":
-        return TargetSettings(model="tiny-target", session_ttl_s=1e6, hold_off_ms=0.0)
-    return DraftSettings(model="tiny-draft", session_ttl_s=1e6, max_ahead_tokens=2, max_heads=1, num_siblings=0)
+        return TargetSettings(model="tiny-target", hold_off_ms=0.0)
+    return DraftSettings(model="tiny-draft", max_ahead_tokens=2, max_heads=1, num_siblings=0)
 
 
 @cache
@@ -72,7 +72,9 @@ class ReplicaLife:
 
     def _start(self, network: Network, number: int) -> None:
         role = self._role
-        self.engine = SimulatedEngine(role, _settings(role), network.loop, f"life-{number}", lambda: 0.0)
+        self.engine = SimulatedEngine(
+            role, _settings(role), network.loop, f"life-{number}", lambda: 0.0, session_ttl_s=1e6
+        )
         self.core = self.engine.load()
         engine: Any = self.engine
         self.relay = StreamRelay(lambda: engine, _relay_metrics(role), 1 << 20)

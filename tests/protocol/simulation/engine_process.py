@@ -16,7 +16,7 @@ from google.rpc import status_pb2
 from prometheus_client import CollectorRegistry
 
 from specdec.config import DraftSettings, TargetSettings
-from specdec.drafting.role.drafter import Drafter
+from specdec.drafting.role.drafter import ModelDrafter
 from specdec.drafting.role.metrics import DraftRecorder
 from specdec.replica.bridge.engine_process import StreamSink
 from specdec.replica.bridge.engine_watch import END_REASONS, EndCause
@@ -34,6 +34,8 @@ from tests.protocol.simulation import model
 from tests.protocol.simulation.virtual_loop import Process, VirtualLoop, current_process
 
 _LOAD_S = 0.05
+_SESSION_TTL_S = 5.0
+"""Seconds; a tenth of what replicas keep to, so that simulated minutes see sessions freed."""
 _FORWARD_S = 2e-5
 """For clocks that are read before and after a forward pass."""
 _LEAST_WAIT_S = 1e-4
@@ -92,13 +94,18 @@ class EngineCore:
     """A worker over a tiny engine, which turns when it is told to."""
 
     def __init__(
-        self, role: str, settings: TargetSettings | DraftSettings, instance_id: str, loop: VirtualLoop
+        self,
+        role: str,
+        settings: TargetSettings | DraftSettings,
+        instance_id: str,
+        loop: VirtualLoop,
+        session_ttl_s: float,
     ) -> None:
         self.port = TurnPort(instance_id)
         self.built = model.build(role, instance_id, lambda: loop.skip(_FORWARD_S))
         port: Any = self.port
-        self.host: SessionHost[Any] = SessionHost(port, _WIRES[role], self.built.info.identity, settings.session_ttl_s)
-        make: Any = {"target": Verifier, "draft": Drafter}[role]
+        self.host: SessionHost[Any] = SessionHost(port, _WIRES[role], self.built.info.identity, session_ttl_s)
+        make: Any = {"target": Verifier, "draft": ModelDrafter}[role]
         recorder: Any = {"target": TargetRecorder, "draft": DraftRecorder}[role]
         self.role = make(self.host, self.built, settings, recorder(_metrics(role)))
         self.worker: EngineWorker[Any] = EngineWorker(
@@ -117,7 +124,13 @@ class SimulatedEngine:
     """One life of an engine, as its servicer sees it."""
 
     def __init__(
-        self, role: str, settings: Any, loop: VirtualLoop, instance_id: str, step_s: Callable[[], float]
+        self,
+        role: str,
+        settings: Any,
+        loop: VirtualLoop,
+        instance_id: str,
+        step_s: Callable[[], float],
+        session_ttl_s: float = _SESSION_TTL_S,
     ) -> None:
         servicer = current_process()
         assert servicer is not None
@@ -134,6 +147,7 @@ class SimulatedEngine:
         """Told of each turn: what it took, and what it sent."""
         self._role = role
         self._settings = settings
+        self._session_ttl_s = session_ttl_s
         self._loop = loop
         self._step_s = step_s
         self._servicer = servicer
@@ -232,7 +246,7 @@ class SimulatedEngine:
 
     def load(self) -> EngineCore:
         """Be ready."""
-        core = self.core = EngineCore(self._role, self._settings, self.instance_id, self._loop)
+        core = self.core = EngineCore(self._role, self._settings, self.instance_id, self._loop, self._session_ttl_s)
         self.info = core.built.info
         self.info.load.CopyFrom(core.role.load())
         self._servicer.call(self._is_ready.set)

@@ -7,10 +7,11 @@ from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-import specdec.draft_service.servicer
-import specdec.target_service.servicer
+import specdec.draft_service.__main__
+import specdec.target_service.__main__
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.coordinator.service import CoordinatorService
+from specdec.coordinator.timings import Timings
 from specdec.replica.bridge.engine_watch import EndCause
 from specdec.replica.bridge.replica_service import ReplicaService
 from tests.protocol.simulation.engine_process import SimulatedEngine
@@ -18,7 +19,11 @@ from tests.protocol.simulation.network import Network
 from tests.protocol.simulation.server import Server
 from tests.protocol.simulation.virtual_loop import Process
 
-_ROLES = {"target": specdec.target_service.servicer.ROLE, "draft": specdec.draft_service.servicer.ROLE}
+_TIMINGS = Timings(
+    connect_timeout_s=1.0, reconnect_first_s=0.05, draft_reopen_s=0.1, draft_stall_s=1.0, ejection_s=1.0,
+    ejection_max_s=4.0,
+)  # fmt: skip
+_ROLES = {"target": specdec.target_service.__main__.ROLE, "draft": specdec.draft_service.__main__.ROLE}
 _PORT = 50051
 ServiceT = TypeVar("ServiceT", bound=CoordinatorService | ReplicaService)
 
@@ -133,7 +138,6 @@ class ReplicaNode(Node[ReplicaService]):
         common: dict[str, Any] = {
             "model": f"tiny-{role}",
             "engine_cores": "off",
-            "session_ttl_s": 5.0,
             "max_sessions": 6,
             "load_timeout_s": 60.0,
             "engine_restarts": 1000,
@@ -192,15 +196,9 @@ class CoordinatorNode(Node[CoordinatorService]):
             "redis_url": "redis://127.0.0.1:6379/0",
             "resume_secret": "a-secret-of-the-tests",
             "discovery_s": 3600.0,
-            "connect_timeout_s": 1.0,
-            "reconnect_backoff_min_s": 0.05,
             "reconnect_backoff_max_s": 0.5,
             "target_timeout_s": 8.0,
-            "draft_reopen_s": 0.1,
             "session_stall_s": 2.0,
-            "draft_stall_s": 1.0,
-            "ejection_s": 1.0,
-            "ejection_max_s": 4.0,
             "journal_lease_s": 2.0,
             "credit_window_tokens": 8,
             "queue_timeout_s": 20.0,
@@ -210,4 +208,6 @@ class CoordinatorNode(Node[CoordinatorService]):
 
     def _make_service(self) -> CoordinatorService:
         owner_id = self.name if self._keeps_name else f"{self.name}.{self.num_lives}"
-        return CoordinatorService(CoordinatorSettings(owner_id=owner_id, **self._options), CollectorRegistry())
+        return CoordinatorService(
+            CoordinatorSettings(owner_id=owner_id, **self._options), CollectorRegistry(), _TIMINGS
+        )

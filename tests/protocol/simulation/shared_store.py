@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from specdec.store.errors import StoreUnavailable
+from specdec.store.interface import StoreUnavailable
 from specdec.store.memory import MemoryStore
 from tests.protocol.simulation.virtual_loop import Process, VirtualLoop, current_process
 

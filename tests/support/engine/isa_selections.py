@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from specdec.engine.native.variants import ISA_VARIABLE, cpu_features, missing_features, variants_for
@@ -19,7 +20,8 @@ _FOLDER = "tests/unit/engine"
 _TORCH_TESTS = [f"{_FOLDER}/test_{name}.py" for name in ("torch_kernels", "row_invariance", "model_runner")]
 _ALL_TESTS = [
     *_TORCH_TESTS,
-    *(f"{_FOLDER}/test_{name}.py" for name in ("native_kernels", "kernel_build", "noise", "drawing")),
+    *(f"{_FOLDER}/test_{name}.py" for name in ("native_kernels", "noise", "drawing")),
+    f"{_FOLDER}/test_kernel_build.py::test_the_kernels_that_run_are_those_that_were_chosen",
 ]
 
 
@@ -69,31 +71,39 @@ def is_own(selection: Selection) -> bool:
 
 
 def run(selection: Selection) -> bool:
-    """Run the tests under a selection; without kernels, those of torch."""
+    """Run the tests under a selection and print what they said; without kernels, those of torch."""
     chosen = [*_TORCH_TESTS, "-k", "torch"] if selection.isa == "none" else _ALL_TESTS
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *chosen]
-    environment = {**os.environ, **selection.caps, ISA_VARIABLE: selection.isa, "OMP_WAIT_POLICY": "passive"}
-    return subprocess.run(command, env=environment).returncode == 0
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    more = {ISA_VARIABLE: selection.isa, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
+    began_s = time.monotonic()
+    done = subprocess.run(
+        command,
+        env={**os.environ, **selection.caps, **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    sys.stdout.write(f"-- {selection.name} ({time.monotonic() - began_s:.0f} s)\n{done.stdout}")
+    sys.stdout.flush()
+    return done.returncode == 0
 
 
 def main() -> int:
-    """Run all selections; returns the exit code."""
+    """Run all selections, two at a time; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--others", action="store_true", help="leave out what this machine runs without a selection")
-    has_others, lines, has_failed = parser.parse_args().others, [], False
-    for selection in SELECTIONS:
-        reason, started = why_not(selection), time.monotonic()
-        if has_others and is_own(selection):
-            reason = "this machine's own, which make test-all runs"
-        if not reason:
-            sys.stdout.write(f"-- {selection.name}\n")
-            sys.stdout.flush()
-        passed = not reason and run(selection)
-        has_failed |= not reason and not passed
-        result = f"not run: {reason}" if reason else "passed" if passed else "FAILED"
-        lines.append(f"{selection.name:<16} {result} ({time.monotonic() - started:.0f} s)\n")
-    sys.stdout.writelines(lines)
-    return int(has_failed)
+    has_others = parser.parse_args().others
+    reasons = {each.name: why_not(each) for each in SELECTIONS}
+    if has_others:
+        reasons |= {each.name: "this machine's own, which make test-all runs" for each in SELECTIONS if is_own(each)}
+    chosen = [each for each in SELECTIONS if not reasons[each.name]]
+    with ThreadPoolExecutor(2) as threads:
+        passed = dict(zip((each.name for each in chosen), threads.map(run, chosen), strict=True))
+    for name, reason in reasons.items():
+        result = f"not run: {reason}" if reason else "passed" if passed[name] else "FAILED"
+        sys.stdout.write(f"{name:<16} {result}\n")
+    return int(not all(passed.values()))
 
 
 if __name__ == "__main__":

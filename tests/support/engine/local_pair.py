@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from specdec.config import DraftSettings, TargetSettings
 from specdec.config.drafter_options import DrafterOptions
 from specdec.drafting.heads.footprint import footprint
-from specdec.drafting.role.drafter import Drafter
+from specdec.drafting.role.drafter import ModelDrafter
 from specdec.drafting.role.local import LocalDraft
 from specdec.drafting.role.metrics import DraftRecorder
 from specdec.drafting.role.session import DraftSession
@@ -145,10 +145,10 @@ class LocalPair:
         self.send_target(target_pb2.VerifyRequest(attach=attach))
         self.send_draft(draft_pb2.DraftRequest(attach=attach))
 
-    def _make_drafter(self, recorder: DraftRecorder) -> Drafter | TextDrafter:
+    def _make_drafter(self, recorder: DraftRecorder) -> ModelDrafter | TextDrafter:
         if self.translated is not None and self.translated.method == "text":
             return TextDrafter(self.draft_host, self.translated, self.draft_settings, recorder)  # type: ignore[arg-type]
-        return Drafter(self.draft_host, self.draft_built, self.draft_settings, recorder)
+        return ModelDrafter(self.draft_host, self.draft_built, self.draft_settings, recorder)
 
     def _host(self, port: ListPort, wire: Wire, built: BuiltEngine) -> SessionHost[Any]:
         return SessionHost(port, wire, built.info.identity, session_ttl_s=60.0, limits=self.limits)  # type: ignore[arg-type]

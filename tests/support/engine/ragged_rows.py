@@ -45,9 +45,12 @@ class RaggedRows:
         )
         return self._run(kernel, options, alone, cache, torch.tensor([row]))[0]
 
-    def run_in_place(self, kernel: AttentionKernel, options: AttentionOptions, row: int) -> torch.Tensor:
-        """Attention of one row as plain decoding would have it: all that it sees is copied into blocks in order."""
-        _, written = self.run(kernel, options)
+    def run_in_place(
+        self, kernel: AttentionKernel, options: AttentionOptions, row: int, written: KVCache
+    ) -> torch.Tensor:
+        """Attention of one row as plain decoding would have it: all that it sees in `written` is copied into blocks in
+        order.
+        """
         batch, block_size = self.batch, self.cache.block_size
         position, context = int(batch.position_ids[row]), int(batch.context_lens[row])
         table = batch.block_tables[int(batch.row_seq[row])].tolist()

@@ -157,9 +157,19 @@ REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def save_tiny_model(name: str, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a tiny model with random weights (biases and norms too), rounded to ``dtype``; returns the directory."""
-    return save_random(({**SUPPORTED, **SWITCHED, **REFUSED}[name])(), directory, seed, dtype)
+def save_tiny_model(
+    name: str, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, num_layers: int | None = None
+) -> Path:
+    """Write a tiny model with random weights (biases and norms too), rounded to ``dtype``; returns the directory.
+
+    ``num_layers``: of its first ones only, where an interpreter computes it.
+    """
+    config: Any = ({**SUPPORTED, **SWITCHED, **REFUSED}[name])()
+    if num_layers is not None:
+        config.num_hidden_layers = num_layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:num_layers]
+    return save_random(config, directory, seed, dtype)
 
 
 def save_random(config: PreTrainedConfig, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.service.parent_process import die_with_parent
+from specdec.service.process import die_with_parent
 
 _ADOPTION_S = 10.0
 _PARKED_FDS = 500  # files wait above it for their numbers
-STARTER = "specdec.commands.up.child"
+STARTER = "specdec.service.process"
 
 
 @dataclass(frozen=True, slots=True)

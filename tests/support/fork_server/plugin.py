@@ -18,6 +18,7 @@ _KINDS = {
     "specdec.gateway": "gateway",
     "specdec.target_service": "engine",
     "specdec.draft_service": "engine",
+    "tests.support.services.deadly_target": "engine",
     "specdec.replica.bridge.engine_child": "engine",
 }
 """The template for each module; another module is executed."""

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from specdec.service.parent_process import die_with_parent
+from specdec.service.process import die_with_parent
 from tests.support.fork_server import jobs
 from tests.support.fork_server.wire import receive_job
 

@@ -13,8 +13,8 @@ from google.rpc import status_pb2
 
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.abort import abort_with
+from specdec.wire.error_details import session_key
 from specdec.wire.errors import SpecdecError, Unavailable
-from specdec.wire.session_keys import session_key
 
 PATIENCE_S = 60.0
 

@@ -13,6 +13,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from specdec.wire.tls_files import TlsPaths
+
 _LOOPBACK = ipaddress.ip_address("127.0.0.1")
 
 
@@ -101,6 +103,10 @@ class SecretVolume:
     @property
     def authority(self) -> Path:
         return self.folder / "ca.crt"
+
+    def paths(self, setting: str = "redis_tls_dir") -> TlsPaths:
+        """All three files, as of a client that this setting gives the folder."""
+        return TlsPaths.in_folder(setting, self.folder, has_pair=True, has_authorities=True)
 
     def write(self, certificate: Certificate, authority: bytes) -> None:
         """Replaces all three files at once."""

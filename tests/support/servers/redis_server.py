@@ -112,11 +112,7 @@ class RedisServer:
 
 def redis_client(volume: SecretVolume) -> dict[str, object]:
     """Settings of a service that shows this certificate to Redis."""
-    return {
-        "redis_tls_ca_file": volume.authority,
-        "redis_tls_cert_file": volume.certificate,
-        "redis_tls_key_file": volume.key,
-    }
+    return {"redis_tls_dir": volume.folder}
 
 
 class RedisCluster:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import Appended, JournalWrite, NewRequest, RequestKey, Store
+from specdec.store.interface import Appended, JournalWrite, NewRequest, RequestKey, Store, StoreUnavailable
 from specdec.store.urls import RedisOptions, connect
 from tests.support.services.faults import eventually
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import grpc
@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.service import CoordinatorService
+from specdec.coordinator.timings import Timings
 from specdec.service.server import build_server
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
@@ -176,11 +177,16 @@ async def running(
     wait_for_draft: bool = True,
     **changes: Any,
 ) -> AsyncIterator[Harness]:
-    """A coordinator between these replicas, which are started unless they have a port already."""
+    """A coordinator between these replicas, which are started unless they have a port already.
+
+    `changes` are settings and `Timings`.
+    """
     replicas: list[ScriptedReplica] = [*targets, *drafts]
     for replica in replicas:
         if replica.port == 0:
             await replica.start()
+    timings = {"reconnect_first_s": 0.01, "draft_reopen_s": 0.01}
+    timings |= {one.name: changes.pop(one.name) for one in fields(Timings) if one.name in changes}
     settings = CoordinatorSettings(
         **{
             "host": "127.0.0.1",
@@ -188,9 +194,7 @@ async def running(
             "metrics_port": None,
             "targets": tuple(t.address for t in targets),
             "drafts": tuple(d.address for d in drafts),
-            "reconnect_backoff_min_s": 0.01,
             "reconnect_backoff_max_s": 0.05,
-            "draft_reopen_s": 0.01,
             "target_timeout_s": 5.0,
             "resume_secret": "a-secret-of-the-tests",
             "owner_id": "coordinator-1",
@@ -198,7 +202,7 @@ async def running(
         }
     )
     registry = CollectorRegistry()
-    service = CoordinatorService(settings, registry)
+    service = CoordinatorService(settings, registry, Timings(**timings))
     server, port = build_server(settings, tls=None)
     service.register(server)
     await server.start()

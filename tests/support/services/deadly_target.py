@@ -35,7 +35,7 @@ def main() -> int:
     """A replica of the target service over that engine; runs until a signal ends it."""
     from specdec.config.sources import settings_or_exit
     from specdec.replica.bridge.replica_service import run_replica  # an engine does without
-    from specdec.target_service.servicer import ROLE
+    from specdec.target_service.__main__ import ROLE
 
     role = replace(ROLE, engine_entry=ENGINE_ENTRY)
     return run_replica(

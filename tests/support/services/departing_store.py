@@ -6,9 +6,16 @@ import asyncio
 import copy
 from collections.abc import Callable, Sequence
 
-from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
-from specdec.store.interface import Appended, Begun, JournalWrite, Lease, NewRequest, RequestKey
+from specdec.store.interface import (
+    Appended,
+    BegunRequest,
+    JournalWrite,
+    Lease,
+    NewRequest,
+    RequestKey,
+    StoreUnavailable,
+)
 from specdec.store.memory import MemoryStore
 from specdec.wire.backoff import Backoff
 
@@ -33,7 +40,7 @@ class DepartingStore(MemoryStore):
         self.begun: list[str] = []
         """Owners, in the order in which the store heard of them."""
 
-    async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
+    async def begin(self, key: RequestKey, request: NewRequest) -> BegunRequest:
         self._check()
         if (may_begin := self.may_begin.get(request.owner_id)) is not None:
             await may_begin.wait()

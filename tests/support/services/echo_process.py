@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.wire.channel import open_channel
 from specdec.wire.errors import SpecdecError, from_rpc_error
-from specdec.wire.settings import ClientSettings
+from specdec.wire.settings import PeerSettings
 
 SERVICE = "specdec.v1.TargetService"
 VERIFY = f"/{SERVICE}/Verify"
@@ -107,7 +107,7 @@ async def ready_echo(*flags: str) -> AsyncIterator[tuple[EchoProcess, grpc.aio.C
     async with echo_process(*flags) as process:
         port = (await process.event("listening"))["port"]
         await process.event("ready")
-        async with open_channel(f"127.0.0.1:{port}", ClientSettings()) as channel:
+        async with open_channel(f"127.0.0.1:{port}", PeerSettings()) as channel:
             yield process, channel
 
 

@@ -19,7 +19,7 @@ from specdec.replica.bridge.frames import EnginePort, FrameKind
 from specdec.service.settings import ReplicaServiceSettings
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2
-from specdec.wire.session_keys import session_key
+from specdec.wire.error_details import session_key
 
 TOKENIZER_BYTES = 5 * 1024 * 1024 // 2
 
@@ -30,6 +30,7 @@ class EchoSettings(ReplicaServiceSettings):
     engine_cores: str = "off"
     load: Literal["ready", "hang", "refuse", "crash", "raise", "import"] = "ready"
     drained_at_once: bool = True
+    silence_s: float = 4.0
 
 
 def run_engine(port: EnginePort, settings: EchoSettings) -> None:
@@ -126,6 +127,7 @@ def _refusal() -> status_pb2.Status:
 def main() -> int:
     """Serves until a signal; the engine process imports this module without grpc."""
     from specdec.config.sources import settings_or_exit
+    from specdec.replica.bridge import engine_process
     from specdec.replica.bridge.replica_service import ReplicaRole, run_replica
     from specdec.v1 import target_pb2
 
@@ -138,6 +140,7 @@ def main() -> int:
         engine_method="SetDrafters",
     )
     settings = settings_or_exit(EchoSettings, sys.argv[1:], env_prefix="SPECDEC_ECHO_", prog="echo")
+    engine_process.SILENCE_S = settings.silence_s
     return run_replica(role, settings)
 
 

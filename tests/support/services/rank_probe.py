@@ -24,7 +24,7 @@ from specdec.engine.model import building
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.settings import EngineSettings
-from specdec.service.parent_process import die_with_parent
+from specdec.service.process import die_with_parent
 from tests.support.engine import paged_scenarios as play
 
 PROMPT = 19

@@ -58,18 +58,12 @@ def secure(folder: Path) -> Secured:
 
 
 def server_flags(volume: SecretVolume, *more: str) -> tuple[str, ...]:
-    files = ("--tls-cert-file", volume.certificate, "--tls-key-file", volume.key)
-    return (*map(str, files), "--tls-client-ca-file", str(volume.authority), *more)
+    return ("--tls-dir", str(volume.folder), "--tls-verify-clients", *more)
 
 
 def replica_tls(volume: SecretVolume) -> dict[str, object]:
     """Settings of a coordinator that shows the volume's certificate to replicas."""
-    return {
-        "replica_tls": True,
-        "replica_tls_ca_file": volume.authority,
-        "replica_tls_cert_file": volume.certificate,
-        "replica_tls_key_file": volume.key,
-    }
+    return {"replica_tls_dir": volume.folder}
 
 
 @asynccontextmanager

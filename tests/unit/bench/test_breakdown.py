@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.commands.measuring.breakdown import breakdown_of, breakdown_plots, breakdown_tables, bucket_of
-from specdec.commands.measuring.served import Load, Pass
+from specdec.commands.measuring.served import Load, LoadRun
 from specdec.commands.measuring.streams import Stream
 from specdec.commands.measuring.summary import rows_of
 from specdec.v1 import common_pb2 as pb
@@ -39,8 +39,8 @@ def stream(*starts: int, gaps_s: float = 0.01, num_tokens: int = 10, accepted: i
     )
 
 
-def told(*streams: Stream) -> Pass:
-    return Pass(LOAD, True, 0, list(streams), 1.0, tells_steps=True)
+def told(*streams: Stream) -> LoadRun:
+    return LoadRun(LOAD, True, 0, list(streams), 1.0, tells_steps=True)
 
 
 def test_each_drafter_has_what_it_was_first_to_propose_and_what_became_of_it() -> None:
@@ -84,8 +84,8 @@ def test_requests_have_the_kinds_of_their_prompts_which_come_in_turns() -> None:
     code, prose, other = stream(accepted=4), stream(accepted=2), stream(accepted=0)
     slow = [stream(gaps_s=0.03), stream(gaps_s=0.005), stream(), stream(gaps_s=0.05)]
     passes = [
-        Pass(LOAD, True, 0, [code, prose, other, code], 1.0),
-        Pass(LOAD, False, 0, slow, 1.0),
+        LoadRun(LOAD, True, 0, [code, prose, other, code], 1.0),
+        LoadRun(LOAD, False, 0, slow, 1.0),
         told(stream(1)),
     ]
     rows = breakdown_of(passes, ("code", "prose", ""))["by_kind"]
@@ -97,7 +97,7 @@ def test_requests_have_the_kinds_of_their_prompts_which_come_in_turns() -> None:
 
 
 def test_where_no_prompt_has_a_kind_there_are_no_rows_by_kind() -> None:
-    found = breakdown_of([Pass(LOAD, True, 0, [stream()], 1.0), told(stream(1))], ("", ""))
+    found = breakdown_of([LoadRun(LOAD, True, 0, [stream()], 1.0), told(stream(1))], ("", ""))
     assert found["by_kind"] == []
     assert [table.title for table in breakdown_tables(found, "t")] == [
         "Acceptance by position, t",
@@ -106,18 +106,18 @@ def test_where_no_prompt_has_a_kind_there_are_no_rows_by_kind() -> None:
 
 
 def test_tables_and_plots_have_what_was_found_and_nothing_of_what_was_not() -> None:
-    found = breakdown_of([Pass(LOAD, True, 0, [stream()], 1.0), told(stream(1, 20))], ("code",))
+    found = breakdown_of([LoadRun(LOAD, True, 0, [stream()], 1.0), told(stream(1, 20))], ("code",))
     tables = breakdown_tables(found, "t")
     assert [len(table.rows) for table in tables] == [1, 2, 2]
     assert "- 1.00" in tables[2].rows[1]
     plots = breakdown_plots(found, "note")
     assert set(plots) == {"acceptance-kind", "acceptance-drafter", "acceptance-position"}
     assert "code, 1 at once" in plots["acceptance-kind"]
-    nothing = breakdown_of([Pass(LOAD, True, 0, [Stream(failure="INTERNAL")], 1.0)], ("code",))
+    nothing = breakdown_of([LoadRun(LOAD, True, 0, [Stream(failure="INTERNAL")], 1.0)], ("code",))
     assert breakdown_tables(nothing, "t") == []
     assert breakdown_plots(nothing, "note") == {}
 
 
 def test_runs_that_tell_their_steps_count_for_no_speed() -> None:
-    (row,) = rows_of([Pass(LOAD, True, 0, [stream()], 1.0), told(stream(1), stream(1))])
+    (row,) = rows_of([LoadRun(LOAD, True, 0, [stream()], 1.0), told(stream(1), stream(1))])
     assert (row["num_runs"], row["num_requests"]) == (1, 1)

@@ -12,19 +12,19 @@ from rich.console import Console
 
 from bench.arrivals import summarize
 from bench.pairs import Pair, resolve_model
-from bench.plan import Plan
+from bench.plan import BenchPlan
 from bench.report import file_name, versions
 from bench.systems.system import Clock
-from specdec.commands.measuring.figures import percentiles, spread
 from specdec.commands.measuring.report import Report, machine
 from specdec.commands.measuring.streams import Stream, poisson
-from specdec.commands.measuring.svg import Point, bars, lines
+from specdec.commands.measuring.summary import percentiles, spread
+from specdec.commands.measuring.svg import PlotPoint, bars, lines
 from specdec.commands.measuring.tables import Table, cell
 
 
-def shipped_plan() -> Plan:
+def shipped_plan() -> BenchPlan:
     target, draft = (resolve_model(f"shipped-{role}", "cpu") for role in ("target", "draft"))
-    return Plan(pair=Pair(name="shipped", target=target, draft=draft), cores=(0,))
+    return BenchPlan(pair=Pair(name="shipped", target=target, draft=draft), cores=(0,))
 
 
 def test_the_first_tokens_do_not_count_for_speed() -> None:
@@ -68,7 +68,7 @@ def test_cells_are_short(value: object, text: str) -> None:
 
 
 def test_plots_are_svg_with_every_name() -> None:
-    points = [Point.of(x, spread([x, 2 * x, 3 * x])) for x in (1.0, 4.0, 64.0)]
+    points = [PlotPoint.of(x, spread([x, 2 * x, 3 * x])) for x in (1.0, 4.0, 64.0)]
     names = {"plain": points, "speculation <&>": points}
     for text in (
         lines("a & b", "n", "x", "y", names, log_x=True),
@@ -81,9 +81,9 @@ def test_plots_are_svg_with_every_name() -> None:
 
 @pytest.mark.parametrize("values", [[], [0.0], [0.0, 0.0, 5.0], [1e-6], [3e7, 1.0]])
 def test_plots_of_few_and_odd_values_are_drawn(values: list[float]) -> None:
-    points = [Point(x, x, x, x) for x in values]
+    points = [PlotPoint(x, x, x, x) for x in values]
     ElementTree.fromstring(lines("t", "n", "x", "y", {"a": points}, log_x=True))
-    ElementTree.fromstring(bars("t", "n", "", {str(x): Point(x, x, x, x) for x in values}))
+    ElementTree.fromstring(bars("t", "n", "", {str(x): PlotPoint(x, x, x, x) for x in values}))
 
 
 @pytest.mark.parametrize("width", [60, 80, 119, 120, 200])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, distributions, found_so_far, run_slot, told, unpack
-from bench.gpu_slot.models import Place
+from bench.gpu_slot.models import StepSetup
 from bench.gpu_slot.running import Written, end_left_behind, run_process
 from bench.gpu_slot.watched import sanitizer
 from bench.gpu_slot.wheels import (
@@ -121,6 +121,7 @@ def test_every_kind_of_kernel_runs_where_a_sanitizer_would_watch_it() -> None:
     assert result["found"]["watched"] is False
 
 
+@pytest.mark.long
 def test_small_steps_run_unwatched_where_the_sanitizer_does_not_know_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +130,7 @@ def test_small_steps_run_unwatched_where_the_sanitizer_does_not_know_the_device(
     tool.chmod(0o755)
     for name, value in {**DRY, "PATH": f"{tmp_path}:{os.environ['PATH']}"}.items():
         monkeypatch.setenv(name, value)
-    assert sanitizer(Place(torch.device("cpu"), dry=False)) == {"watched": False, "output": []}
+    assert sanitizer(StepSetup(torch.device("cpu"), dry=False)) == {"watched": False, "output": []}
 
 
 def test_a_step_that_fails_says_why() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.commands.measuring.served import Load, Pass
+from specdec.commands.measuring.served import Load, LoadRun
 from specdec.commands.measuring.streams import Stream
 from specdec.commands.measuring.summary import acceptance, plots_of, rows_of, tables_of
 from specdec.v1 import coordinator_pb2 as api
@@ -25,8 +25,8 @@ def ended(num_tokens: int = 10, first_s: float = 0.1, whole_s: float = 1.0, toke
     )
 
 
-def one(load: Load, speculate: bool, repeat: int, streams: list[Stream], elapsed_s: float | None) -> Pass:
-    return Pass(load, speculate, repeat, streams, elapsed_s)
+def one(load: Load, speculate: bool, repeat: int, streams: list[Stream], elapsed_s: float | None) -> LoadRun:
+    return LoadRun(load, speculate, repeat, streams, elapsed_s)
 
 
 def test_speed_up_is_the_median_of_ratios_of_neighbours() -> None:

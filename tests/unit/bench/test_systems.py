@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bench.delay_proxy import DelayProxy
-from bench.systems.compare import Difference, Row
+from bench.systems.compare import SystemRow, TokenDifference
 from bench.systems.gguf_file import gguf_of
 from bench.systems.http_peer import HttpPeer
 from bench.systems.llama_cpp import LlamaCppDialect
@@ -29,9 +29,9 @@ from specdec.commands.measuring.requests import Sampling
 GREEDY = Sampling(max_tokens=3)
 
 
-def row(name: str, *gaps: float) -> Row:
+def row(name: str, *gaps: float) -> SystemRow:
     peer = HttpPeer(name, 0, LlamaCppDialect())
-    return Row(peer, differences=[Difference(prompt=0, position=5, gap=gap) for gap in gaps])
+    return SystemRow(peer, differences=[TokenDifference(prompt=0, position=5, gap=gap) for gap in gaps])
 
 
 def test_rows_with_other_tokens_are_void_unless_rounding_decided() -> None:

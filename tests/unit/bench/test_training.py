@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.training import RECIPES, Outcome, _names, _steps, kinds_table, losses_table
-from specdec.commands.train.acceptance import Acceptance
+from bench.training import RECIPES, TrainingOutcome, _names, _steps, kinds_table, losses_table
+from specdec.commands.train.acceptance import MeasuredAcceptance
 from specdec.commands.train.recipe import KINDS, Recipe
 from specdec.commands.train.worth import StepCosts
 
 
-def outcome(kind: str, loss: str, seed: int, first: float, *, cpu_s: float = 50.0) -> Outcome:
+def outcome(kind: str, loss: str, seed: int, first: float, *, cpu_s: float = 50.0) -> TrainingOutcome:
     recipe = Recipe(kind=kind, loss=loss, seed=seed, num_steps=120)  # type: ignore[arg-type]
-    after = [Acceptance(each, 900, [first, first / 2], [first + 0.1, first / 2 + 0.1]) for each in (0.0, 1.0)]
-    return Outcome(recipe, Path("folder"), cpu_s, 1000, after)
+    after = [MeasuredAcceptance(each, 900, [first, first / 2], [first + 0.1, first / 2 + 0.1]) for each in (0.0, 1.0)]
+    return TrainingOutcome(recipe, Path("folder"), cpu_s, 1000, after)
 
 
 def test_there_is_a_recipe_of_each_kind() -> None:

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from specdec.commands.tune.advice import Advice, Point, advise, why_not
+from specdec.commands.tune.advice import Advice, LoadPoint, advise, why_not
 from specdec.commands.tune.measured import Agreement, StepTimes, agreement_share, rounds
 from specdec.commands.tune.pages import curves, plots_of, results, tables_of
-from specdec.commands.tune.prediction import Choice, Measurements, best_length, expected_speedup, pick, predict
+from specdec.commands.tune.prediction import Measurements, SettingsChoice, best_length, expected_speedup, pick, predict
 
 
 def target_times(one_row_ms: float = 10.0, per_row_ms: float = 0.1) -> StepTimes:
@@ -77,7 +77,7 @@ def test_no_output_is_no_round() -> None:
 
 def test_speed_ups_are_the_formulas() -> None:
     made = measurements(share=1.0, draft_ms=2.0)
-    found = predict(made, Choice(draft_tokens=4), 0.0, 1)
+    found = predict(made, SettingsChoice(draft_tokens=4), 0.0, 1)
     c, v = 0.2, (10.0 + 0.1 * 4) / 10.0
     assert (found.draft_ratio, found.verify_ratio) == (pytest.approx(c), pytest.approx(v))
     assert found.serial == pytest.approx(found.tokens_per_round / (4 * c + v))
@@ -86,15 +86,15 @@ def test_speed_ups_are_the_formulas() -> None:
 
 
 def test_nothing_is_hidden_where_both_take_turns_and_little_where_verdicts_surprise() -> None:
-    turns = predict(measurements(is_parallel=False), Choice(draft_tokens=4), 0.0, 1)
+    turns = predict(measurements(is_parallel=False), SettingsChoice(draft_tokens=4), 0.0, 1)
     assert turns.expected == turns.serial < turns.hidden
-    both = predict(measurements(), Choice(draft_tokens=4), 0.0, 1)
+    both = predict(measurements(), SettingsChoice(draft_tokens=4), 0.0, 1)
     assert both.serial < both.expected < both.hidden
 
 
 def test_what_lies_outside_of_steps_is_paid_once_per_round() -> None:
-    without = predict(measurements(), Choice(draft_tokens=4), 0.0, 1)
-    slow = predict(measurements(outside_ms={1: 1000.0}), Choice(draft_tokens=4), 0.0, 1)
+    without = predict(measurements(), SettingsChoice(draft_tokens=4), 0.0, 1)
+    slow = predict(measurements(outside_ms={1: 1000.0}), SettingsChoice(draft_tokens=4), 0.0, 1)
     assert slow.expected == pytest.approx(without.tokens_per_round, rel=0.02)
 
 
@@ -166,8 +166,8 @@ def test_loads_that_lose_more_than_others_win_are_not_speculated_for() -> None:
 
 def test_reasons_are_never_empty() -> None:
     made = measurements()
-    point = Point(temperature=0.0, load=1, predicted=0.99)
-    assert why_not(made, Choice(draft_tokens=1), point)
+    point = LoadPoint(temperature=0.0, load=1, predicted=0.99)
+    assert why_not(made, SettingsChoice(draft_tokens=1), point)
 
 
 def test_pages_show_the_curve_by_length_and_load() -> None:
@@ -193,6 +193,6 @@ def test_a_long_limit_is_not_used_up_where_that_does_not_pay() -> None:
 
 def test_a_short_step_is_told_with_what_passes_between_processes() -> None:
     made = measurements()
-    found = advise(made, Choice(draft_tokens=2), (1,), {(0.0, 1): 0.8}, {(0.0, 1): (2.5, 1.25)})
+    found = advise(made, SettingsChoice(draft_tokens=2), (1,), {(0.0, 1): 0.8}, {(0.0, 1): (2.5, 1.25)})
     assert any("for a proposal (2.5 ms a step, plain 1.25) costs more than it saves" in one for one in found.reasons)
     assert not found.speculate

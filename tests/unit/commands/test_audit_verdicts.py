@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from specdec.commands.audit import sampled
-from specdec.commands.audit.audit import Finding, Wishes, audit
+from specdec.commands.audit.audit import AuditPlan, AuditResult, audit
 from specdec.commands.audit.reference import Reference
-from specdec.commands.audit.services import Answer, AuditImpossible, OpenAIServer, _answer
+from specdec.commands.audit.services import AuditImpossible, OpenAIServer, ServiceAnswer, _answer
 from tests.support.engine.local_pair import MODELS, prompts
 
 Bend = Callable[[torch.Tensor], torch.Tensor]
@@ -36,7 +36,7 @@ class Bent:
 
     async def complete(
         self, prompt: Sequence[int], *, num_tokens: int, temperature: float, seed: int, speculate: bool = True
-    ) -> Answer:
+    ) -> ServiceAnswer:
         tokens: list[int] = []
         rng = random.Random(seed)
         for _ in range(num_tokens):
@@ -46,7 +46,7 @@ class Bent:
                 continue
             cumulated = torch.softmax(logits.double() / temperature, dim=0).cumsum(0)
             tokens.append(min(int(torch.searchsorted(cumulated, rng.random(), right=True)), len(logits) - 1))
-        return Answer(token_ids=tokens, num_drafted=4, num_accepted=2)
+        return ServiceAnswer(token_ids=tokens, num_drafted=4, num_accepted=2)
 
     def logits_after(self, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
         key = (*prompt, *tokens)
@@ -55,9 +55,9 @@ class Bent:
         return self.known[key]
 
 
-async def found(reference: Reference, bend: Bend, **wishes: int) -> Finding:
+async def found(reference: Reference, bend: Bend, **wishes: int) -> AuditResult:
     how = {"greedy_tokens": 4, "num_samples": 96, "sampled_tokens": 3, **wishes}
-    return await audit(Bent(reference, bend), reference, Wishes(prompts=PROMPTS, **how))  # type: ignore[arg-type]
+    return await audit(Bent(reference, bend), reference, AuditPlan(prompts=PROMPTS, **how))  # type: ignore[arg-type]
 
 
 async def test_a_service_that_says_what_the_model_says_passes(reference: Reference) -> None:
@@ -87,7 +87,7 @@ async def test_a_near_tie_is_told_apart_from_a_fault(reference: Reference) -> No
     def flipped(logits: torch.Tensor) -> torch.Tensor:
         return logits.index_fill(0, logits.argmax(), -100.0)
 
-    wishes = Wishes(prompts=PROMPTS, greedy_tokens=4, num_samples=0, tolerance=100.0)
+    wishes = AuditPlan(prompts=PROMPTS, greedy_tokens=4, num_samples=0, tolerance=100.0)
     finding = await audit(Bent(reference, flipped), reference, wishes)
     assert len(finding.greedy.near_ties) == 8
     assert finding.is_lossless
@@ -95,11 +95,11 @@ async def test_a_near_tie_is_told_apart_from_a_fault(reference: Reference) -> No
 
 async def test_answers_that_change_with_speculation_are_counted(reference: Reference) -> None:
     class Changing(Bent):
-        async def complete(self, prompt: Sequence[int], *, speculate: bool = True, **how: object) -> Answer:  # type: ignore[override]
+        async def complete(self, prompt: Sequence[int], *, speculate: bool = True, **how: object) -> ServiceAnswer:  # type: ignore[override]
             answer = await super().complete(prompt, speculate=speculate, **how)  # type: ignore[arg-type]
-            return answer if speculate else Answer(token_ids=[*answer.token_ids[:-1], 3])
+            return answer if speculate else ServiceAnswer(token_ids=[*answer.token_ids[:-1], 3])
 
-    wishes = Wishes(prompts=PROMPTS, greedy_tokens=2, num_samples=16, sampled_tokens=2, repeats_plainly=True)
+    wishes = AuditPlan(prompts=PROMPTS, greedy_tokens=2, num_samples=16, sampled_tokens=2, repeats_plainly=True)
     finding = await audit(Changing(reference, lambda logits: logits), reference, wishes)
     assert finding.num_repeated == 4
     assert finding.num_changed == 4

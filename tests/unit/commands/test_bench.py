@@ -133,7 +133,7 @@ def test_requests_that_fail_are_named_and_the_rest_is_measured(
         (("--rate", "1", "--seconds", "inf"), 2, "more than 100000 requests"),
         (("--concurrency", ""), 2, "names no number"),
         (("--concurrency", "1000000"), 2, "more than 100000 requests"),
-        (("--concurrency", "1,8", "--requests", "7"), 2, "7 are never 8 at once"),
+        (("--concurrency", "1,8", "--requests", "7"), 2, "7 is below --concurrency 8"),
         (("--temperature", "nan"), 2, "--temperature"),
         (("--timeout-s", "inf"), 2, "--timeout-s"),
         (("--max-tokens", "1000000000000"), 2, "--max-tokens"),

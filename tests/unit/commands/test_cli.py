@@ -351,7 +351,7 @@ def test_another_service_at_the_address_is_told_apart_from_a_coordinator(command
     result = command("models", "--address", address)
     server.stop(None).wait()
     assert result.exit_code == 1
-    assert f"{address} does not know the call: what listens there is no coordinator" in result.stderr
+    assert f"{address} does not know the call: the service there is no coordinator" in result.stderr
 
 
 @pytest.mark.parametrize("role", ["target", "draft", "coordinator"])

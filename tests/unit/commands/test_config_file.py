@@ -61,9 +61,9 @@ def test_the_doctor_knows_the_heads_that_up_is_told_by_name(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("up: {drafter: [magic]}\n", "there is no drafter 'magic'"),
-        ("up: {drafter: [eagle3], target: /nowhere}\n", "no head eagle3 ships for this target"),
-        ("up: {drafter: [ngram], target-set: [drafters=suffix]}\n", "--target-set names drafters, too"),
+        ("up: {drafter: [magic]}\n", "'magic' is no drafter"),
+        ("up: {drafter: [eagle3], target: /nowhere}\n", "no eagle3 head ships for this target"),
+        ("up: {drafter: [ngram], target-set: [drafters=suffix]}\n", "--target-set sets drafters already"),
     ],
 )
 def test_drafters_that_up_would_refuse_are_refused_by_the_doctor(content: str, told: str, tmp_path: Path) -> None:

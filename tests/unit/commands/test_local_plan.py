@@ -98,7 +98,7 @@ def test_free_memory_is_asked_for_by_a_process_that_is_gone_then(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert devices.free_gpu_bytes(3) == 3007
     torch.write_text("class cuda:\n    def mem_get_info(gpu):\n        raise RuntimeError('CUDA error: 101')\n")
-    with pytest.raises(ValueError, match=r"GPU 1 does not say what memory is free: RuntimeError: CUDA error: 101"):
+    with pytest.raises(ValueError, match=r"GPU 1 did not report its free memory: RuntimeError: CUDA error: 101"):
         devices.free_gpu_bytes(1)
 
 
@@ -223,7 +223,7 @@ def test_placement_is_told_by_cores_or_device() -> None:
     rows = describe_placement(plan())
     assert rows[0] == ("target", "127.0.0.1:50052", "cores 0,1")
     assert rows[2] == ("coordinator", "127.0.0.1:50051", "")
-    assert describe_placement(plan(placement="together"))[0][2] == "cores 0,1,2, runs the draft, too"
+    assert describe_placement(plan(placement="together"))[0][2] == "cores 0,1,2, also runs the draft"
 
 
 def test_without_a_measurement_few_cores_are_shared() -> None:
@@ -301,5 +301,5 @@ def test_a_draft_with_a_model_may_have_a_target_and_drafters_must() -> None:
     settings = DraftSettings(model="M", target="host:1")
     assert settings.target == "host:1"
     assert (settings.heterogeneous_vocab, settings.parallel_drafting) == ("auto", None)
-    with pytest.raises(ValidationError, match="drafters need one"):
+    with pytest.raises(ValidationError, match="drafters need a target"):
         DraftSettings(drafters="ngram")  # type: ignore[arg-type]

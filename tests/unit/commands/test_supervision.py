@@ -11,8 +11,7 @@ from specdec.commands.errors import ClusterFailed
 from specdec.commands.up.cluster import Cluster, ClusterTimeouts, free_port
 from specdec.commands.up.service_process import ServiceSpec
 from specdec.commands.up.supervision import Supervision
-from specdec.service.restarts import RestartCount, RestartPolicy
-from specdec.wire.backoff import Backoff
+from specdec.wire.backoff import Backoff, RestartCount, RestartPolicy
 
 DEADLINE_S = 120.0
 POLL_S = 0.005
@@ -45,8 +44,8 @@ def test_a_service_that_ends_before_it_is_ready_again_and_again_is_given_up_with
         message = check_until_it_fails(Supervision(cluster, told.append, FEW))
     assert message.startswith("target ended with exit code 1, 3 times before it was ready")
     assert "No module named no_such_module_of_ours" in message
-    starts = [line for line in told if line == "target is started again"]
-    ends = [line for line in told if line.startswith("target ended with exit code 1; starting it again in 0.0")]
+    starts = [line for line in told if line == "target is restarted"]
+    ends = [line for line in told if line.startswith("target ended with exit code 1; restart in 0.0")]
     assert (len(starts), len(ends)) == (3, 3)
     assert all("No module named no_such_module_of_ours" in line for line in ends)
 

@@ -88,10 +88,10 @@ def test_the_head_that_ships_is_known_by_its_method() -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("telepathy", "there is no drafter"),
-        ("ngram=folder", "has no files"),
+        ("telepathy", "is no drafter"),
+        ("ngram=folder", "takes no folder"),
         ("medusa=nowhere", "has no config.json"),
-        ("medusa", "no head medusa ships"),
+        ("medusa", "no medusa head ships"),
     ],
 )
 def test_drafters_that_there_are_not_are_refused(name: str, why: str) -> None:

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from specdec.commands.app import app
 from specdec.commands.inputs.config_file import read_config
-from specdec.commands.tune.advice import Advice, Point
+from specdec.commands.tune.advice import Advice, LoadPoint
 from specdec.commands.tune.measured import StepTimes
 from specdec.commands.tune.placements import speed
-from specdec.commands.tune.prediction import Choice, Measurements
-from specdec.commands.tune.settings_files import Deployment, chart_file, up_file
+from specdec.commands.tune.prediction import Measurements, SettingsChoice
+from specdec.commands.tune.settings_files import DeploymentFacts, chart_file, up_file
 from specdec.commands.up.command import parse_settings
 from specdec.commands.up.plan import LocalPlan, plan_services
 from specdec.commands.up.service_process import ServiceSpec
@@ -28,8 +28,8 @@ from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, l
 from tests.support.engine.other_tokenizers import draft_with_fewer_tokens
 from tests.support.for_each import for_each
 
-CHOICE = Choice(draft_tokens=5, num_siblings=1, max_heads=2, mode="rejection")
-PLACE = Deployment(target_model="t", draft_model="d", device="cpu", target_cores=(0,), draft_cores=(1,))
+CHOICE = SettingsChoice(draft_tokens=5, num_siblings=1, max_heads=2, mode="rejection")
+PLACE = DeploymentFacts(target_model="t", draft_model="d", device="cpu", target_cores=(0,), draft_cores=(1,))
 
 
 def advice(speculate: bool = True) -> Advice:
@@ -92,8 +92,8 @@ def test_a_target_that_runs_its_draft_gets_the_settings_of_the_draft(tmp_path: P
 def test_the_faster_placement_is_the_one_that_decodes_more_as_advised() -> None:
     measured = Measurements(target=StepTimes({1: {1: 10.0}}), draft=StepTimes({1: {1: 1.0}}), outputs={})
     points = (
-        Point(temperature=0.0, load=1, predicted=3.0, measured=2.0),
-        Point(temperature=1.0, load=1, predicted=2.0),
+        LoadPoint(temperature=0.0, load=1, predicted=3.0, measured=2.0),
+        LoadPoint(temperature=1.0, load=1, predicted=2.0),
     )
     both = dataclasses.replace(advice(), points=points)
     rates = {(0.0, 1): 180.0}
@@ -115,7 +115,7 @@ def test_reasons_stand_in_the_files_as_comments() -> None:
 
 
 def test_a_gpu_has_no_cores_to_name() -> None:
-    place = Deployment(target_model="t", draft_model="d", device="cuda")
+    place = DeploymentFacts(target_model="t", draft_model="d", device="cuda")
     assert "cores" not in up_file(advice(), place)
     assert "num_threads" not in chart_file(advice(), place)
 
@@ -164,5 +164,5 @@ def test_a_draft_whose_tokenizer_cannot_be_read_is_refused(tmp_path: Path) -> No
     (draft / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"b": 0}}}))
     result = tune("--draft", str(draft))
     assert result.exit_code == 1
-    assert "what its tokens are cannot be read" in " ".join(result.stderr.split())
+    assert "its tokenizer or config cannot be read" in " ".join(result.stderr.split())
     assert "Traceback" not in result.output

@@ -82,7 +82,7 @@ def test_what_was_asked_for_compiled_and_refused_is_exported() -> None:
         (GrammarError("constraint.regex", "could not be compiled: KeyError", code_pb2.INTERNAL), "fault"),
         (GrammarError("constraint.regex", "cannot be followed: a limit"), "too_complex"),
         (GrammarError("constraint.json_schema", "is too large"), "too_complex"),
-        (GrammarError("open.token_ids", "token 3 is not what the constraint allows"), "output"),
+        (GrammarError("open.token_ids", "the constraint does not allow token 3"), "output"),
         (GrammarError("constraint.json_schema", "Unimplemented keys"), "invalid"),
     ],
 )

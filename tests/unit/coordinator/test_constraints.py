@@ -9,7 +9,7 @@ import pytest
 
 from specdec.client.client import check_started
 from specdec.constraints.grammar.awaited import tenant_of
-from specdec.coordinator.intake.planning import Caller
+from specdec.coordinator.intake.planning import RequestCaller
 from specdec.coordinator.intake.prompt import resolve_start
 from specdec.coordinator.intake.resume import check_params, encode_params
 from specdec.coordinator.replicas.compatibility import may_serve
@@ -122,9 +122,9 @@ def test_a_client_finds_out_that_a_server_knows_no_salts() -> None:
 
 
 def test_a_tenant_with_many_salts_takes_turns_as_one() -> None:
-    caller = Caller("team-a", None)
+    caller = RequestCaller("team-a", None)
     salts = [caller.salted(salt) for salt in ("", "x", "x\0y", "y")]
     assert len(set(salts)) == 4
     assert salts[0] == b"team-a"
     assert {tenant_of(salt) for salt in salts} == {b"team-a"}
-    assert Caller("team", None).salted("-a") != caller.salted("")
+    assert RequestCaller("team", None).salted("-a") != caller.salted("")

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.links.replica_link import ReplicaLink
-from specdec.coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
+from specdec.coordinator.replicas.discovery import Discovery, ReplicaAddress, keep_finding
 from specdec.coordinator.replicas.roster import Roster
 from specdec.coordinator.service import CoordinatorService
 from specdec.wire.channel import ReplicaChannel
-from specdec.wire.settings import ClientSettings
+from specdec.wire.settings import PeerSettings
 from specdec.wire.tls_files import TlsFilesBroken
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.target import ScriptedTarget
@@ -47,7 +47,7 @@ async def names(monkeypatch: pytest.MonkeyPatch) -> Names:
 async def test_plain_addresses_need_no_lookup() -> None:
     discovery = Discovery(["a:1", "b:2", "a:1"])
     assert not discovery.has_names
-    assert discovery.endpoints == [Endpoint("a:1"), Endpoint("b:2")]
+    assert discovery.endpoints == [ReplicaAddress("a:1"), ReplicaAddress("b:2")]
 
 
 async def test_a_name_stands_for_all_its_addresses_and_is_the_name_in_their_certificates(names: Names) -> None:
@@ -55,10 +55,10 @@ async def test_a_name_stands_for_all_its_addresses_and_is_the_name_in_their_cert
     discovery = Discovery(["dns:///targets.svc:50052", "other:1"])
     assert discovery.has_names
     assert await discovery.refresh() == [
-        Endpoint("10.0.0.1:50052", "targets.svc"),
-        Endpoint("10.0.0.2:50052", "targets.svc"),
-        Endpoint("[fd00::1]:50052", "targets.svc"),
-        Endpoint("other:1"),
+        ReplicaAddress("10.0.0.1:50052", "targets.svc"),
+        ReplicaAddress("10.0.0.2:50052", "targets.svc"),
+        ReplicaAddress("[fd00::1]:50052", "targets.svc"),
+        ReplicaAddress("other:1"),
     ]
 
 
@@ -71,16 +71,20 @@ async def test_a_name_server_that_fails_takes_no_replica_away(names: Names) -> N
 
 
 async def test_a_name_of_this_machine_is_really_looked_up() -> None:
-    assert Endpoint("127.0.0.1:5", "localhost") in await Discovery(["dns:///localhost:5"]).refresh()
+    assert ReplicaAddress("127.0.0.1:5", "localhost") in await Discovery(["dns:///localhost:5"]).refresh()
 
 
 async def test_registered_replicas_are_added_to_the_entries_and_what_is_both_counts_as_configured() -> None:
-    registered = [Endpoint("a:1", is_registered=True), Endpoint("c:3", is_registered=True)]
+    registered = [ReplicaAddress("a:1", is_registered=True), ReplicaAddress("c:3", is_registered=True)]
     discovery = Discovery(["b:2", "a:1"], lambda: registered)
-    assert discovery.endpoints == [Endpoint("b:2"), Endpoint("a:1"), Endpoint("c:3", is_registered=True)]
+    assert discovery.endpoints == [
+        ReplicaAddress("b:2"),
+        ReplicaAddress("a:1"),
+        ReplicaAddress("c:3", is_registered=True),
+    ]
     assert not discovery.has_names
     registered.clear()
-    assert discovery.endpoints == [Endpoint("b:2"), Endpoint("a:1")]
+    assert discovery.endpoints == [ReplicaAddress("b:2"), ReplicaAddress("a:1")]
 
 
 async def test_what_is_found_is_reported_again_and_again_even_after_a_fault() -> None:
@@ -103,12 +107,12 @@ async def test_what_is_found_is_reported_again_and_again_even_after_a_fault() ->
 class IdleLink(ReplicaLink):
     """A link whose stream the test opens and ends."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: ReplicaAddress) -> None:
         nobody: Any = None
         super().__init__(
             role="target",
             address=endpoint.address,
-            channel=ReplicaChannel(endpoint.address, ClientSettings()),
+            channel=ReplicaChannel(endpoint.address, PeerSettings()),
             settings=nobody,
             wire=nobody,
             events=nobody,
@@ -133,18 +137,18 @@ async def test_a_vanished_replica_keeps_its_link_until_its_stream_and_its_sessio
     links: list[IdleLink] = []
     removed: list[IdleLink] = []
     roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), removed.append)
-    roster.update([Endpoint("127.0.0.1:1"), Endpoint("127.0.0.1:2")])
+    roster.update([ReplicaAddress("127.0.0.1:1"), ReplicaAddress("127.0.0.1:2")])
     first = links[0]
     first.has_stream = True
     first.sessions["s"] = None  # type: ignore[assignment]
-    roster.update([Endpoint("127.0.0.1:2")])
+    roster.update([ReplicaAddress("127.0.0.1:2")])
     assert first in links
     assert first.is_draining
     first.has_stream = False
-    roster.update([Endpoint("127.0.0.1:2")])
+    roster.update([ReplicaAddress("127.0.0.1:2")])
     assert first in links
     first.sessions.clear()
-    roster.update([Endpoint("127.0.0.1:2")])
+    roster.update([ReplicaAddress("127.0.0.1:2")])
     assert [link.address for link in links] == ["127.0.0.1:2"]
     assert removed == [first]
     await roster.close()
@@ -154,7 +158,7 @@ async def test_a_registered_replica_whose_registration_is_gone_is_used_as_long_a
     links: list[IdleLink] = []
     removed: list[IdleLink] = []
     roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), removed.append)
-    roster.update([Endpoint("127.0.0.1:1", is_registered=True)])
+    roster.update([ReplicaAddress("127.0.0.1:1", is_registered=True)])
     link = links[0]
     link.has_stream = True
     roster.update([])
@@ -173,8 +177,8 @@ async def test_a_registered_replica_whose_registration_is_gone_is_used_as_long_a
 async def test_a_replica_that_is_registered_and_configured_is_retired_as_a_configured_one() -> None:
     links: list[IdleLink] = []
     roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), lambda link: None)
-    roster.update([Endpoint("127.0.0.1:1", is_registered=True)])
-    roster.update([Endpoint("127.0.0.1:1", "targets.svc")])
+    roster.update([ReplicaAddress("127.0.0.1:1", is_registered=True)])
+    roster.update([ReplicaAddress("127.0.0.1:1", "targets.svc")])
     links[0].has_stream = True
     roster.update([])
     assert links[0].is_draining
@@ -184,11 +188,11 @@ async def test_a_replica_that_is_registered_and_configured_is_retired_as_a_confi
 async def test_a_replica_that_is_listed_again_is_used_again() -> None:
     links: list[IdleLink] = []
     roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), lambda link: None)
-    roster.update([Endpoint("127.0.0.1:1")])
+    roster.update([ReplicaAddress("127.0.0.1:1")])
     links[0].has_stream = True
     roster.update([])
     assert links[0].is_draining
-    roster.update([Endpoint("127.0.0.1:1")])
+    roster.update([ReplicaAddress("127.0.0.1:1")])
     assert not links[0].is_draining
     assert len(links) == 1
     await roster.close()
@@ -208,12 +212,10 @@ async def test_a_coordinator_finds_its_replicas_by_name() -> None:
 
 
 async def test_tls_files_that_are_wrong_are_found_at_start_though_no_replica_is(tmp_path: Path) -> None:
-    authority = tmp_path / "ca.pem"
+    authority = tmp_path / "ca.crt"
     authority.write_text("no certificate")
-    settings = CoordinatorSettings(
-        targets=("dns:///localhost:1",), replica_tls=True, replica_tls_ca_file=authority, metrics_port=None
-    )
+    settings = CoordinatorSettings(targets=("dns:///localhost:1",), replica_tls_dir=tmp_path, metrics_port=None)
     service = CoordinatorService(settings, CollectorRegistry())
-    with pytest.raises(TlsFilesBroken, match="replica_tls_ca_file"):
+    with pytest.raises(TlsFilesBroken, match=r"replica_tls_dir: ca\.crt"):
         await service.start()
     await service.stop()

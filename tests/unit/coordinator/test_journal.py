@@ -9,9 +9,8 @@ import pytest
 from specdec.coordinator.intake.resume import check_params, encode_params
 from specdec.coordinator.journal import Journal
 from specdec.coordinator.journal.upkeep import BATCH_TOKENS
-from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
-from specdec.store.interface import RequestKey
+from specdec.store.interface import RequestKey, StoreUnavailable
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
 from tests.support.services.departing_store import DepartingStore

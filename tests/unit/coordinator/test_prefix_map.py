@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from specdec.coordinator.replicas.prefix_map import SharedPrefixes
 from specdec.coordinator.replicas.router import block_digests
-from specdec.store.errors import StoreUnavailable
+from specdec.store.interface import StoreUnavailable
 from specdec.store.memory import MemoryStore
 
 TTL_S = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from specdec.coordinator.intake.prompt_bytes import PromptBytes
+from specdec.coordinator.intake.text_limits import PromptBytes
 
 
 def test_requests_without_a_byte_end_in_any_order_beside_others() -> None:

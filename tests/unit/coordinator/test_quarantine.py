@@ -13,7 +13,7 @@ from specdec.coordinator.links.stream_end import Ending, EndOfStream
 from specdec.coordinator.recovery import trials
 from specdec.coordinator.recovery.quarantine import Quarantine
 from specdec.coordinator.sessions.target_side import TargetSide
-from specdec.wire.session_keys import session_key
+from specdec.wire.error_details import session_key
 
 NUM_TOKENS = 24
 MOST_ROUNDS = 3

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from specdec.coordinator.replicas.discovery import Endpoint
+from specdec.coordinator.replicas.discovery import ReplicaAddress
 from specdec.coordinator.replicas.registry_view import RegistryView
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import ReplicaRecord
+from specdec.store.interface import ReplicaRecord, StoreUnavailable
 from specdec.store.memory import MemoryStore
 from specdec.v1 import common_pb2 as pb
 
@@ -40,7 +39,7 @@ async def test_each_role_has_its_own_replicas() -> None:
     await announce(store, "draft", "c:3")
     await announce(store, "coordinator", "d:4")
     assert await known(view) == ["a:1", "b:2"]
-    assert view.endpoints("draft") == [Endpoint("c:3", is_registered=True)]
+    assert view.endpoints("draft") == [ReplicaAddress("c:3", is_registered=True)]
     assert [record.address for record in view.records("coordinator")] == ["d:4"]
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from specdec.coordinator.tenants.quotas import QuotaRate
 from specdec.coordinator.tenants.shared_quotas import SharedQuotas
-from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
+from specdec.store.interface import StoreUnavailable
 from specdec.store.memory import MemoryStore
 from specdec.wire.errors import Overloaded
 from tests.support.services.departing_store import DepartingStore, guarded

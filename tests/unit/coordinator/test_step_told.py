@@ -42,7 +42,7 @@ def test_a_tree_and_no_tree_pass() -> None:
         ({"parents": [-1, 2**31 - 1, -1]}, "before its parent"),
         ({"verified": [0, 0]}, "log-probability each"),
         ({"logprobs": [-0.5]}, "log-probability each"),
-        ({"verified": [0, UINT32_MAX]}, "does not have"),
+        ({"verified": [0, UINT32_MAX]}, "outside its tree"),
         ({"accepted": [1]}, "no path"),
         ({"accepted": [0, 2]}, "no path"),
         ({"accepted": [UINT32_MAX]}, "no path"),

@@ -14,7 +14,7 @@ from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.kv_budget import largest_batch
 from specdec.engine.model.loader import load_model, random_model
-from specdec.engine.model.probe import Probe
+from specdec.engine.model.probe import SelfTest
 from specdec.engine.model.ragged import RaggedModel
 from specdec.engine.settings import EngineSettings
 from specdec.engine.tap import FINAL, HiddenTap
@@ -40,7 +40,7 @@ def test_its_logits_are_those_of_the_models_own_modules(architecture: str, tmp_p
         model=str(save_tiny_model(architecture, tmp_path)), device=DEVICE, dtype="float32", block_size=8
     )
     loaded = load_model(settings)
-    probe = Probe(loaded.vocab_size, loaded.max_model_len, 8, loaded.device)
+    probe = SelfTest(loaded.vocab_size, loaded.max_model_len, 8, loaded.device)
     expected = {
         tuple(tokens): loaded.model(input_ids=torch.tensor([tokens], device=loaded.device), use_cache=False).logits[0]
         for tokens in probe.sequences

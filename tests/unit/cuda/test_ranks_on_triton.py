@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu has this for 
     "deterministic", [pytest.param(None, marks=pytest.mark.long), True], ids=["fast", "deterministic"]
 )
 def test_ranks_give_the_logits_of_one_and_of_each_other(deterministic: bool | None, tmp_path: Path) -> None:
-    folder = save_tiny_model("llama_yarn_bias", tmp_path / "model")
+    folder = save_tiny_model("llama_yarn_bias", tmp_path / "model", num_layers=2)
     reports = run_ranks(2, {"tiny": folder}, tmp_path, is_on_triton=True, deterministic=deterministic)
     report = reports["tiny"]
     alone = ModelRunner.load(engine_settings(folder))

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from bench.gpu_slot import models
-from bench.gpu_slot.models import Place, chain_rows
+from bench.gpu_slot.models import StepSetup, chain_rows
 from specdec.engine.cuda.buckets import bucket_of
 from tests.support.engine.triton_device import DEVICE
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 11])
 def test_rows_of_a_tree_that_are_the_sequences_own_have_its_logits(ordered_products: None, num_rows: int) -> None:
-    model = models.make("8b", Place(torch.device(DEVICE), dry=True), 64, row_invariant=True)
+    model = models.make("8b", StepSetup(torch.device(DEVICE), dry=True), 64, row_invariant=True)
     with torch.inference_mode():
         whole = model.decoder(model.rows(0, 40), model.cache)
         tree = model.decoder(model.tree(20, num_rows), model.cache)
@@ -22,6 +22,6 @@ def test_rows_of_a_tree_that_are_the_sequences_own_have_its_logits(ordered_produ
 
 
 def test_a_large_tree_is_a_captured_step() -> None:
-    model = models.make("8b", Place(torch.device(DEVICE), dry=True), 256)
+    model = models.make("8b", StepSetup(torch.device(DEVICE), dry=True), 256)
     assert bucket_of(model.tree(100, 64), 16) == (64, 32)
     assert bucket_of(model.tree(100, 8), 16) == (8, 32)

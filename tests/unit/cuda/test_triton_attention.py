@@ -96,7 +96,7 @@ def test_a_row_has_the_same_bits_alone_in_a_tree_in_a_prefill_and_in_any_split(
     together, cache = rows.run(kernel, options)
     for row in (0, 11, 14, 18, 19, 24):
         assert torch.equal(rows.run_row(kernel, options, row, cache), together[row]), f"row {row} alone"
-        assert torch.equal(rows.run_in_place(kernel, options, row), together[row]), f"row {row} as decoded"
+        assert torch.equal(rows.run_in_place(kernel, options, row, cache), together[row]), f"row {row} as decoded"
     monkeypatch.setattr(attention, "_MOST_PART_BYTES", 0)
     assert torch.equal(rows.run(kernel, options)[0], together)
 

@@ -10,7 +10,7 @@ from specdec.config.drafter_options import NgramOptions, PredictionOptions, Suff
 from specdec.drafting.corpus import SEPARATOR, Corpus
 from specdec.drafting.interface import Context, Offer, Room
 from specdec.drafting.lookup.ngram import Ngram
-from specdec.drafting.lookup.prediction import Prediction
+from specdec.drafting.lookup.prediction import PredictionDrafter
 from specdec.drafting.lookup.suffix import Suffix
 from tests.support.for_each import for_each
 
@@ -123,7 +123,7 @@ def test_prediction_is_followed_from_its_start_and_found_again_after_each_kind_o
 
     def offered(output: list[int]) -> list[int]:
         context = Context([*prompt], 3, prediction=expected)
-        followed = Prediction(PredictionOptions()).open(context)
+        followed = PredictionDrafter(PredictionOptions()).open(context)
         assert followed is not None
         for length in range(len(output) + 1):
             context.token_ids = [*prompt, *output[:length]]
@@ -139,10 +139,10 @@ def test_prediction_is_followed_from_its_start_and_found_again_after_each_kind_o
     assert offered([100, 101, 7, 8, 9, 102, 103])[0] == 104
     assert offered(expected) == []
     begun = Context([*prompt, *expected[:20]], 23, prediction=expected)
-    followed = Prediction(PredictionOptions()).open(begun)
+    followed = PredictionDrafter(PredictionOptions()).open(begun)
     assert followed is not None
     assert first_tokens(followed.propose(begun, Room(8, 4))) == [120]
-    assert Prediction(PredictionOptions()).open(Context(prompt, 3)) is None
+    assert PredictionDrafter(PredictionOptions()).open(Context(prompt, 3)) is None
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -151,7 +151,7 @@ def test_offers_are_trees_within_their_room_whatever_the_text(seed: int) -> None
     drafters = [
         Ngram(NgramOptions(prompt_lookup_min=1)),
         Suffix(SuffixOptions(suffix_decoding_max_spec_factor=20)),
-        Prediction(PredictionOptions()),
+        PredictionDrafter(PredictionOptions()),
     ]
     for _ in range(40):
         tokens = [rng.randrange(rng.choice((1, 3, 10))) for _ in range(rng.randrange(1, 80))]

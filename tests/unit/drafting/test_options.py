@@ -56,15 +56,18 @@ def test_entries_name_the_places_where_a_drafter_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("ngram,token_recycling", "token_recycling is no more: ngram and suffix take fewer steps on every text"),
+        (
+            "ngram,token_recycling",
+            "token_recycling was removed: use ngram or suffix, which take fewer steps on every text",
+        ),
         ("magic", "there is no drafter 'magic' here, only ngram, suffix, "),
         ("eagle3", "eagle3: model: is required"),
         ("ngram,ngram", "a method is named twice"),
-        ('[{"model": "head"}]', "each is a name, or an object with its method"),
-        ("[5]", "each is a name, or an object with its method"),
-        ('[{"method": "ngram", "depth": 3}]', "ngram: depth: is no option of it"),
+        ('[{"model": "head"}]', "a drafter is a name, or an object with its method"),
+        ("[5]", "a drafter is a name, or an object with its method"),
+        ('[{"method": "ngram", "depth": 3}]', "ngram: depth: is not an option of this drafter"),
         ('[{"method": "ngram", "prompt_lookup_max": 1}]', "ngram: prompt_lookup_min is above prompt_lookup_max"),
-        ('[{"method":', "no JSON: "),
+        ('[{"method":', "is not JSON: "),
     ],
 )
 def test_what_is_wrong_is_told_by_method_and_option(text: str, told: str) -> None:

@@ -20,8 +20,7 @@ from specdec.drafting.translation.runner import TranslatingRunner
 from specdec.drafting.translation.shared import SharedVocabulary
 from specdec.engine.batch import build_batch
 from specdec.engine.drawing.native import DrawingDecoder
-from specdec.engine.drawing.other_ids import OtherIds
-from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
+from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, OtherIds
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.runner import Runner
 from specdec.engine.sampling.sampler import RowContext, Sampler

@@ -17,7 +17,7 @@ from transformers.distributed.utils import initialize_distributed_mesh
 from specdec.engine.attention.kv_cache import LayerGeometry
 from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.batch import Batch
-from specdec.engine.model.probe import Probe
+from specdec.engine.model.probe import SelfTest
 from specdec.engine.model.ragged import RaggedModel
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan, shard_model
@@ -59,7 +59,7 @@ def group_of(size: int) -> Iterator[ShapeGroup]:
 
 
 def batch_of_shapes(num_rows: int) -> Batch:
-    probe = Probe(LLAMA_70B.vocab_size, 4096, 16, torch.device("cpu"))
+    probe = SelfTest(LLAMA_70B.vocab_size, 4096, 16, torch.device("cpu"))
     batch = probe.batch(probe.prefix_rows(num_rows))
     values = {field.name: getattr(batch, field.name) for field in fields(Batch)}
     return Batch(**{n: v.to(META) if isinstance(v, torch.Tensor) else v for n, v in values.items()})

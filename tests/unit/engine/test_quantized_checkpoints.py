@@ -17,7 +17,7 @@ from specdec.engine.errors import ModelLoadError
 from specdec.engine.model import loader
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.loader import load_model
-from specdec.engine.model.probe import Probe
+from specdec.engine.model.probe import SelfTest
 from specdec.engine.model.ragged import RaggedModel
 from specdec.engine.settings import EngineSettings
 from tests.support.engine.tiny_models import save_tiny_model
@@ -43,7 +43,7 @@ def quantized(directory: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", FORMATS)
 def test_on_the_cpu_one_is_refused_and_told_what_to_give_instead(tmp_path: Path, name: str) -> None:
     directory = quantized(tmp_path, name)
-    with pytest.raises(ModelLoadError, match=rf"is quantized \({name}\), which is for CUDA: .*weight_quantization"):
+    with pytest.raises(ModelLoadError, match=rf"is quantized \({name}\) and needs CUDA; .*weight_quantization"):
         load_model(EngineSettings(model=str(directory), device="cpu"))
 
 
@@ -78,7 +78,7 @@ def test_a_package_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: p
 
 def test_its_modules_are_not_taken_apart_by_the_engines_own_decoders(tmp_path: Path) -> None:
     loaded = load_model(EngineSettings(model=str(save_tiny_model("llama", tmp_path)), device="cpu"))
-    probe = Probe(loaded.vocab_size, loaded.max_model_len, 16, loaded.device)
+    probe = SelfTest(loaded.vocab_size, loaded.max_model_len, 16, loaded.device)
     recorded = RaggedModel(loaded.model, TiledAttention()).record_attention(probe)
     assert is_fusable(loaded.model, recorded.geometries, recorded.options, 256)
     loaded.model.config.quantization_config = {"quant_method": "gptq"}
@@ -90,5 +90,5 @@ def test_a_checkpoint_that_lacks_weights_is_refused_and_not_made_up(tmp_path: Pa
     weights = load_file(directory / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"lacks 1 weights of its model, model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(ModelLoadError, match=r"lacks 1 weights, such as model\.layers\.1\.mlp\.up_proj\.weight"):
         load_model(EngineSettings(model=str(directory), device="cpu"))

@@ -74,5 +74,5 @@ def test_numerics_id_does_not_name_the_threads(runners: list[ModelRunner]) -> No
 
 def test_demanding_row_invariance_where_there_is_none_is_an_error(tmp_path: Path) -> None:
     directory = save_tiny_model("llama", tmp_path)
-    with pytest.raises(ModelLoadError, match="deterministic needs float32 on CPU, or a GPU"):
+    with pytest.raises(ModelLoadError, match="deterministic: needs dtype float32 on a CPU, or a GPU"):
         ModelRunner.load(EngineSettings(model=str(directory), dtype="bfloat16", deterministic=True))

@@ -11,7 +11,7 @@ import torch
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
-from specdec.engine.model.probe import Probe
+from specdec.engine.model.probe import SelfTest
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from tests.support.engine import paged_scenarios as play
@@ -52,7 +52,7 @@ def test_nan_in_stale_slots_changes_no_logit(name: str, tmp_path: Path) -> None:
 def test_a_kernel_reads_no_slot_that_is_not_its_rows(
     kernel: TiledAttention | GatherAttention, window: int | None
 ) -> None:
-    probe = Probe(VOCAB_SIZE, 64, 8, torch.device("cpu"))
+    probe = SelfTest(VOCAB_SIZE, 64, 8, torch.device("cpu"))
     batch = probe.batch(probe.prefix_rows(11))
     query, key, value = torch.randn(3, 11, 2, 16, generator=torch.Generator().manual_seed(3)).unbind(0)
     results = []

@@ -138,7 +138,7 @@ def test_other_numbers_than_float32_and_machines_without_kernels_are_refused_by_
     with pytest.raises(ModelLoadError, match="weight_quantization: int8 needs float32 on the CPU, not bfloat16 on cpu"):
         load(directory, weight_quantization="int8", dtype="bfloat16", deterministic=None)
     monkeypatch.setenv("SPECDEC_NATIVE_ISA", "none")
-    with pytest.raises(ModelLoadError, match="weight_quantization needs native kernels"):
+    with pytest.raises(ModelLoadError, match="weight_quantization: needs native kernels"):
         load(directory, weight_quantization="int8")
 
 

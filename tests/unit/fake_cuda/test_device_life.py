@@ -24,7 +24,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.model import runner as runner_module
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.logit_processors import RowContext
-from specdec.engine.sampling.masks import masked_logits
+from specdec.engine.sampling.restrictions import masked_logits
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
@@ -268,7 +268,10 @@ ADJUSTED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("many", "num_copies"), [(PLAIN, 1), (ADJUSTED, 3)], ids=["plain", "adjusted and cut"])
+@pytest.mark.parametrize(
+    ("many", "num_copies"),
+    [pytest.param(PLAIN, 1, id="plain", marks=pytest.mark.long), pytest.param(ADJUSTED, 3, id="adjusted and cut")],
+)
 def test_draws_of_a_graph_are_those_of_single_steps_every_time_for_one_copy_back(
     many: list[dict[str, Any]], num_copies: int, gpu: Gpu
 ) -> None:

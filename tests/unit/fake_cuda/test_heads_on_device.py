@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the device is one thread's
-    monkeypatch.setattr(buckets, "ROW_BUCKETS", (4, 16))
+    monkeypatch.setattr(buckets, "ROW_BUCKETS", (4, 8))
     monkeypatch.setattr(buckets, "_MOST_CAPTURE_S", math.inf)  # played, captures take as long as the machine is busy
     monkeypatch.setattr(runner_module, "_WARMUP_ROWS", (2,))
     with fake_cuda() as device:
@@ -80,7 +80,7 @@ def target_of(model: Path, device: str) -> HeadTarget:
 class Life:
     """Sessions that commit what a generator says, and what a head offers before each step."""
 
-    def __init__(self, head: Head, target: HeadTarget, lengths: tuple[int, int] = (7, 2)) -> None:
+    def __init__(self, head: Head, target: HeadTarget, lengths: tuple[int, int] = (5, 2)) -> None:
         self._head, self._device = head, target.runner.device
         self._generator = torch.Generator().manual_seed(4)
         self._tokens = [self._drawn(length + 1) for length in lengths]

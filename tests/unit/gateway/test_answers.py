@@ -14,14 +14,14 @@ from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.completions import CompletionRequest
 from specdec.gateway.api.problems import validated
 from specdec.gateway.chat.deltas import MessageDelta, PlainParser, ToolCallDelta
-from specdec.gateway.translation.chat_answer import ChatEvents, ChatWhole, ChoiceOutput
+from specdec.gateway.translation.chat_answer import ChatEvents, ChatWhole, ParsedOutput
 from specdec.gateway.translation.completion_answer import (
     CompletionEvents,
     CompletionWhole,
     PromptTold,
     completion_usage,
 )
-from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.head import AnswerHead
 from specdec.gateway.translation.origins import OriginCounter
 from specdec.gateway.translation.usage import acceptance_histogram
 from specdec.gateway.upstream.vocabulary import TokenTexts
@@ -33,8 +33,8 @@ WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven"]
 TEXTS = texts_of(WORDS)
 
 
-def head() -> Head:
-    return Head("id-1", 1000)
+def head() -> AnswerHead:
+    return AnswerHead("id-1", 1000)
 
 
 def chat_request(**fields: Any) -> ChatRequest:
@@ -62,9 +62,9 @@ def chat_whole(chunks: list[api.GenerateResponse], *, make_parser: Any = PlainPa
     return answer
 
 
-def outputs_of(completion: Completion) -> dict[int, ChoiceOutput]:
+def outputs_of(completion: Completion) -> dict[int, ParsedOutput]:
     return {
-        index: ChoiceOutput(choice.text, choice.tokens, choice.finished or api.ChoiceFinished())
+        index: ParsedOutput(choice.text, choice.tokens, choice.finished or api.ChoiceFinished())
         for index, choice in completion.choices.items()
     }
 

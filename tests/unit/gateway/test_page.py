@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.gateway.page.assembly import SCRIPTS, assembled
+from specdec.gateway.routes.page import SCRIPTS, assembled
 
 ROOT = Path(__file__).parents[3]
 TSC = ROOT / ".tools/node_modules/.bin/tsc"

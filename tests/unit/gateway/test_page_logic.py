@@ -151,7 +151,7 @@ def test_nodes_that_were_not_taken_are_of_who_proposed_them_where_that_is_told()
 
 def test_a_run_is_equal_to_itself() -> None:
     (told,) = answers({"chunks": in_pieces(stream([event("ab", [("a", "prefill"), ("b", "decode")])]), 1000)})
-    assert told["self"] == {"kind": "equal", "text": "Equal: all 2 token ids are the same."}
+    assert told["self"] == {"kind": "equal", "text": "Equal: all 2 token ids agree."}
 
 
 def test_failures_are_told_in_words_with_what_to_do() -> None:

@@ -10,7 +10,7 @@ from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.problems import validated
 from specdec.gateway.api.responses import ResponsesRequest
 from specdec.gateway.chat.deltas import PlainParser
-from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.head import AnswerHead
 from specdec.gateway.translation.response_answer import ResponseEvents
 from specdec.gateway.translation.response_request import response_to_chat, response_to_generate
 from specdec.v1 import common_pb2 as pb
@@ -27,7 +27,9 @@ def generate(**fields: Any) -> api.GenerateRequest:
 
 
 def events(*chunks: api.GenerateResponse, **fields: Any) -> list[dict[str, Any]]:
-    answer = ResponseEvents(validated(ResponsesRequest, {"input": "hi", **fields}), Head("resp_1", 5), PlainParser())
+    answer = ResponseEvents(
+        validated(ResponsesRequest, {"input": "hi", **fields}), AnswerHead("resp_1", 5), PlainParser()
+    )
     return [event for chunk in chunks for event in answer.add(chunk, TEXTS)]
 
 

@@ -14,7 +14,7 @@ from specdec.gateway.translation.chat_answer import ChatEvents
 from specdec.gateway.translation.chat_request import chat_to_generate
 from specdec.gateway.translation.completion_answer import CompletionEvents, PromptTold
 from specdec.gateway.translation.completion_request import completion_to_generate
-from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.head import AnswerHead
 from specdec.gateway.translation.logprobs import LEAST, ids_in
 from specdec.gateway.translation.steps import steps_told
 from specdec.v1 import common_pb2 as pb
@@ -69,13 +69,13 @@ def test_texts_are_asked_for_of_all_tokens_of_a_tree() -> None:
 
 def chat_choices(**fields: Any) -> list[dict[str, Any]]:
     request = validated(ChatRequest, {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields})
-    events = ChatEvents(request, Head("id", 1), PlainParser, "")
+    events = ChatEvents(request, AnswerHead("id", 1), PlainParser, "")
     return [event["choices"][0] for chunk in chunks() for event in events.add(chunk, TEXTS)]
 
 
 def completion_choices(**fields: Any) -> list[dict[str, Any]]:
     request = validated(CompletionRequest, {"prompt": "x", "stream": True, **fields})
-    events = CompletionEvents(request, Head("id", 1), 0, PromptTold())
+    events = CompletionEvents(request, AnswerHead("id", 1), 0, PromptTold())
     return [event["choices"][0] for chunk in chunks() for event in events.add(chunk, TEXTS)]
 
 

@@ -11,8 +11,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from specdec.gateway.api.errors import ApiError
-from specdec.gateway.http.connected import while_connected
-from specdec.gateway.http.events import Event, EventStream, begun, framed
+from specdec.gateway.http.events import Event, EventStream, begun, framed, while_connected
 from specdec.gateway.routes.merging import all_of, merged
 
 

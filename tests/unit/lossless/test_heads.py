@@ -106,8 +106,9 @@ def test_each_alone_changes_no_token_over_the_table(
     name: str, options: dict[str, HeadOptions], restored: LocalPair, plainly: Plainly
 ) -> None:
     num_accepted = 0
-    for first in range(0, len(CASES), 8):
-        opens = {str(i): body_of(case) for i, case in enumerate(CASES[first : first + 8])}
+    cases = CASES if name == RIGHT else CASES[list(MAKERS).index(name) % 2 :: 2]  # every case with half of the heads
+    for first in range(0, len(cases), 8):
+        opens = {str(i): body_of(case) for i, case in enumerate(cases[first : first + 8])}
         num_accepted += check(restored, plainly, [options[name]], opens, use_draft=False)
     if name == RIGHT:
         assert num_accepted > 100

@@ -201,7 +201,7 @@ def test_one_that_raises_in_mid_stream_is_dropped_and_costs_nobody_a_token(
     ("options", "message"),
     [
         (LayerSkipOptions(exit_layer=10), "exit_layer: 10 is not between 1 and 9"),
-        (LayerSkipOptions(skip_mlp_layers=(12,)), "skip_mlp_layers: the model has layers 0 to 9, and not 12"),
+        (LayerSkipOptions(skip_mlp_layers=(12,)), "skip_mlp_layers: the model has layers 0 to 9, not 12"),
     ],
 )
 def test_layers_that_are_not_there_are_refused_by_name(

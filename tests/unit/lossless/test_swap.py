@@ -171,8 +171,8 @@ def test_what_is_refused_is_named_and_changes_nothing(running: LocalPair, tmp_pa
     bad_fields = {
         "unheard_of": "unheard_of",
         "ngram,ngram": "named twice",
-        "[" * 60_000: "no JSON",
-        '["ngram"': "no JSON",
+        "[" * 60_000: "is not JSON",
+        '["ngram"': "is not JSON",
         "[" + "9" * 5000 + "]": "drafters: ",
         "7,8": "7",
         asked(5): "drafters: ",

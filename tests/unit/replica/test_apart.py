@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from specdec.replica.worker.isolation import ApartTurns
+from specdec.replica.worker.isolation import FaultIsolation
 from specdec.replica.worker.sessions import EngineSession, Owner
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.session_keys import session_key, split_keys
+from specdec.wire.error_details import session_key, split_keys
 from tests.support.engine.local_pair import LocalPair, open_session
 
 PROMPTS = {name: [11 + number, 12, 13, 14 + number] for number, name in enumerate("abcde")}
@@ -92,7 +92,7 @@ def test_all_get_turns_and_step_together_again_when_they_are_past_the_position(
 def test_whoever_waited_longest_is_next() -> None:
     owner = Owner("coordinator", 1, 1)
     sessions = [EngineSession(session_id=str(n), epoch=1, owner=owner, apart_until=5 * (n % 2)) for n in range(5)]
-    turns = ApartTurns[EngineSession](lambda session: 0)
+    turns = FaultIsolation[EngineSession](lambda session: 0)
     taken = []
     for _ in range(9):
         group = turns.groups(sessions)[0]

@@ -16,8 +16,8 @@ from specdec.replica.bridge.engine_keeper import EngineKeeper
 from specdec.replica.bridge.engine_watch import EndCause
 from specdec.telemetry import RelayMetrics
 from specdec.v1 import common_pb2, target_pb2_grpc
+from specdec.wire.error_details import session_key, split_keys
 from specdec.wire.errors import NotReady, Unavailable
-from specdec.wire.session_keys import session_key, split_keys
 from tests.support.services.echo_process import (
     SERVING,
     echo_process,
@@ -28,7 +28,7 @@ from tests.support.services.echo_process import (
     verify_stream,
 )
 
-SOON = ("--engine-silence-s", "1", "--engine-stall-s", "1")
+SOON = ("--silence-s", "1", "--engine-stall-s", "1")
 PATIENCE_S = 60.0
 
 

@@ -10,9 +10,9 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdec.replica.worker.clamping import UINT32_MAX, microseconds, uint32
 from specdec.target_service.verdicts import end_position
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import UINT32_MAX, microseconds, uint32
 from tests.support.engine.local_pair import LocalPair
 from tests.support.engine.worker_client import WorkerClient
 

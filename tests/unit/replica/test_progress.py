@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.target_service.records.progress import PROGRESS_INTERVAL_S
+from specdec.target_service.verdicts import PROGRESS_INTERVAL_S
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.local_pair import LocalPair
 from tests.support.engine.worker_client import WorkerClient

@@ -15,8 +15,9 @@ import pytest
 
 from specdec.commands.views.failures import EXIT_CODES
 from specdec.wire.errors import FailedPrecondition, InvalidRequest, NotReady, SpecdecError, Unavailable, from_rpc_error
-from tests.support.servers.certificates import Authority
+from tests.support.servers.certificates import Authority, SecretVolume
 from tests.support.services.echo_process import SERVICE, echo_process, ready_echo, verify_stream
+from tests.support.services.secured import server_flags
 
 
 def begin(channel: grpc.aio.Channel, request: bytes) -> Any:
@@ -92,13 +93,10 @@ async def test_before_the_model_is_loaded_nobody_is_asked() -> None:
 
 async def test_the_command_reaches_a_target_that_demands_a_certificate(tmp_path: Path) -> None:
     authority = Authority("the authority")
-    (tmp_path / "ca.pem").write_bytes(authority.certificate)
-    for name in ("server", "client"):
-        issued = authority.issue(name)
-        (tmp_path / f"{name}.key").write_bytes(issued.key)
-        (tmp_path / f"{name}.pem").write_bytes(issued.chain)
-    ca, key, cert = (str(tmp_path / name) for name in ("ca.pem", "server.key", "server.pem"))
-    async with echo_process("--tls-cert-file", cert, "--tls-key-file", key, "--tls-client-ca-file", ca) as process:
+    server, client = (
+        SecretVolume(tmp_path / name, authority.issue(name), authority.certificate) for name in ("server", "client")
+    )
+    async with echo_process(*server_flags(server)) as process:
         address = f"127.0.0.1:{(await process.event('listening'))['port']}"
         await process.event("ready")
         command = [
@@ -110,9 +108,9 @@ async def test_the_command_reaches_a_target_that_demands_a_certificate(tmp_path:
             "--target",
             address,
             "--tls-ca",
-            ca,
+            str(server.authority),
         ]
-        own = ["--tls-key", str(tmp_path / "client.key"), "--tls-cert", str(tmp_path / "client.pem")]
+        own = ["--tls-key", str(client.key), "--tls-cert", str(client.certificate)]
         environment = {**os.environ, "COLUMNS": "200"}
 
         def run(*flags: str) -> subprocess.CompletedProcess[str]:

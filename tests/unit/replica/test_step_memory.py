@@ -10,8 +10,8 @@ import pytest
 
 from specdec.replica.bridge.step_memory import MAX_KEYS, StepMemory, new_step_file
 from specdec.v1 import common_pb2
+from specdec.wire.error_details import KEY_BYTES, session_key, split_keys
 from specdec.wire.errors import Unavailable, to_status
-from specdec.wire.session_keys import KEY_BYTES, session_key, split_keys
 
 KEYS = [session_key(f"coordinator/request/{number}") for number in range(64)]
 
@@ -23,7 +23,7 @@ def test_a_process_that_is_killed_leaves_whom_it_was_working_for() -> None:
     script = (
         "import os, sys\n"
         "from specdec.replica.bridge.step_memory import StepMemory\n"
-        "from specdec.wire.session_keys import session_key\n"
+        "from specdec.wire.error_details import session_key\n"
         "steps = StepMemory(int(sys.argv[1]))\n"
         "steps.work_on([session_key(name) for name in ('a', 'b')])\n"
         "os.kill(os.getpid(), 9)\n"

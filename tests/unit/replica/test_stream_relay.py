@@ -19,7 +19,7 @@ from specdec.wire.errors import (
     Unavailable,
     from_rpc_error,
 )
-from specdec.wire.settings import ClientSettings
+from specdec.wire.settings import PeerSettings
 from tests.support.services.echo_process import (
     NOT_SERVING,
     SERVICE,
@@ -113,7 +113,7 @@ async def test_before_the_model_is_loaded_everything_is_unavailable_with_a_retry
     async with echo_process("--load", "hang") as process:
         port = (await process.event("listening"))["port"]
         await process.event("engine_started")
-        async with open_channel(f"127.0.0.1:{port}", ClientSettings()) as channel:
+        async with open_channel(f"127.0.0.1:{port}", PeerSettings()) as channel:
             assert [await health_of(channel, name) for name in ("", SERVICE)] == [NOT_SERVING, NOT_SERVING]
             stub = target_pb2_grpc.TargetServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as info:
@@ -200,7 +200,7 @@ async def test_metrics_of_servicer_and_engine_are_on_one_page() -> None:
     async with echo_process() as process:
         listening = await process.event("listening")
         await process.event("ready")
-        async with open_channel(f"127.0.0.1:{listening['port']}", ClientSettings()) as channel:
+        async with open_channel(f"127.0.0.1:{listening['port']}", PeerSettings()) as channel:
             call = verify_stream(channel)
             for _ in range(3):
                 await call.write(b"hello")
@@ -245,8 +245,11 @@ async def test_mutual_tls_lets_in_only_who_has_a_certificate_and_health_stays_pl
     async with echo_process(*map(str, flags)) as process:
         listening = await process.event("listening")
         await process.event("ready")
+        told = {event["setting"]: event["reason"] for event in process.events if event["event"] == "setting_outdated"}
+        assert told.keys() == {"tls_cert_file", "tls_key_file", "tls_client_ca_file"}
+        assert "set tls_dir and tls_verify_clients instead" in told["tls_client_ca_file"]
         address = f"127.0.0.1:{listening['port']}"
-        stranger = ClientSettings(replica_tls=True, replica_tls_ca_file=ca)
+        stranger = PeerSettings(replica_tls=True, replica_tls_ca_file=ca)
         member = stranger.model_copy(
             update={
                 "replica_tls_cert_file": tmp_path / "client.pem",
@@ -255,10 +258,10 @@ async def test_mutual_tls_lets_in_only_who_has_a_certificate_and_health_stays_pl
         )
         async with open_channel(address, member) as channel:
             assert await health_of(channel) == SERVING
-        for settings in (stranger, ClientSettings()):
+        for settings in (stranger, PeerSettings()):
             async with open_channel(address, settings) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await health_of(channel)
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        async with open_channel(f"127.0.0.1:{listening['health_port']}", ClientSettings()) as channel:
+        async with open_channel(f"127.0.0.1:{listening['health_port']}", PeerSettings()) as channel:
             assert await health_of(channel) == SERVING

@@ -39,7 +39,7 @@ FLOORS = {
         command
     """,
     "specdec.commands.measuring": """
-        figures progress requests streams svg tables
+        progress requests streams svg tables
         closed_loop prompts report served
         summary
         breakdown
@@ -67,15 +67,15 @@ FLOORS = {
         command
     """,
     "specdec.commands.up": """
-        child cores devices drafters service_process
+        cores devices drafters service_process
         cluster mps
-        log_view plan supervision
+        plan supervision
         placement
         command
     """,
     "specdec.config": """
-        endpoint_options replica sources
-        coordinator drafter_options
+        endpoint_options replica retired
+        coordinator drafter_options sources
         draft
         target
     """,
@@ -100,7 +100,7 @@ FLOORS = {
         sessions tenants
         journal links
         observer replicas
-        finishing intake
+        finishing intake timings
         decode_loop recovery replay
         connections generation
         servicer
@@ -109,22 +109,21 @@ FLOORS = {
         __main__
     """,
     "specdec.coordinator.intake": """
-        conversation line prompt_bytes reading resume validation
+        conversation line reading resume validation
         fair_queue
         admission
-        tokenizing
+        text_limits
         prompt
         conversions terms
         planning
     """,
     "specdec.draft_service": """
-        servicer target_facts wire
-        __main__ model_process plain
+        __main__ target_facts
+        model_process plain
         worker
     """,
     "specdec.draft_service.plain": """
         proposals recorder session
-        opening
         role
         process
     """,
@@ -201,7 +200,7 @@ FLOORS = {
         __main__
     """,
     "specdec.gateway.chat": """
-        deltas markers messages
+        deltas messages
         tool_calls
         reasoning
         parsing
@@ -211,7 +210,7 @@ FLOORS = {
         worker
     """,
     "specdec.replica.bridge": """
-        abort_frames frame_codec pulse step_memory
+        frame_codec pulse step_memory
         engine_watch frame_writer
         frames
         engine_answers engine_child
@@ -221,7 +220,7 @@ FLOORS = {
         replica_service
     """,
     "specdec.replica.worker": """
-        clamping engine_gauges errors rank_child trace
+        engine_gauges errors rank_child trace
         opening ranks sessions
         isolation role
         pending_responses
@@ -231,14 +230,13 @@ FLOORS = {
         build
     """,
     "specdec.service": """
-        affinity error_interceptor extras grpc_polling listening metrics_server parent_process restarts
-        tls_watch
+        error_interceptor listening metrics_server process tls_watch
         metrics_endpoint settings
         readiness
         server
     """,
     "specdec.store": """
-        errors interface packing scripts
+        interface scripts
         announcer checks guarded keys tls
         memory records
         redis_store
@@ -246,8 +244,8 @@ FLOORS = {
         settings
     """,
     "specdec.target_service": """
-        logprobs policy servicer tree wire
-        __main__ api prompt_logprobs
+        __main__ logprobs policy tree
+        api prompt_logprobs
         session
         admission masks pacing
         sample_and_walk
@@ -260,8 +258,7 @@ FLOORS = {
         worker
     """,
     "specdec.target_service.admission": """
-        forks opening
-        admission
+        admission opening
     """,
     "specdec.target_service.api": """
         answers session
@@ -274,8 +271,7 @@ FLOORS = {
         pacing
     """,
     "specdec.wire": """
-        addresses backoff chat_template_files error_details message_sizes sampling_limits sampling_params
-        session_keys tls_files
+        backoff chat_template_files error_details message_sizes sampling_limits sampling_params tls_files
         errors settings
         abort reading
         tls

@@ -11,8 +11,7 @@ import pytest
 from specdec.service.server import advertised_address
 from specdec.service.settings import ServiceSettings
 from specdec.store.announcer import AnnouncedState, Announcer
-from specdec.store.errors import StoreUnavailable
-from specdec.store.interface import ReplicaRecord
+from specdec.store.interface import ReplicaRecord, StoreUnavailable
 from specdec.store.memory import MemoryStore
 from specdec.v1 import common_pb2 as pb
 

@@ -1,5 +1,6 @@
 """Settings from flags, environment and files, and the errors that name them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ from specdec.config import (
     load_settings,
     settings_or_exit,
 )
+from specdec.config.retired import REMOVED, REPLACED
 from specdec.config.sources import SettingsInvalid
 from specdec.engine.settings import EngineSettings
-from specdec.service.affinity import parse_cores, split_cores
+from specdec.gateway.settings import GatewaySettings
+from specdec.service.process import parse_cores, split_cores
+from specdec.wire.settings import client_tls_paths
+from tests.support.servers.certificates import Authority, SecretVolume
 
 
 def load_target(*argv: str) -> TargetSettings:
@@ -190,13 +195,113 @@ def test_secret_is_not_shown_by_repr() -> None:
         (["--tls-cert-file", "/none"], "tls_cert_file and tls_key_file must be set together"),
         (["--tls-client-ca-file", "/none"], "tls_client_ca_file needs tls_cert_file"),
         (["--tls-cert-file", "/none", "--tls-key-file", "/none"], "tls_cert_file: no such file: /none"),
-        (["--engine-cores", "3-1"], "counts down"),
+        (["--tls-dir", "/none"], "tls_dir: the folder /none has no file tls.crt"),
+        (["--tls-dir", "/none", "--tls-key-file", "/x"], "tls_dir and tls_key_file: set one of them"),
+        (["--tls-verify-clients"], "tls_verify_clients needs tls_dir"),
+        (["--metrics-tls"], "metrics_tls needs tls_dir"),
+        (["--redis-tls-dir", "/none"], "redis_tls_dir needs redis_url"),
+        (["--redis-url=rediss://h:1", "--redis-tls-dir=/none"], "redis_tls_dir: the folder /none has no file ca.crt"),
+        (["--engine-cores", "3-1"], "a falling range"),
         (["--engine-cores", "some"], "not auto, off or a list"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_explained(argv: list[str], complaint: str) -> None:
     (problem,) = problems_of("--model", "m", *argv)
     assert complaint in problem
+
+
+@pytest.mark.parametrize(
+    ("side", "cls", "needed"),
+    [
+        ("replica_tls", CoordinatorSettings, ("--targets=a:1",)),
+        ("replica_tls", DraftSettings, ("--model=m",)),
+        ("redis_tls", CoordinatorSettings, ("--redis-url=rediss://127.0.0.1:1",)),
+        ("coordinator_tls", GatewaySettings, ("--coordinators=a:1",)),
+    ],
+)
+def test_a_clients_folder_needs_authorities_and_a_whole_pair_or_none(
+    side: str, cls: Any, needed: tuple[str, ...], tmp_path: Path
+) -> None:
+    authority = Authority("ours")
+    certificate = authority.issue("client")
+    flag = f"--{side.replace('_', '-')}"
+    arguments = (*needed, f"{flag}-dir={tmp_path}")
+
+    def load() -> Any:
+        return load_settings(cls, arguments, env_prefix=cls.env_prefix, prog="test")
+
+    assert problems_of(*arguments, cls=cls) == [f"{side}_dir: the folder {tmp_path} has no file ca.crt"]
+    (tmp_path / "ca.crt").write_bytes(authority.certificate)
+    assert [file.path.name for file in client_tls_paths(load(), side)] == ["ca.crt"]
+    (tmp_path / "tls.crt").write_bytes(certificate.chain)
+    assert problems_of(*arguments, cls=cls) == [f"{side}_dir: the folder {tmp_path} has no file tls.key"]
+    (tmp_path / "tls.key").write_bytes(certificate.key)
+    assert [file.path.name for file in client_tls_paths(load(), side)] == ["tls.crt", "tls.key", "ca.crt"]
+    (problem,) = problems_of(*arguments, f"{flag}-ca-file={tmp_path / 'ca.crt'}", cls=cls)
+    assert problem == f"{side}_dir and {side}_ca_file: set one of them; {side}_dir replaces {side}_ca_file"
+    if side != "redis_tls":
+        assert getattr(load(), side)
+        assert problems_of(*arguments, f"--no-{side.replace('_', '-')}", cls=cls) == [f"{side}_dir needs {side}"]
+
+
+def test_a_replaced_setting_is_read_and_its_notice_names_the_new_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    volume = SecretVolume(tmp_path / "tls", Authority("ours").issue("target"), b"")
+    old = [f"--tls-cert-file={volume.certificate}", f"--tls-key-file={volume.key}"]
+    settings = settings_or_exit(
+        TargetSettings, ["--model=m", *old], env_prefix=TargetSettings.env_prefix, prog="target"
+    )
+    assert settings.serves_tls
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["event"], line["level"], line["service"], line["setting"]) for line in told] == [
+        ("setting_outdated", "warning", "target", "tls_cert_file"),
+        ("setting_outdated", "warning", "target", "tls_key_file"),
+    ]
+    assert told[0]["reason"] == "tls_cert_file is read in this release only: set tls_dir instead"
+
+
+@pytest.mark.parametrize("given", ["flag", "flag with a space", "variable", "file", "own draft"])
+def test_a_removed_setting_is_ignored_and_its_notice_says_what_holds_now(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model=m", "--max-sessions=7"]
+    match given:
+        case "flag":
+            argv += ["--session-ttl-s=5"]
+        case "flag with a space":
+            argv += ["--session-ttl-s", "5", "--port", "0"]
+        case "variable":
+            monkeypatch.setenv("SPECDEC_TARGET_SESSION_TTL_S", "5")
+        case "own draft":
+            argv += ['--own-draft={"model": "d", "session_ttl_s": 5}']
+        case _:
+            (tmp_path / "c.yaml").write_text("session-ttl-s: 5\n")
+            argv += ["--config", str(tmp_path / "c.yaml")]
+    settings = settings_or_exit(TargetSettings, argv, env_prefix=TargetSettings.env_prefix, prog="target")
+    assert settings.max_sessions == 7
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert (told["event"], told["setting"]) == ("setting_outdated", "session_ttl_s")
+    assert told["reason"] == (
+        "session_ttl_s was removed and is ignored: a session outlives its coordinator's stream by 60 s"
+    )
+
+
+def test_no_setting_has_the_name_of_a_removed_one() -> None:
+    kinds: tuple[Any, ...] = (TargetSettings, DraftSettings, CoordinatorSettings, GatewaySettings)
+    assert not REMOVED.keys() & {name for kind in kinds for name in kind.model_fields}
+    assert REPLACED.keys() <= {name for kind in kinds for name in kind.model_fields}
+
+
+def test_help_and_hints_name_no_replaced_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_target("--help")
+    _, _, options = capsys.readouterr().out.partition("\noptions:")
+    assert "--tls-dir" in options
+    assert not [name for name in REPLACED if f"--{name.replace('_', '-')} " in options]
+    (problem,) = problems_of("--model=m", "--tls-cert-fle=x")
+    assert "cert" not in problem.partition("did you mean")[2]
 
 
 def test_process_exits_with_2_and_the_problem_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

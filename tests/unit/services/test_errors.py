@@ -18,7 +18,7 @@ from specdec.v1.coordinator_pb2 import ResumeInfo
 from specdec.wire import errors
 from specdec.wire.channel import open_channel
 from specdec.wire.errors import SpecdecError, from_rpc_error, from_status, to_status
-from specdec.wire.settings import ClientSettings
+from specdec.wire.settings import PeerSettings
 from tests.support.for_each import for_each
 
 
@@ -142,7 +142,7 @@ async def channel() -> AsyncIterator[Any]:
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("specdec.test", handlers),))
     await server.start()
-    async with open_channel(f"127.0.0.1:{port}", ClientSettings()) as channel:
+    async with open_channel(f"127.0.0.1:{port}", PeerSettings()) as channel:
         yield channel
     await server.stop(0)
 
@@ -192,7 +192,7 @@ async def test_an_error_of_any_length_reaches_the_client_as_what_it_is(character
     handlers: dict[str, Any] = {"Refuse": grpc.unary_unary_rpc_method_handler(refuse)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("specdec.test", handlers),))
     await server.start()
-    async with open_channel(f"127.0.0.1:{port}", ClientSettings()) as opened:
+    async with open_channel(f"127.0.0.1:{port}", PeerSettings()) as opened:
         channel: Any = opened
         for _ in range(20):  # of what is near the limit, gRPC refuses some by chance
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -212,7 +212,7 @@ def test_details_of_a_peer_that_are_too_long_are_left_out() -> None:
 
 
 async def test_error_of_a_peer_that_is_not_there_is_unavailable() -> None:
-    async with open_channel("127.0.0.1:1", ClientSettings()) as opened:
+    async with open_channel("127.0.0.1:1", PeerSettings()) as opened:
         channel: Any = opened
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary("/specdec.test/Invalid")(b"", timeout=60)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specdec.commands.train.checkpoint import add_recipe
 from specdec.commands.train.recipe import Recipe, TrainingRefused
-from specdec.commands.train.states import Batch
+from specdec.commands.train.states import TextBatch
 from specdec.commands.train.trainee import Guesses, TargetParts
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
@@ -37,7 +37,7 @@ class DraftModelTrainee:
                 raise TrainingRefused(f"{recipe.initial_draft} has another vocabulary than the target")
         self.module: nn.Module = model.to(target.device)
 
-    def guesses(self, batch: Batch, num_depths: int) -> Iterator[Guesses]:
+    def guesses(self, batch: TextBatch, num_depths: int) -> Iterator[Guesses]:
         """See `Trainee`. Over the target's tokens each depth is the first one of another place: one is learned."""
         model: Any = self.module
         logits = model(input_ids=batch.token_ids, use_cache=False).logits

@@ -17,7 +17,7 @@ from torch import nn
 from specdec.commands.train.checkpoint import write_checkpoint
 from specdec.commands.train.kinds.speculators import head_config, vocabulary_tensors
 from specdec.commands.train.recipe import Recipe, TrainingRefused
-from specdec.commands.train.states import Batch
+from specdec.commands.train.states import TextBatch
 from specdec.commands.train.trainee import Guesses, TargetParts
 from specdec.drafting.heads.config import read_config
 from specdec.drafting.heads.methods.dflash import DFlashModel
@@ -61,7 +61,7 @@ class DSparkTrainee:
 
     lead = 1
 
-    def __init__(self, recipe: Recipe, target: TargetParts, target_ids: torch.Tensor | None, sample: Batch) -> None:
+    def __init__(self, recipe: Recipe, target: TargetParts, target_ids: torch.Tensor | None, sample: TextBatch) -> None:
         """`sample` gives the scale of the target's states. Weights come from torch's random state.
 
         Raises TrainingRefused: the target has no embedding that a mask could have.
@@ -90,7 +90,7 @@ class DSparkTrainee:
         if target_ids is None:
             block.lm_head.weight.requires_grad_(False)
 
-    def guesses(self, batch: Batch, num_depths: int) -> Iterator[Guesses]:
+    def guesses(self, batch: TextBatch, num_depths: int) -> Iterator[Guesses]:
         """See `Trainee`; no depth past the slots of a block."""
         num_texts, num_places = batch.token_ids.shape[0], batch.token_ids.shape[1] - 1
         shape = (num_texts, num_places, self._recipe.num_depths)
@@ -104,7 +104,7 @@ class DSparkTrainee:
             logits = (self._block.lm_head(rows) + added).unflatten(0, (num_texts, num))
             yield Guesses(depth, logits, None if confidence is None else confidence.unflatten(0, (num_texts, num)))
 
-    def _hidden(self, batch: Batch, shape: tuple[int, int, int]) -> torch.Tensor:
+    def _hidden(self, batch: TextBatch, shape: tuple[int, int, int]) -> torch.Tensor:
         """Normed states of the rows of all blocks, one text after the other."""
         block = self._block
         num_texts, num_places, num_slots = shape

@@ -18,7 +18,7 @@ from torch.nn import functional
 from specdec.commands.train.checkpoint import write_checkpoint
 from specdec.commands.train.kinds.speculators import head_config, vocabulary_tensors
 from specdec.commands.train.recipe import Recipe
-from specdec.commands.train.states import Batch
+from specdec.commands.train.states import TextBatch
 from specdec.commands.train.trainee import Guesses, TargetParts
 from specdec.drafting.heads.config import read_config
 from specdec.drafting.heads.methods.eagle3 import Eagle3Model
@@ -79,7 +79,7 @@ class Eagle3Trainee:
 
     lead = 1
 
-    def __init__(self, recipe: Recipe, target: TargetParts, target_ids: torch.Tensor | None, sample: Batch) -> None:
+    def __init__(self, recipe: Recipe, target: TargetParts, target_ids: torch.Tensor | None, sample: TextBatch) -> None:
         """`sample` gives the scale of the target's states. Weights come from torch's random state."""
         self.target_ids = target_ids
         self._recipe, self._target = recipe, target
@@ -107,7 +107,7 @@ class Eagle3Trainee:
         if target_ids is None:
             model.lm_head.weight.requires_grad_(False)
 
-    def guesses(self, batch: Batch, num_depths: int) -> Iterator[Guesses]:
+    def guesses(self, batch: TextBatch, num_depths: int) -> Iterator[Guesses]:
         """See `Trainee`."""
         model: Any = self.module
         num_texts, length = batch.token_ids.shape[0], batch.token_ids.shape[1] - 1

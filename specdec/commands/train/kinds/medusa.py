@@ -11,7 +11,7 @@ from torch import nn
 
 from specdec.commands.train.checkpoint import write_checkpoint
 from specdec.commands.train.recipe import Recipe
-from specdec.commands.train.states import Batch
+from specdec.commands.train.states import TextBatch
 from specdec.commands.train.trainee import Guesses, TargetParts
 from specdec.drafting.heads.methods.medusa import MedusaModel
 
@@ -36,7 +36,7 @@ class MedusaTrainee:
                     block.linear.bias.zero_()
         self.module: nn.Module = model.to(target.device)
 
-    def guesses(self, batch: Batch, num_depths: int) -> Iterator[Guesses]:
+    def guesses(self, batch: TextBatch, num_depths: int) -> Iterator[Guesses]:
         """See `Trainee`; no depth past the heads that there are."""
         heads: Any = self.module
         length = batch.token_ids.shape[1]

@@ -1,1 +1,1 @@
-"""The heads that there are, a file for each, over the parts that they share."""
+"""All kinds of heads, one file each."""

@@ -1,11 +1,11 @@
-"""DFlash (arXiv:2602.06036): a block of masks beside the last committed token, drafted in one pass in both directions.
+"""DFlash (arXiv:2602.06036): drafts a block of mask tokens after the last committed token in one bidirectional pass.
 
     context:  c_t = rms(fc taps_t; hidden_norm) of every committed token; each layer keeps its keys and values of c_t
     block:    embeddings of the last committed token (the anchor) and of masks, from the anchor's position on; each
               layer attends over the context and the whole block
     logits of slot k = lm_head rms(x_k; norm), of the token k after the anchor; with `sample_from_anchor` of the next
 
-An entry of the context does not depend on the next token, so that what the prefix cache shares fits any continuation.
+A context entry does not depend on the next token, so that shared prefix blocks fit any continuation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.drafting.heads.checkpoint import HeadFiles, HeadRefused, fill
 from specdec.drafting.heads.config import HeadConfig
 from specdec.drafting.heads.drawing import without_noise
 from specdec.drafting.heads.parts import Attend, Layer, RmsNorm, Rotary
-from specdec.drafting.heads.passes import Pass, Projection
+from specdec.drafting.heads.passes import HeadPass, Projection
 from specdec.drafting.heads.session import HeadAsk
 from specdec.drafting.heads.slots import draw_slots
 from specdec.drafting.heads.target import HeadTarget
@@ -36,7 +36,7 @@ _NOT_SUPPORTED = ("use_swa", "attention_sink_bias", "attention_value_scale", "co
 
 
 class DFlashModel(nn.Module):
-    """The modules of a checkpoint, named as in it."""
+    """The modules, named as in the checkpoint."""
 
     def __init__(
         self, config: HeadConfig, num_taps: int, target_size: int, vocab_size: int, draft_size: int, num_positions: int
@@ -58,7 +58,7 @@ class DFlashModel(nn.Module):
         return self
 
     def context(self, states: torch.Tensor) -> torch.Tensor:
-        """Hidden states of the target [T, layers, Ht] to what layers make entries of, [T, H]."""
+        """The target's hidden states [T, layers, Ht] to the context [T, H] that each layer makes entries of."""
         fused: torch.Tensor = self.hidden_norm(self.fc(states.flatten(1)))
         return fused
 
@@ -77,7 +77,7 @@ class DFlashModel(nn.Module):
 
 
 class DFlash(CachedHead):
-    """One pass for the blocks of all sessions."""
+    """Drafts the blocks of all sessions in one pass."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class DFlash(CachedHead):
         depth: int | None,
         top_k: int,
     ) -> None:
-        """`mask` [H] is embedded where a token is not known; `depth` of drafts at most, None: all of the block."""
+        """`mask` [H]: embedding of an unknown token; `depth`: greatest depth of drafts (None: the whole block)."""
         super().__init__(name, capabilities, layer_ids, target, cache, vocabulary)
         self.model = model
         self._mask = mask
@@ -113,13 +113,15 @@ class DFlash(CachedHead):
                 cache.write(layer, rows.slots, *model.entries(layer, context, rows.positions))
             return rows.token_ids
 
-        self._entering = Pass("entering", taps, entered)
-        self._blocks = Pass("blocks", (width,), lambda states, rows, attend: model.run(states, rows.positions, attend))
+        self._entering = HeadPass("entering", taps, entered)
+        self._blocks = HeadPass(
+            "blocks", (width,), lambda states, rows, attend: model.run(states, rows.positions, attend)
+        )
         self._logits = Projection("logits", (width,), lambda rows: vocabulary.spread(model.lm_head(rows)))
         self.kinds = self._entering, self._blocks
 
     def take_in(self, taken: TakenIn) -> torch.Tensor:
-        """An entry is of a token's features alone. A draft goes on from the token after the last one."""
+        """Write entries of the tokens' features. A draft continues from the next token."""
         return self.passes.run(self._entering, taken.states, taken.rows)
 
     @torch.inference_mode()
@@ -139,7 +141,7 @@ class DFlash(CachedHead):
         return offers
 
     def drawn(self, asks: Sequence[HeadAsk], hidden: torch.Tensor, anchors: torch.Tensor) -> list[Offer | None]:
-        """Trees from hidden states [sessions, depth, H] of the slots that are drafted.
+        """Trees from hidden states [sessions, depth, H] of the drafted slots.
 
         `anchors` [sessions] are the last committed tokens.
         """
@@ -156,7 +158,7 @@ class DFlash(CachedHead):
             rows.lines += [line] * self._block
             rows.contexts += [base.num_entries] * self._block
             rows.paths += [block[: index + 1] if self._is_causal else block for index in range(self._block)]
-            rows.token_ids += [0] * self._block  # what a block is told is in its states
+            rows.token_ids += [0] * self._block  # a block's input is in its states
             rows.positions += range(base.last_position + 1, base.last_position + 1 + self._block)
         embedded = self._mask.expand(len(bases), self._block, -1).clone()
         embedded[:, 0] = self.model.embed_tokens(torch.stack([base.last for base in bases]))
@@ -167,7 +169,7 @@ class DFlash(CachedHead):
 def load_dflash(
     files: HeadFiles, config: HeadConfig, layer_ids: tuple[int, ...], target: HeadTarget
 ) -> tuple[DFlashModel, DraftVocabulary, torch.Tensor]:
-    """The modules, what tokens they name, and the embedding [H] of a mask. Raises HeadRefused."""
+    """Load the modules, their vocabulary and the embedding [H] of a mask. Raises HeadRefused."""
     check_supported(config)
     tensors = {name.removeprefix("model."): value for name, value in files.tensors.items()}
     vocab_size, width = target.vocab_size, config.layers.hidden_size
@@ -199,7 +201,7 @@ def load_dflash(
 
 
 def check_supported(config: HeadConfig) -> None:
-    """Refuse what this drafter does not compute. Raises HeadRefused."""
+    """Raise HeadRefused for config options that are not supported."""
     for name in _NOT_SUPPORTED:
         if config.values.get(name):
             raise HeadRefused(f"config.json: {name} is not supported")

@@ -1,9 +1,9 @@
-"""DSpark (arXiv:2607.05147): DFlash's block, whose slots then hear of one another's tokens, and say how sure they are.
+"""DSpark (arXiv:2607.05147): DFlash's block, with logits that depend on the previous token, and a confidence.
 
     m = markov_w1[token before];  logits_k += markov_w2 m     (gated: m times a gate; rnn: of a state over the block)
     confidence_k = sigmoid(w . concat(y_k, m) + b)            of the slot's token, if those before it were taken
 
-So choices of a depth depend on the path above, at the cost of a small product for each node.
+So the choices of a depth depend on the path above, for one small product per node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIRST_RANK = 256
 
 
 class MarkovHead(nn.Module):
-    """What the token before adds to a slot's logits."""
+    """The bias that the previous token adds to a slot's logits."""
 
     def __init__(self, kind: str, vocab_size: int, draft_size: int, rank: int, size: int) -> None:
         super().__init__()
@@ -40,7 +40,9 @@ class MarkovHead(nn.Module):
     def forward(
         self, before: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings of tokens [T, rank], hidden states [T, H], states [T, rank]: [T, D], and states to go on with."""
+        """Return a bias [T, D] and new states, from token embeddings [T, rank], hidden states [T, H] and states [T,
+        rank].
+        """
         if self.gate_proj is not None:
             before = before * torch.sigmoid(self.gate_proj(torch.cat([hidden, before], dim=-1)))
         elif self.joint_proj is not None:
@@ -52,7 +54,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How likely a slot's token is to be accepted."""
+    """The probability that a slot's token is accepted."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class ConfidenceHead(nn.Module):
 
 
 class SparkModel(nn.Module):
-    """What a checkpoint has beside DFlash's tensors, named as in it."""
+    """The modules besides DFlash's, named as in the checkpoint."""
 
     def __init__(self, config: HeadConfig, vocab_size: int, draft_size: int) -> None:
         super().__init__()
@@ -73,9 +75,9 @@ class SparkModel(nn.Module):
             config.values.get("markov_rank", _FIRST_RANK),
         )
         if kind not in ("vanilla", "gated", "rnn"):
-            raise HeadRefused(f"config.json: markov_head_type {kind} is not known")
+            raise HeadRefused(f"config.json: markov_head_type {kind} is not one of vanilla, gated, rnn")
         if not isinstance(rank, int) or rank < 0:
-            raise HeadRefused(f"config.json: markov_rank is {rank!r}")
+            raise HeadRefused(f"config.json: markov_rank is {rank!r}, not an integer of 0 or more")
         size = config.layers.hidden_size
         self.rank = rank
         self.markov_head = MarkovHead(kind, vocab_size, draft_size, rank, size) if rank else None
@@ -86,7 +88,7 @@ class SparkModel(nn.Module):
     def bias(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor | float, torch.Tensor | None, torch.Tensor]:
-        """After tokens [T]: what is added to logits [T, D], confidence [T] if it is told, and states to go on with."""
+        """After tokens [T]: the logits' bias [T, D] or 0.0, confidence [T] or None, and new states."""
         before = hidden.new_zeros(len(token_ids), 0)
         added: torch.Tensor | float = 0.0
         if self.markov_head is not None:
@@ -99,7 +101,7 @@ class SparkModel(nn.Module):
 
 
 class DSpark(DFlash):
-    """DFlash's pass, then a tree level by level."""
+    """DFlash's pass, followed by a tree that grows level by level."""
 
     spark: SparkModel
 
@@ -135,7 +137,7 @@ class DSpark(DFlash):
 
 
 def _sure(choices: Choices, confidence: float) -> Choices:
-    """The first choice is as likely as the head says; the others share the rest."""
+    """Give the first choice the head's confidence; the others share the rest."""
     if not choices:
         return choices
     rest = sum(share for _, share in choices[1:]) or 1.0
@@ -144,7 +146,7 @@ def _sure(choices: Choices, confidence: float) -> Choices:
 
 
 def load_spark(files: HeadFiles, config: HeadConfig, draft_size: int, target: HeadTarget) -> SparkModel:
-    """What DFlash's loader leaves. Raises HeadRefused."""
+    """Load the modules besides DFlash's. Raises HeadRefused."""
     tensors = {name.removeprefix("model."): value for name, value in files.tensors.items()}
     model = SparkModel(config, target.vocab_size, draft_size)
     fill(model, {name: value for name, value in tensors.items() if name.startswith(PREFIXES)})

@@ -1,8 +1,7 @@
 """EAGLE-1 and 2 (arXiv:2401.15077): a decoder layer over the target's last hidden states and the next token.
 
-x = fc concat(embed[token j+1], f_j)    f_j is what the target's own head reads at token j
-h = decoder layer(x), without a norm before its attention
-logits of token j+2 = lm_head h;  a drafted token goes on from h in the place of f
+x = fc concat(embed[token j+1], f_j)    f_j: the target's last hidden state at token j h = decoder layer(x), without a
+norm before its attention logits of token j+2 = lm_head h;  after a drafted token h takes the place of f
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CAPABILITIES = Capabilities(needs_hidden_states=True, is_serial=True)
 
 
 class EagleModel(nn.Module):
-    """The modules of a checkpoint, named as in it; `SerialModel`."""
+    """The modules, named as in the checkpoint; a `SerialModel`."""
 
     def __init__(
         self, config: HeadConfig, vocab_size: int, draft_size: int, num_positions: int, *, has_bias: bool
@@ -54,7 +53,7 @@ class EagleModel(nn.Module):
         return self.lm_head.in_features
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """The one tap as it is."""
+        """The one tap, unchanged."""
         return states[:, 0]
 
     def run(
@@ -77,7 +76,7 @@ class EagleModel(nn.Module):
 
 
 def load_eagle(files: HeadFiles, config: HeadConfig, target: HeadTarget) -> tuple[EagleModel, DraftVocabulary]:
-    """The modules, where the target computes, and what tokens they name. Raises HeadRefused."""
+    """Load the modules on the target's device, and their vocabulary. Raises HeadRefused."""
     tensors = standard_names(files.tensors)
     vocab_size, width = target.vocab_size, config.layers.hidden_size
     if "lm_head.weight" not in tensors:
@@ -86,7 +85,7 @@ def load_eagle(files: HeadFiles, config: HeadConfig, target: HeadTarget) -> tupl
         tensors["embed_tokens.weight"] = target.embedding(width)
     draft_size = config.draft_vocab_size or tensors["lm_head.weight"].shape[0]
     vocabulary = read_vocabulary(tensors, draft_size, vocab_size)
-    # Of two readers one takes a bias by default and one none; what is in the file was trained.
+    # Implementations differ on a default bias, so the file decides.
     model = EagleModel(config, vocab_size, draft_size, target.num_positions, has_bias="fc.bias" in tensors)
     fill(model, tensors, unused=UNUSED)
     target.place(model)

@@ -1,11 +1,10 @@
 """EAGLE-3 and 3.1 (arXiv:2503.01840): a decoder layer over fused hidden states of three layers and the next token.
 
-For token j with hidden states taps_j of the target, and the token after it:
+For token j with the target's hidden states taps_j, and token j+1:
 
-    g = fc concat(taps_j)                   each tap normed on its own (3.1), or all together, where the head says so
-    a = rms(g; hidden_norm)
-    h = residual + attention over (rms(embed[token j+1]; input_layernorm), a), then an MLP    residual: a, or g
-    logits of token j+2 = lm_head rms(h; norm);  a drafted token goes on from h (3.1: normed) in the place of g
+    g = fc concat(taps_j)                   its config may norm each tap (3.1), or all together a = rms(g; hidden_norm)
+    h = residual + attention over (rms(embed[token j+1]; input_layernorm), a), then an MLP    residual: a, or g logits
+    of token j+2 = lm_head rms(h; norm);  after a drafted token h (3.1: normed) takes the place of g
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from specdec.drafting.interface import Capabilities
 
 CAPABILITIES = Capabilities(needs_hidden_states=True, is_serial=True)
 FIRST_DEPTH = 5
-"""Of trees, where neither the operator nor the head says it."""
+"""Depth of trees if neither the operator nor the head sets it."""
 UNUSED = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 _OLD_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
 
 class FirstLayer(nn.Module):
-    """The layer that reads embeddings beside hidden states."""
+    """The first layer, which reads embeddings and hidden states."""
 
     def __init__(self, config: HeadConfig, norm_before_residual: bool) -> None:
         super().__init__()
@@ -57,7 +56,7 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3Model(nn.Module):
-    """The modules of a checkpoint, named as in it; `SerialModel`."""
+    """The modules, named as in the checkpoint; a `SerialModel`."""
 
     def __init__(
         self,
@@ -70,7 +69,9 @@ class Eagle3Model(nn.Module):
         *,
         has_fc_norm: bool = False,
     ) -> None:
-        """`target_size` is the target's width, `vocab_size` its vocabulary, `draft_size` the head's."""
+        """`target_size`: the target's hidden size; `vocab_size` and `draft_size`: the target's and the head's
+        vocabulary.
+        """
         super().__init__()
         layers = config.layers
         size, epsilon = layers.hidden_size, layers.rms_norm_eps
@@ -128,7 +129,7 @@ class Eagle3Model(nn.Module):
 
 
 def standard_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The names of today for those of older files."""
+    """Tensors of older files under their present names."""
 
     def rename(name: str) -> str:
         name = name.removeprefix("model.")
@@ -143,7 +144,7 @@ def standard_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 def load_eagle3(
     files: HeadFiles, config: HeadConfig, layer_ids: tuple[int, ...], target: HeadTarget
 ) -> tuple[Eagle3Model, DraftVocabulary]:
-    """The modules, where the target computes, and what tokens they name. Raises HeadRefused."""
+    """Load the modules on the target's device, and their vocabulary. Raises HeadRefused."""
     tensors = standard_names(files.tensors)
     vocab_size, width = target.vocab_size, config.layers.hidden_size
     if "lm_head.weight" not in tensors:

@@ -1,12 +1,11 @@
 """Medusa (arXiv:2401.10774): heads side by side over the target's last hidden state, each for one depth.
 
-    z = what the target's own head reads at token t
-    for each layer: z = z + silu(W z + b)
-    logits of head i = U_i z, of the token at t + 2 + i    (the target's own head gives that at t + 1)
+    z = the target's last hidden state at token t for each layer: z = z + silu(W z + b) logits of head i = U_i z, of
+    token t + 2 + i    (the target itself gives token t + 1)
 
 Two formats of files: the authors' (`{i}.{j}.linear.weight`, `{i}.{layers}.weight`), and vLLM's former one
-(`blocks.{i}.layers.{j}.weight`, `lm_heads.{i}.weight`, `token_map`). How many heads and layers there are the tensors
-say: published configs are wrong about it.
+(`blocks.{i}.layers.{j}.weight`, `lm_heads.{i}.weight`, `token_map`). The tensors, not the config, tell the number of
+heads and layers, since published configs are wrong.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class MedusaModel(nn.ModuleList):
         super().__init__([nn.Sequential(*each, nn.Linear(size, draft_size, bias=False)) for each in blocks])
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Last hidden states [T, H] to [T, heads, D]."""
+        """Last hidden states [T, H] to logits [T, heads, D]."""
         return torch.stack([head(states) for head in self], dim=1)
 
 
@@ -75,15 +74,15 @@ class Medusa(StatelessHead):
         self._top_k = 1 + max(rank for path in self._choices for rank in path) if self._choices else options.topk
 
     def prepare(self) -> None:
-        """See `Head`. Its one pass is a few products, which are launched as they are."""
+        """See `Head`. Its few products are not captured."""
         warm_up(self._target.sampler, self._target.vocab_size, self._top_k)
 
     def open(self, context: Context) -> HeadSession:
-        """Begin with a session."""
+        """Begin a session."""
         return HeadSession()
 
     def absorb(self, sessions: Sequence[HeadSession]) -> None:
-        """Of what is pending only the last token is of use."""
+        """Keep the last pending token's state only."""
         for session in sessions:
             if session.pending:
                 newest = session.pending[-1]
@@ -116,7 +115,7 @@ class Medusa(StatelessHead):
         return offers
 
     def _static(self, ask: HeadAsk, slots: Sequence[Choices]) -> Offer | None:
-        """The paths of ranks that the operator has named, as far as there is room for them."""
+        """The operator's paths of ranks (`medusa_choices`), as far as the room allows."""
         offer = Offer([], [], [])
         places: dict[tuple[int, ...], int] = {(): -1}
         for path in self._choices:
@@ -135,7 +134,7 @@ class Medusa(StatelessHead):
 
 
 def load_medusa(files: HeadFiles, options: MedusaOptions, target: HeadTarget) -> Medusa:
-    """The drafter of a folder. Raises HeadRefused."""
+    """Load the drafter. Raises HeadRefused."""
     tensors = renamed(files.tensors, lambda name: name.removeprefix("medusa_heads."))
     token_map = tensors.pop("token_map", None)
     if any(name.startswith("lm_heads.") for name in tensors):
@@ -170,7 +169,7 @@ def load_medusa(files: HeadFiles, options: MedusaOptions, target: HeadTarget) ->
 
 
 def _authors_names(tensors: dict[str, torch.Tensor], is_shared: bool) -> dict[str, torch.Tensor]:
-    """The authors' names for those of vLLM's files; `is_shared`: the first head's last matrix is that of all."""
+    """Tensors of vLLM's files under the authors' names. `is_shared`: all heads use the first head's last matrix."""
     blocks = [re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", name) for name in tensors]
     num_layers = 1 + max((int(place[2]) for place in blocks if place is not None), default=-1)
 

@@ -1,8 +1,8 @@
-"""P-EAGLE (arXiv:2602.01469): EAGLE-3's modules, which draft all tokens of a chain in one pass.
+"""P-EAGLE (arXiv:2602.01469): EAGLE-3's modules draft all depths in one pass.
 
-The first token comes from the entry of the last committed one, as in EAGLE-3. The entries after it have a mask token
-for the token they do not know, and `mask_hidden` for the target's hidden states; each reads the entries of committed
-tokens and the masks before it. Choices of a depth do not depend on those above.
+The first token comes from the last committed token's entry, as in EAGLE-3. Later entries use a mask token in place of
+the unknown token, and `mask_hidden` in place of the target's hidden states. Each reads the entries of committed tokens
+and of the masks before it. The choices of a depth do not depend on the tokens above.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specdec.drafting.heads.config import HeadConfig
 from specdec.drafting.heads.drawing import without_noise
 from specdec.drafting.heads.methods.eagle3 import Eagle3Model, load_eagle3
 from specdec.drafting.heads.parts import Attend
-from specdec.drafting.heads.passes import Pass, Projection
+from specdec.drafting.heads.passes import HeadPass, Projection
 from specdec.drafting.heads.session import HeadAsk
 from specdec.drafting.heads.slots import draw_slots
 from specdec.drafting.heads.target import HeadTarget
@@ -32,7 +32,7 @@ FIRST_DEPTH = 5
 
 
 class PEagle(CachedHead):
-    """One pass for what is committed, one for all masks of all sessions."""
+    """One pass over committed tokens, then one over the masks of all sessions."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class PEagle(CachedHead):
         depth: int,
         top_k: int,
     ) -> None:
-        """`mask_hidden` [layers, Ht] stands for the target's hidden states."""
+        """`mask_hidden` [layers, Ht]: in place of the target's hidden states."""
         super().__init__("peagle", CAPABILITIES, layer_ids, target, cache, vocabulary)
         self.model = model
         self._mask_token_id = mask_token_id
@@ -61,13 +61,13 @@ class PEagle(CachedHead):
         def masked(states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
             return model.run(states, rows.token_ids, rows.positions, attend)
 
-        self._entering = Pass("entering", taps, entered)
-        self._masks = Pass("masks", (model.width,), masked)
+        self._entering = HeadPass("entering", taps, entered)
+        self._masks = HeadPass("masks", (model.width,), masked)
         self._logits = Projection("logits", (model.width,), lambda rows: vocabulary.spread(model.logits(rows)))
         self.kinds = self._entering, self._masks, self._logits
 
     def take_in(self, taken: TakenIn) -> torch.Tensor:
-        """As EAGLE-3."""
+        """See `CachedHead`."""
         return self.passes.run(self._entering, taken.states, taken.rows)
 
     @torch.inference_mode()
@@ -111,14 +111,16 @@ class PEagle(CachedHead):
 def load_peagle(
     files: HeadFiles, config: HeadConfig, layer_ids: tuple[int, ...], target: HeadTarget
 ) -> tuple[Eagle3Model, DraftVocabulary, torch.Tensor, int]:
-    """The modules, what tokens they name, `mask_hidden` [layers, Ht] and the mask token. Raises HeadRefused."""
+    """Load the modules, their vocabulary, `mask_hidden` [layers, Ht] and the mask token. Raises HeadRefused."""
     tensors = dict(files.tensors)
     mask_hidden = tensors.pop("mask_hidden", None)
     width = target.runner.hidden_size
     if mask_hidden is None:
         raise HeadRefused("tensors missing: mask_hidden")
     if mask_hidden.numel() != len(layer_ids) * width:
-        raise HeadRefused(f"tensors of another shape: mask_hidden {tuple(mask_hidden.shape)}")
+        raise HeadRefused(
+            f"tensors of another shape: mask_hidden {tuple(mask_hidden.shape)}, not {(len(layer_ids), width)}"
+        )
     token = config.token_id("mask_token_id", "ptd_token_id", "pard_token")
     model, vocabulary = load_eagle3(replace(files, tensors=tensors), config, layer_ids, target)
     if token >= target.vocab_size:

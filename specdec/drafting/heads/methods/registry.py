@@ -1,4 +1,4 @@
-"""All heads by name: what each can do, and how one is made from its options and files."""
+"""All heads by name: their capabilities, and how to make one from options and files."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
         "dspark": dspark.CAPABILITIES,
     }
 )
-"""Of every head that there is. None tells a distribution: in rejection mode its tokens are point masses."""
+"""Capabilities by method. No head gives a distribution: in rejection mode its tokens are point masses."""
 
 
 def make_head(options: HeadOptions, target: HeadTarget) -> Head:
-    """The head that these options describe, loaded and ready.
+    """Load the head of these options and check that it fits.
 
-    Raises HeadRefused: its files are none of a head, or do not fit the target. TapRefused: the target does not hand out
-    the hidden states that it reads.
+    Raises HeadRefused: the files are no head, or do not fit the target. TapRefused: the target does not provide the
+    hidden states that the head reads.
     """
     head = load_head(options, target)
     target.runner.check_tap(head.layer_ids)
@@ -45,9 +45,9 @@ def make_head(options: HeadOptions, target: HeadTarget) -> Head:
 
 
 def load_head(options: HeadOptions, target: HeadTarget) -> Head:
-    """The same, by files alone: it may run in another thread than the target's passes, while these go on.
+    """Load the head without checking the tap, so that it may run in another thread during the target's passes.
 
-    Whether the target hands out what it reads is left to be checked. Raises HeadRefused.
+    Raises HeadRefused.
     """
     try:
         return _make(options, read_head_files(options.model), target)

@@ -1,1 +1,1 @@
-"""What is proved of a model at load beyond the lengths of the self-test."""
+"""Checks of a model at load beyond the self-test's lengths."""

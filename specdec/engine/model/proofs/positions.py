@@ -1,11 +1,10 @@
-"""What the self-test's few tokens do not reach: positions beside every switch that a model's config names.
+"""Checks positions beyond the self-test: beside every switch that a model's config names.
 
-Two proofs, both by single rows, so that neither costs what a long prompt does:
+Two proofs by single rows, which cost far less than a long prompt:
 
-    places      sequences of a few tokens that lie at far positions, together in one batch, against each alone: rope,
-                scales and the like that change with length or company
-    long rows   rows that read long contexts, whose blocks are a few of random numbers over and over, by what will run
-                the model against plain attention: windows, sinks, tiles and splits of the kernels at full length
+    places      short sequences at distant positions, in one batch against each alone: finds rope and scales that depend
+    on length or batch long rows   rows that read long contexts (a few random blocks repeated), by the serving kernels
+    against plain attention: finds faults of windows, sinks, tiles and splits at full length
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from specdec.engine.attention.torch_kernels import GatherAttention
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelNotSupported
 from specdec.engine.model.beside import PassRows
-from specdec.engine.model.gate import refusing
 from specdec.engine.model.loader import LoadedModel
+from specdec.engine.model.model_check import refusing
 from specdec.engine.model.probe import tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
 
 _NAMES = re.compile(r"position|window|chunk|floor|_len|max_seq|ctx")
-_BLOCKS = 7  # of random numbers that contexts are made of; no divisor of a tile or a split
-_LONG = 2100  # a position that lies beyond blocks, tiles and splits, whatever the config names
+_BLOCKS = 7  # random blocks that contexts repeat; no divisor of a tile or a split
+_LONG = 2100  # a position beyond blocks, tiles and splits
 _SEED = 21
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]
@@ -38,7 +37,7 @@ PlacedForward = Callable[[Batch, KVCache, torch.Tensor], torch.Tensor]
 
 
 def switches(config: PreTrainedConfig, num_positions: int) -> list[int]:
-    """Positions that a config names below ``num_positions``, rising, and the end."""
+    """Positions that a config names below ``num_positions``, ascending, and ``num_positions``."""
     named = {value for value in _named(config.to_dict()) if 1 < value < num_positions}
     return [*sorted(named), num_positions]
 
@@ -51,7 +50,7 @@ def _named(values: dict[str, Any]) -> Iterator[int]:
             yield value
 
 
-class Places:
+class FarPlaces:
     """Short sequences around each switch."""
 
     def __init__(self, at: Sequence[int], vocab_size: int, block_size: int, device: torch.device) -> None:
@@ -64,7 +63,9 @@ class Places:
         self._block_size, self._device = block_size, device
 
     def difference(self, forward: PlacedForward, geometries: Sequence[LayerGeometry], dtype: torch.dtype) -> float:
-        """Between the logits of all in one batch and those of each alone, over the latter's standard deviation."""
+        """Root mean square difference between the logits in one batch and alone, over the latter's standard
+        deviation.
+        """
         num_blocks = self._num_blocks * len(self._spans)
         cache = KVCache(geometries, num_blocks, self._block_size, dtype, self._device)
         alone = [self._logits(forward, cache, [span]) for span in self._spans]
@@ -100,11 +101,11 @@ class LongRows:
         for position in sorted({min(end, num_positions - 1) for end in ends}):
             shared = [block % _BLOCKS for block in range(position // block_size)]
             self._rows.add_sequence([*shared, self._num_blocks])
-            self._num_blocks += 1  # that of the row itself, which it writes
+            self._num_blocks += 1  # the row's own block, which it writes
             self._rows.add(int(torch.randint(0, vocab_size, (), generator=generator)), position)
 
     def logits(self, forward: Forward, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Logits ``[T, V]`` over the same random contexts, whoever asks."""
+        """Logits ``[T, V]`` over random contexts, which are the same in every call."""
         cache = KVCache(self._geometries, self._num_blocks, self._rows.block_size, dtype, device)
         generator = torch.Generator().manual_seed(_SEED)
         for store in (*cache.keys, *cache.values):
@@ -113,32 +114,31 @@ class LongRows:
 
 
 class FarProof:
-    """Both proofs for one model, as it is before anything else takes its weights."""
+    """Both proofs for one model, before another decoder takes its weights."""
 
     def __init__(
         self, loaded: LoadedModel, recorded: RecordingKernel, mask_windows: Sequence[int | None], block_size: int
     ) -> None:
-        """Run the first, and plain attention's part of the second. Raises ``ModelNotSupported``."""
+        """Run the first proof, and plain attention's part of the second. Raises ``ModelNotSupported``."""
         self._dtype, self._device = loaded.dtype, loaded.device
         num_positions, vocab_size = loaded.max_model_len, loaded.vocab_size
         config = loaded.model.config.get_text_config(decoder=True)
         at = switches(config, num_positions)
         plain = RaggedModel(loaded.model, GatherAttention(), mask_windows)
         with refusing(config.model_type):
-            places = Places(at, vocab_size, block_size, self._device)
+            places = FarPlaces(at, vocab_size, block_size, self._device)
             error = places.difference(plain.at_positions, recorded.geometries, self._dtype)
             if not error <= tolerance(self._dtype):
                 remedy = f"; set max_model_len to {at[0]} or less if it begins there" if len(at) > 1 else ""
                 raise ModelNotSupported(
                     config.model_type,
-                    f"what it computes at a position depends on the rest of the batch, by {error:.2g} of the logits' "
-                    f"spread{remedy}",
+                    f"its logits at a position depend on the rest of the batch, by {error:.2g} of their spread{remedy}",
                 )
             self._rows = LongRows(recorded.options, recorded.geometries, num_positions, vocab_size, block_size)
             self._wanted = self._rows.logits(plain, self._dtype, self._device)
 
     def error(self, step_model: StepModel) -> float:
-        """How far what is to run the model is from plain attention on long rows; see ``Places.difference``."""
+        """Difference of ``step_model`` from plain attention on long rows, as ``FarPlaces.difference``."""
         return _difference(self._rows.logits(step_model, self._dtype, self._device), self._wanted)
 
 

@@ -15,8 +15,7 @@ from specdec.drafting.translation.shared import SharedVocabulary
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.drawing.device import ROUND_BUCKETS, DeviceDrawing
 from specdec.engine.drawing.native import DrawingDecoder
-from specdec.engine.drawing.other_ids import OtherIds
-from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
+from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, OtherIds
 from specdec.engine.model.runner import ModelRunner
 from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.captures import Captures

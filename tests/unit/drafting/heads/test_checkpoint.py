@@ -108,7 +108,7 @@ BAD: dict[str, tuple[type[HeadOptions], Made, Change, str]] = {
         "norm_before_residual is 'yes'",
     ),
     "no mask": (PEagleOptions, checkpoints.peagle(SIZES), drop("mask_hidden"), "missing: mask_hidden"),
-    "no mask token": (PEagleOptions, checkpoints.peagle(SIZES), say(mask_token_id=None), "has no mask_token_id"),
+    "no mask token": (PEagleOptions, checkpoints.peagle(SIZES), say(mask_token_id=None), "mask_token_id is missing"),
     "a mask token outside": (
         DFlashOptions,
         checkpoints.dflash(SIZES),
@@ -256,7 +256,7 @@ def test_ids_that_nobody_names_are_guessed_with_a_warning() -> None:
 
 def test_a_head_that_reads_layers_that_the_target_has_not_is_refused(target: HeadTarget, tmp_path: Path) -> None:
     save(tmp_path, *checkpoints.eagle3(SIZES))
-    with pytest.raises(TapRefused, match="layer id 9"):
+    with pytest.raises(TapRefused, match="layer_ids: 9"):
         make_head(Eagle3Options(model=str(tmp_path), layer_ids=(1, 2, 9)), target)
 
 

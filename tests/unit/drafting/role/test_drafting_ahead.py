@@ -93,7 +93,7 @@ def test_trees_are_alike_when_everything_is_worth_following(pair: LocalPair, see
 @pytest.mark.parametrize(
     "sampling",
     [
-        [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.5}],
+        pytest.param([{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.5}], marks=pytest.mark.long),
         [{"temperature": 0.0}, others[0], others[1], {"temperature": 0.7, "frequency_penalty": 0.4, "min_tokens": 9}],
         [rejected(temperature=0.3), rejected(temperature=0.8), rejected(temperature=1.0, repetition_penalty=1.2)],
     ],

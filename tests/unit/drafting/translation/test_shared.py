@@ -160,7 +160,7 @@ def test_a_tokenizer_that_is_none_is_refused_with_the_reason(tmp_path: Path) -> 
         TokenBytes("/etc/passwd")
     with pytest.raises(TokenizerRefused, match="cannot be read"):
         TokenBytes("{}")
-    with pytest.raises(ModelLoadError, match="another tokenizer than the target, and of one"):
+    with pytest.raises(ModelLoadError, match="tokenizer differs from the target's; one is unusable"):
         translated(permuted_draft(tmp_path / "draft"), "auto", tokenizer_json="{}")
 
 

@@ -13,16 +13,16 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
-from specdec.engine.model.gate import check_config
 from specdec.engine.model.loader import load_model
+from specdec.engine.model.model_check import check_config
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from tests.support.engine.tiny_models import REFUSED, SUPPORTED, SWITCHED, llama4, save_random, save_tiny_model
 
 REASONS = {
-    "falcon": "does not look its function up",
-    "gptj": "does not look its function up",
-    "bloom": "does not look its function up",
+    "falcon": "does not use transformers' attention interface",
+    "gptj": "does not use transformers' attention interface",
+    "bloom": "does not use transformers' attention interface",
     "mamba": "linear_attention",
     "stablelm": "drops the keyword arguments",
     "t5": "encoder-decoder",
@@ -107,7 +107,7 @@ def test_a_mask_that_is_no_window_is_refused(tmp_path: Path, monkeypatch: pytest
         return plain(*args, **kwargs, and_mask_function=lambda batch, head, q, kv: (kv % 3 != 1) | (q < 100))
 
     monkeypatch.setattr(llama_module, "create_causal_mask", gappy)
-    with pytest.raises(ModelNotSupported, match="leaves out keys"):
+    with pytest.raises(ModelNotSupported, match="not causal at position"):
         load(directory)
 
 
@@ -124,7 +124,7 @@ def test_a_scale_by_the_place_in_the_batch_is_refused(tmp_path: Path, monkeypatc
         return plain(self, hidden_states * scale[None, :, None], *args, **kwargs)
 
     monkeypatch.setattr(MistralAttention, "forward", scaled)
-    with pytest.raises(ModelNotSupported, match="past its windows"):
+    with pytest.raises(ModelNotSupported, match="beyond its windows"):
         load(directory)
 
 
@@ -160,7 +160,7 @@ def test_hidden_state_outside_attention_shows_in_the_self_test(tmp_path: Path, m
         return plain(self, hidden_states + 0.5 * hidden_states.roll(1, dims=1), *args, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward", mixing)
-    with pytest.raises(ModelNotSupported, match="depends on the rest of the batch"):
+    with pytest.raises(ModelNotSupported, match="depend on the rest of the batch"):
         load(directory, fused="off")
 
 
@@ -275,7 +275,7 @@ def test_weights_that_are_pickled_are_refused(tmp_path: Path) -> None:
     [
         ("/nowhere/model", "model: no such directory: /nowhere/model"),
         ("./nowhere", "model: no such directory: ./nowhere"),
-        ("nobody/nothing", "model: nobody/nothing is neither a directory nor a model that the hub gives"),
+        ("nobody/nothing", "model: nobody/nothing is neither a directory nor available from the hub"),
         (str(Path(__file__).parent), "has no config.json"),
     ],
 )

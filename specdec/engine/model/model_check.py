@@ -1,16 +1,16 @@
-"""The gate: proves at load that a model can be run through the paged cache, or says why not.
+"""Checks at load that a model runs correctly through the paged cache, or says why not.
 
-Most incompatibilities are silent: the model runs and its logits are wrong. So nothing is believed that a
-config or a class name says. The checks, cheapest first:
+Most incompatibilities are silent: the model runs, but its logits are wrong. So configs and class names are not trusted.
+The checks, cheapest first:
 
     1. the config: encoder-decoder, recurrent layers, frequencies that depend on the batch
     2. the attention implementation, once switched
-    3. the attention calls of a forward pass: how many, always as many, with the engine's context, with the mask that is
-       declared for each layer (``declared_masks.py``), and with no keyword that is unknown here
+    3. the attention calls of a forward pass: a constant number, with the engine's context, with each layer's declared
+       mask (``declared_masks.py``), and without unknown keywords
     4. logits: chunked prefill, mixed batches, decoding and a tree, paged against dense (``probe.py``); and the same
        with every window and position-dependent scale moved to a few tokens (``switches.py``)
-    5. what no short sequence shows: rows that modules number, places far apart in one batch, and the kernels that will
-       serve, at full length (``proofs/``)
+    5. faults that short sequences hide: modules that number rows, distant positions in one batch, and the serving
+       kernels at full length (``proofs/``)
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,9 +39,9 @@ _RECURRENT_HINTS = (
 
 
 def check_config(config: "PreTrainedConfig") -> None:
-    """Refuse what the config rules out, of a wrapper that of its text model, too. Raises ``ModelNotSupported``.
+    """Refuse unsupported configs, also of a wrapper's text model. Raises ``ModelNotSupported``.
 
-    It is asked before any weight is read, and again for the config that the loaded model was made from.
+    Call it before weights are read, and again with the loaded model's config.
     """
     text = config.get_text_config(decoder=True)
     for one in (config,) if text is config else (config, text):
@@ -60,13 +60,13 @@ def _check_one(config: "PreTrainedConfig") -> None:
             raise ModelNotSupported(name, f"its config has {hint}: it keeps recurrent state outside attention")
     for rope in rope_parameter_sets(config):
         if "dynamic" in str(rope.get("rope_type", "default")):
-            raise ModelNotSupported(name, "dynamic rope takes its frequencies from the longest sequence of the batch")
+            raise ModelNotSupported(name, "dynamic rope depends on the longest sequence of the batch")
 
 
 def switch_attention(model: "PreTrainedModel", name: str) -> None:
-    """Set the model's attention implementation and make sure that it took. Raises ``ModelNotSupported``."""
+    """Set the model's attention implementation and check that it is used. Raises ``ModelNotSupported``."""
     model_type = model.config.model_type
-    reason = "its attention does not look its function up in transformers' attention interface"
+    reason = "its attention does not use transformers' attention interface"
     if not model._can_set_attn_implementation():
         raise ModelNotSupported(model_type, reason)
     try:
@@ -78,7 +78,7 @@ def switch_attention(model: "PreTrainedModel", name: str) -> None:
 
 
 def check_attention_calls(model: "PreTrainedModel", passes: Sequence[Sequence["LayerGeometry"]]) -> None:
-    """Judge the attention calls of several passes of different shapes. Raises ``ModelNotSupported``."""
+    """Check the attention calls of passes of different shapes. Raises ``ModelNotSupported``."""
     model_type = model.config.model_type
     counts = sorted({len(calls) for calls in passes})
     num_layers = int(getattr(model.config, "num_hidden_layers", 0))
@@ -97,7 +97,7 @@ def check_attention_calls(model: "PreTrainedModel", passes: Sequence[Sequence["L
 
 @contextmanager
 def refusing(model_type: str) -> Iterator[None]:
-    """Turn what a model's forward pass raises on a ragged batch into a refusal."""
+    """Turn errors of a model's forward pass on a ragged batch into ``ModelNotSupported``."""
     try:
         yield
     except EngineError:

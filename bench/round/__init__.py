@@ -1,0 +1,1 @@
+"""One round of speculation taken apart: from a verdict to the proposal that answers it."""

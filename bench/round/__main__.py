@@ -1,0 +1,218 @@
+"""`python -m bench.round`: where the time of a round goes, from "verdict decided" to "proposal in the tree".
+
+    python -m bench.round                                    # cpu-80m, coupled and rejection, 1 and 8 sessions
+    python -m bench.round --delays 0,0.2,1,5 --machine idle,full
+
+The services are the real ones, each with a probe (`probe/sitecustomize.py`) that notes when something passes. All of
+them run on this machine, so the stages are on one clock. Processor time and voluntary context switches (wake-ups) are
+the kernel's, of all threads of a process, per verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from rich.console import Console
+
+from bench.delay_proxy import DelayProxy
+from bench.deployment import MeasuredDeployment, client_cores, running
+from bench.pairs import resolve_pair
+from bench.prompts import held_out_prompts
+from bench.report import file_name, versions
+from bench.round.stamps import STAGES, Key, between, read_stamps, rounds
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.report import Report, machine
+from specdec.commands.measuring.requests import Sampling, run_group
+from specdec.commands.measuring.summary import spread
+from specdec.commands.measuring.tables import Table
+from specdec.commands.up.cluster import Cluster
+
+RESULTS = Path(__file__).parents[1] / "results"
+_PROBE = Path(__file__).parent / "probe"
+_BURN = "while True: pass"
+
+
+def main(
+    pair: Annotated[str, typer.Option(help="As of `python -m bench`.")] = "cpu-80m",
+    modes: Annotated[str, typer.Option(help="Comma-separated: coupled, rejection.")] = "coupled,rejection",
+    sessions: Annotated[str, typer.Option(help="Comma-separated numbers of requests at once.")] = "1,8",
+    delays: Annotated[str, typer.Option(help="Comma-separated one-way delays to the draft, in ms.")] = "0",
+    loads: Annotated[
+        str, typer.Option("--machine", help="Comma-separated: idle, full (a busy loop per core).")
+    ] = "idle",
+    temperature: Annotated[float, typer.Option(min=0)] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=16)] = 96,
+    repeats: Annotated[int, typer.Option(help="Groups of requests for each figure.", min=1)] = 4,
+    save: Annotated[bool, typer.Option(help="Write <date>-cpu-<pair>-round.* into bench/results.")] = True,
+) -> None:
+    """Measure and report."""
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    made = resolve_pair(pair, "cpu")
+    facts = {"machine": machine(cores), "versions": versions()}
+    found = Report(pair=made.description, facts=facts, console=console)
+    delays_ms, numbers = [float(text) for text in delays.split(",")], [int(text) for text in sessions.split(",")]
+    prompts = held_out_prompts(made.target.folder, max(numbers))
+    cases: list[Case] = []
+    folder = Path(tempfile.mkdtemp(prefix="specdec-round-"))
+    try:
+        with Progress(console) as progress, ExitStack() as stack:
+            stack.enter_context(_probed(folder))
+            proxy = stack.enter_context(DelayProxy(client_cores(cores)))
+            through = proxy if any(delays_ms) else None
+            cluster = stack.enter_context(running(MeasuredDeployment(pair=made, cores=cores), progress, through))
+            for load, delay_ms, mode, number in product(loads.split(","), delays_ms, modes.split(","), numbers):
+                case = Case(load, delay_ms, mode, number)
+                progress.tell(case.name)
+                proxy.delay(delay_ms)
+                sampling = Sampling(temperature=temperature, max_tokens=max_tokens, verify_mode=mode)
+                with _busy(len(cores) if load == "full" else 0):
+                    _measure(case, cluster, prompts[:number], sampling, repeats)
+                cases.append(case)
+        reached = read_stamps(folder)
+    finally:
+        shutil.rmtree(folder)
+    figures = [case.figures(reached) for case in cases]
+    found.add("round", figures, list(_tables(cases, figures)))
+    if save:
+        console.print(f"results: {found.save(RESULTS, file_name(f'{made.name}-round', 'cpu'))}")
+
+
+@dataclass(slots=True)
+class Case:
+    """Some groups of requests under one condition."""
+
+    machine: str
+    delay_ms: float
+    mode: str
+    num_sessions: int
+    began_ns: int = 0
+    ended_ns: int = 0
+    speeds: list[float] = field(default_factory=list)
+    """Tokens per second of each group."""
+    used: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Processor time in ms and wake-ups by process, of all groups."""
+
+    @property
+    def name(self) -> str:
+        """For a table's head."""
+        return f"{self.machine}, {self.delay_ms:g} ms, {self.mode}, {self.num_sessions}"
+
+    def figures(self, reached: Mapping[str, Mapping[Key, int]]) -> dict[str, Any]:
+        """What the stamps of its time say."""
+        times, num_begun = rounds(reached, self.began_ns, self.ended_ns)
+        last = len(STAGES) - 1
+        stages = {STAGES[stage]: spread(between(times, stage - 1, stage)) for stage in range(1, last + 1)}
+        per_verdict = {
+            name: {key: value / max(1, num_begun) for key, value in used.items()} for name, used in self.used.items()
+        }
+        return {
+            "machine": self.machine,
+            "delay_ms": self.delay_ms,
+            "mode": self.mode,
+            "num_sessions": self.num_sessions,
+            "tokens_per_s": statistics.median(self.speeds),
+            "num_verdicts": num_begun,
+            "num_answered": len(times),
+            "stages_ms": stages,
+            "round_ms": spread(between(times, 0, last)),
+            "per_verdict": per_verdict,
+        }
+
+
+def _measure(
+    case: Case, cluster: Cluster, prompts: Sequence[tuple[int, ...] | str], sampling: Sampling, repeats: int
+) -> None:
+    asyncio.run(run_group(cluster.address, prompts, sampling, speculate=True))  # what is learnt of it, is learnt
+    before, case.began_ns = _usage(cluster), time.monotonic_ns()
+    for _ in range(repeats):
+        run = asyncio.run(run_group(cluster.address, prompts, sampling, speculate=True))
+        case.speeds.append(run.tokens_per_s)
+    after, case.ended_ns = _usage(cluster), time.monotonic_ns()
+    case.used = {name: {key: after[name][key] - before[name][key] for key in before[name]} for name in before}
+
+
+@contextmanager
+def _probed(folder: Path) -> Iterator[None]:
+    """Processes that are started meanwhile stamp what passes."""
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "SPECDEC_ROUND_FOLDER")}
+    paths = [str(_PROBE), *filter(None, [before["PYTHONPATH"]])]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "SPECDEC_ROUND_FOLDER": str(folder)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _busy(num_loops: int) -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-S", "-c", _BURN]) for _ in range(num_loops)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def _usage(cluster: Cluster) -> dict[str, dict[str, float]]:
+    """Processor time and voluntary context switches of each service and engine, so far."""
+    usage: dict[str, dict[str, float]] = {}
+    for name, started in cluster.services.items():
+        service = psutil.Process(started.pid)
+        for suffix, process in [("", service), *((" engine", child) for child in service.children(recursive=True))]:
+            cpu = process.cpu_times()
+            told = usage.setdefault(name + suffix, {"cpu_ms": 0.0, "wake_ups": 0.0})
+            told["cpu_ms"] += 1e3 * (cpu.user + cpu.system)
+            told["wake_ups"] += _wake_ups(process.pid)
+    return usage
+
+
+def _wake_ups(pid: int) -> int:
+    total = 0
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        lines = status.read_text().splitlines()
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+    return total
+
+
+def _tables(cases: Sequence[Case], figures: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    names = [case.name for case in cases]
+    times = Table("Milliseconds of a round by stage, medians", ["until", *names])
+    for stage in STAGES[1:]:
+        times.add(stage, *(_median(each["stages_ms"][stage]) for each in figures))
+    times.add("all", *(_median(each["round_ms"]) for each in figures))
+    times.add("rounds answered", *(f"{each['num_answered']} of {each['num_verdicts']}" for each in figures))
+    times.add("tokens/s", *(f"{each['tokens_per_s']:.0f}" for each in figures))
+    yield times
+    usage = Table("Processor ms, and wake-ups, per verdict", ["process", *names])
+    for name in figures[0]["per_verdict"]:
+        used = (each["per_verdict"][name] for each in figures)
+        usage.add(name, *(f"{each['cpu_ms']:.2f}, {each['wake_ups']:.1f}" for each in used))
+    yield usage
+
+
+def _median(figure: Mapping[str, float]) -> str:
+    return f"{figure['median']:.3f}" if figure else ""
+
+
+typer.run(main)

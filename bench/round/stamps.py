@@ -1,0 +1,92 @@
+"""Stamps of all processes, joined to rounds: from a verdict that is decided to the proposal that answers it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import draft_pb2, target_pb2
+
+STAGES = (
+    "target engine decides",
+    "target servicer has answer",
+    "coordinator has verdict",
+    "draft servicer has request",
+    "draft engine has commit",
+    "draft engine proposes",
+    "draft servicer has answer",
+    "coordinator has proposal",
+    "target servicer has request",
+    "in the tree",
+)
+"""In the order of a round."""
+Key = tuple[str, int]
+"""A session and the position at which the next token stands."""
+
+
+def read_stamps(folder: Path) -> dict[str, dict[Key, int]]:
+    """When each stage of each round was reached first, in nanoseconds of one clock."""
+    reached: dict[str, dict[Key, int]] = {stage: {} for stage in STAGES}
+    for file in folder.glob("*.stamps"):
+        with file.open("rb") as opened:
+            stamps: list[tuple[str, int, Any]] = pickle.load(opened)
+        for stage, at_ns, body in stamps:
+            for key in _keys(stage, body):
+                reached[stage].setdefault(key, at_ns)
+    return reached
+
+
+def rounds(reached: Mapping[str, Mapping[Key, int]], from_ns: int, until_ns: int) -> tuple[list[list[int]], int]:
+    """Times of all rounds that began then and went through every stage, and the number of verdicts that began one."""
+    complete: list[list[int]] = []
+    began = reached[STAGES[0]]
+    num_begun = 0
+    for key, at_ns in began.items():
+        if not from_ns <= at_ns < until_ns:
+            continue
+        num_begun += 1
+        times = [reached[stage].get(key) for stage in STAGES]
+        known = [time for time in times if time is not None]
+        if len(known) == len(times) and known == sorted(known):
+            complete.append(known)
+    return complete, num_begun
+
+
+def _keys(stage: str, body: Any) -> Iterator[Key]:
+    match stage:
+        case "target servicer has answer":
+            for result in target_pb2.VerifyResponse.FromString(body).results:
+                if result.WhichOneof("result") == "verdict":
+                    yield result.session_id, _end(result.verdict)
+        case "draft servicer has request":
+            for entry in draft_pb2.DraftRequest.FromString(body).entries:
+                if entry.WhichOneof("entry") == "commit":
+                    yield entry.session_id, _end(entry.commit)
+        case "draft servicer has answer":
+            for answer in draft_pb2.DraftResponse.FromString(body).results:
+                if answer.WhichOneof("result") == "proposal":
+                    yield answer.session_id, _start(answer.proposal)
+        case "coordinator has proposal":
+            yield body[0], _start(body[1])
+        case "target servicer has request":
+            for target_entry in target_pb2.VerifyRequest.FromString(body).entries:
+                if target_entry.WhichOneof("entry") == "proposal":
+                    yield target_entry.session_id, _start(target_entry.proposal)
+        case _:
+            yield from body
+
+
+def _end(said: pb.Verdict | pb.Commit) -> int:
+    return int(said.start_position) + len(said.token_ids)
+
+
+def _start(encoded: bytes) -> int:
+    return int(pb.Proposal.FromString(encoded).start_position)
+
+
+def between(times: Sequence[Sequence[int]], first: int, last: int) -> list[float]:
+    """Milliseconds from one stage to another, round by round."""
+    return [(each[last] - each[first]) / 1e6 for each in times]

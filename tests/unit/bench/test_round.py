@@ -1,0 +1,63 @@
+"""How stamps of several processes become rounds."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+from bench.round.stamps import STAGES, read_stamps, rounds
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import draft_pb2, target_pb2
+
+NUM_STAGES = len(STAGES)
+
+
+def stamps_of_a_round(session: str, end: int, began_ns: int) -> list[tuple[str, int, object]]:
+    """A verdict up to `end`, and each further stage a nanosecond later."""
+    verdict = pb.Verdict(start_position=end - 2, token_ids=[7, 8])
+    proposal = pb.Proposal(start_position=end, token_ids=[9]).SerializeToString()
+    commit = draft_pb2.DraftEntry(session_id=session, commit=pb.Commit(start_position=end - 1, token_ids=[8]))
+    bodies = [
+        [(session, end)],
+        target_pb2.VerifyResponse(
+            results=[target_pb2.TargetResult(session_id=session, verdict=verdict)]
+        ).SerializeToString(),
+        [(session, end)],
+        draft_pb2.DraftRequest(entries=[commit]).SerializeToString(),
+        [(session, end)],
+        [(session, end)],
+        draft_pb2.DraftResponse(
+            results=[draft_pb2.DraftResult(session_id=session, proposal=proposal)]
+        ).SerializeToString(),
+        (session, proposal),
+        target_pb2.VerifyRequest(
+            entries=[target_pb2.TargetEntry(session_id=session, proposal=proposal)]
+        ).SerializeToString(),
+        [(session, end)],
+    ]
+    return [(stage, began_ns + index, body) for index, (stage, body) in enumerate(zip(STAGES, bodies, strict=True))]
+
+
+def write(folder: Path, *processes: list[tuple[str, int, object]]) -> None:
+    for number, stamps in enumerate(processes):
+        (folder / f"{number}.stamps").write_bytes(pickle.dumps(stamps))
+
+
+def test_a_round_is_joined_from_the_stamps_of_all_processes(tmp_path: Path) -> None:
+    both = stamps_of_a_round("a", 20, 100) + stamps_of_a_round("b", 20, 200)
+    write(tmp_path, both[::2], both[1::2])
+    times, num_begun = rounds(read_stamps(tmp_path), 0, 1000)
+    assert num_begun == 2
+    assert sorted(times) == [list(range(100, 100 + NUM_STAGES)), list(range(200, 200 + NUM_STAGES))]
+
+
+def test_a_round_that_another_verdict_overtook_has_begun_but_has_no_times(tmp_path: Path) -> None:
+    write(tmp_path, stamps_of_a_round("a", 20, 100), stamps_of_a_round("a", 22, 150)[:5])
+    times, num_begun = rounds(read_stamps(tmp_path), 0, 1000)
+    assert num_begun == 2
+    assert len(times) == 1
+
+
+def test_only_rounds_of_the_wanted_time_count(tmp_path: Path) -> None:
+    write(tmp_path, stamps_of_a_round("a", 20, 100), stamps_of_a_round("a", 22, 150))
+    assert rounds(read_stamps(tmp_path), 120, 1000) == ([list(range(150, 150 + NUM_STAGES))], 1)
