@@ -28,25 +28,25 @@ from specdec.target_service.tree.walk import Walk
 from specdec.v1 import common_pb2 as pb
 
 _MAX_UNANSWERED = 2
-"""A draft that so many steps in a row have waited for in vain is silent until it has sent something: it may be gone, or
-slower than steps are, so that what it sends is stale. Then it is waited for as `WaitPurse` grants. Chosen, not
-measured: every wait in vain delays a token, and a single answer may be late."""
+"""Steps in a row that waited for a draft in vain, after which it counts as silent until it sends something: it may be
+gone, or so slow that its proposals are stale. Waits for a silent draft are paid from `WaitPurse`. Chosen, not measured:
+every wait in vain delays a token, and a single answer may be late."""
 _MAX_VAIN = 8
-"""So many waits in a row, whoever's, that no answer ended: all drafts are taken for silent until one comes in time.
-Requests are short, and each begins with a draft of which nothing is known."""
+"""Waits in a row, over all sessions, without an answer in time, after which all drafts count as silent until one
+answers. Requests are short, and each begins with a draft of which nothing is known."""
 _PATIENCE = 1.5
-"""A step waits this many times what a draft takes on average for the depth that is wanted. About half of the answers
-take longer than the average, and one that is missed by little has cost the wait and brought nothing. Chosen, not
-measured: a wait that is too long shows in the rate of its episodes, so that `HoldOffChoice` turns to another depth."""
+"""Factor over a draft's mean time for the wanted depth that a step waits. About half of the answers take longer than
+the mean, and an answer that is just missed has cost the wait for nothing. Chosen, not measured: a wait that is too long
+lowers the rate of its episodes, so that `HoldOffChoice` turns to another depth."""
 _MOST_STEPS_PER_NODE = 2.0
-"""A wait for so many nodes is no longer than so many steps for each. If all were accepted, it would have to be shorter
-than one step for each to pay; what is over is for drafts that are far away and keep ahead once they are. Those who
-wait along have drafts of their own: one that lies about its times, or answers as late as it can, costs them no more."""
+"""Steps per wanted node that a wait may last. If all nodes are accepted, a wait pays below one step per node; the rest
+is for drafts far away, which keep ahead once they are. It also bounds what a draft that lies about its times costs the
+sessions that wait along."""
 _MOST_NODE_US = 1e6
-"""A draft's own word for how long it takes: nobody is believed to need more than a second for a token."""
+"""Microseconds per token that a draft is believed to need at most, whatever it reports."""
 _CREDIT_MARGIN = 1.5
-"""Drafts are told to propose this much more than steps have verified of late, and one node on top: the mean is over
-steps of unequal size, and with no more than was verified on offer it could only fall."""
+"""Factor over the mean number of verified nodes, plus one node, that drafts are asked to propose: with no more on offer
+than was verified the mean could only fall."""
 
 
 class Pacing:
@@ -59,7 +59,7 @@ class Pacing:
         self.clock = StepClock(StepTimeModel(edges=row_edges))
         self.gate = SpeculationGate(is_gated, clock=self.clock)
         self.expectations = Expectations()
-        """Of what is proposed."""
+        """Expectations of proposed nodes and of sources."""
         self.draft_latency = DraftLatency()
         self._hold_off: defaultdict[str, HoldOffChoice] = defaultdict(HoldOffChoice)
         self._purse = WaitPurse(CATCH_UP_S)
@@ -243,7 +243,7 @@ def _waits_for_nothing(session: TargetSession) -> bool:
 
 
 def _with_window(session: TargetSession, nodes: list[int]) -> list[int]:
-    """With those that are computed for what is drawn there, which are closed under parents."""
+    """The nodes, and those of a drafter's window, which are closed under parents."""
     tree, depth = session.tree, min(session.end.max_depth(session.num_tokens), _credit(session))
     window = [
         node

@@ -1,11 +1,11 @@
 """The one record of acceptance: by source, depth and score, of all sessions and of each one.
 
-A source's own score says how sure it is, in a measure of its own. What it is worth is learnt, so that the nodes of all
-sources, drafts among them, are ranked on one scale. The target's tokens say of every offered node that hangs from a
-committed one whether it would have been accepted, verified or not: a source that is asked is learnt about, however
-little of it is verified.
+Each source has a scale of scores of its own. How often nodes of a score are accepted is learnt, so that the nodes of
+all sources, drafts among them, are ranked on one scale. The target's tokens decide for every offered node below a
+committed one whether it would have been accepted, verified or not: the record of a source that is asked grows, even if
+few of its nodes are verified.
 
-What a session itself has seen counts more the more that is: a text that quotes is one of many that do not.
+A session's own record counts more the longer it is: its text may be unlike those of other sessions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PRIOR_RATE = 0.5
 
 
 def score_band(score: float) -> int:
-    """Scores that are taken for the same."""
+    """The band of scores that are counted together."""
     return max(0, min(int(score * NUM_BANDS), NUM_BANDS - 1))
 
 
@@ -51,14 +51,14 @@ class Counts:
 
 @dataclass(slots=True)
 class OwnRecord:
-    """Of one source in one session."""
+    """Counts of one source in one session."""
 
     bands: list[Counts] = field(default_factory=lambda: [Counts() for _ in range(NUM_BANDS)])
 
 
 @dataclass(slots=True)
 class SourceRecord:
-    """Of one source, in all sessions."""
+    """Counts of one source in all sessions."""
 
     bands: list[list[Counts]] = field(default_factory=lambda: [[Counts() for _ in range(NUM_BANDS)] for _ in _DEPTHS])
 
@@ -77,7 +77,7 @@ class SourceRecord:
 
 
 class Acceptance:
-    """Of all sources. Memory: some fifty numbers for each."""
+    """Records of all sources. Memory: some fifty numbers for each."""
 
     def __init__(self) -> None:
         self._records: defaultdict[str, SourceRecord] = defaultdict(SourceRecord)
@@ -96,5 +96,5 @@ class Acceptance:
         self._went_on.observe(went_on)
 
     def forget(self, source: str) -> None:
-        """Another one has its name."""
+        """Another source has its name."""
         self._records.pop(source, None)

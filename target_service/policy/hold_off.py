@@ -31,18 +31,18 @@ class HoldOff:
     """A draft's answer is timed from here."""
     until_s: float
     depth: int
-    """The wait is over before `until_s` once the tree is this deep."""
+    """Depth of the tree that ends the wait before `until_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What goes on since a session's last miss."""
+    """The steps since a session's last miss."""
 
     depth: int
-    """Waited for at the miss; 0: not at all."""
+    """Depth that was waited for at the miss; 0: none."""
     began_s: float
     num_tokens: int
-    """Of the session, then."""
+    """Tokens of the session at its beginning."""
 
 
 @dataclass(slots=True)

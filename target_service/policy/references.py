@@ -1,4 +1,4 @@
-"""When nobody speculates for some steps, to measure what plain ones take."""
+"""References: steps in which no session speculates, so that plain ones are measured."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ as any, and speculation free."""
 
 @dataclass(slots=True)
 class Settling:
-    """Drafts were told otherwise: steps until they have noticed say nothing of what any cost."""
+    """Time after drafts were stopped or started in which steps say nothing of what speculation costs."""
 
     until_s: float = float("-inf")
-    """When they have noticed, at the latest."""
+    """Monotonic time by which drafts have noticed."""
 
     def begin(self, now_s: float) -> None:
-        """They were told at `now_s`."""
+        """Drafts were stopped or started at `now_s`."""
         self.until_s = now_s + _SETTLING_S
 
     def covers(self, began_s: float) -> bool:
@@ -32,15 +32,15 @@ class Settling:
 
 @dataclass(slots=True)
 class References:
-    """One at a time, and for each number of sessions, as `load_band` has them, as often as the budget allows."""
+    """One reference at a time; for each band of numbers of sessions as often as the budget allows."""
 
     num_left: int = 0
-    """Steps of the one that is under way."""
+    """Steps left of the reference that is under way."""
     _due_s: dict[int, float] = field(default_factory=dict)
-    """The first one, by number of sessions."""
+    """Monotonic time of the first reference, by band."""
 
     def begins(self, clock: StepClock, num_sessions: int, step_s: float, now_s: float) -> bool:
-        """Begin one if it is due. A step of so many sessions has speculated."""
+        """Begin a reference if it is due. A step of `num_sessions` sessions has speculated."""
         plain_s = clock.plain_s(num_sessions)
         if plain_s is None:
             due_s = self._due_s.setdefault(load_band(num_sessions), now_s + LEAST_STEPS * step_s)
@@ -52,6 +52,6 @@ class References:
         return True
 
     def ends(self, *, is_settled: bool) -> bool:
-        """A step of it is over; whether it was the last. Those before drafts have settled do not count."""
+        """A step of the reference is over; whether it was the last. Steps before drafts have settled do not count."""
         self.num_left -= is_settled
         return not self.num_left

@@ -12,16 +12,16 @@ class StepTimeModel:
     """Step time as a straight line over rows, by exponentially weighted least squares.
 
     Predicts ``base_s + row_s * num_rows``, where rows are those that the step computes, padding included. The prior
-    keeps the first predictions sane. What is left of it, scaled to
-    the steps that were seen, gives a slope when they are all of one size: else one step that stalled (a process that
-    was stopped, a machine that paused) could make rows look so dear that no step with more of them ever corrected it.
+    keeps the first predictions sane. It weighs as
+    much as one step and is scaled to the steps that were seen, so that there is a slope when they are all of one size:
+    else one step that stalled could make rows look so dear that no step with more of them ever corrected it.
     Cost of an update: constant.
     """
 
     base_s: float = 0.010
-    """Of a step without rows; the prior until steps are seen, as `row_s`."""
+    """Seconds of a step without rows: an assumption until steps are seen, as is `row_s`."""
     row_s: float = 0.0005
-    """More for each row."""
+    """Seconds for each row."""
     edges: tuple[int, ...] = ()
     """Numbers of rows, rising, to the next of which a step is padded; empty where steps compute the rows they have."""
     _prior: tuple[float, float] = field(init=False)

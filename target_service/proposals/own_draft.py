@@ -1,8 +1,8 @@
 """The draft that a target runs itself: told of its sessions, and asked for proposals when a step is due.
 
-How much is drafted: a guess costs a round of the draft and, if it is verified, a row of the target's step. In that time
-the target commits tokens at the rate of late; a guess that is less likely to be accepted than so many tokens is left
-out. The rate is of all sessions, and so is a round, so that the rule holds for any number of them.
+How much is drafted: a guess costs a round of the draft and, if it is verified, a row of the target's step. A guess is
+left out if its probability is below the number of tokens that the target commits in that time. Rate and round are of
+all sessions, so the rule holds for any number of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from specdec.target_service.session import TargetSession
 from specdec.v1 import common_pb2 as pb
 
 _LENIENCE = 0.5
-"""Scores are a draft's own word: what one that is too sure draws is not verified, what one that is unsure leaves out is
-never seen."""
+"""Factor on the least score of a guess. Scores are the draft's own: a guess of a too sure draft is not verified, but
+one that an unsure draft leaves out is never seen."""
 
 
 def build_own_draft(
@@ -77,15 +77,15 @@ def own_draft_of(
 
 @dataclass(slots=True)
 class _Untold:
-    """What the draft does not know of a session yet."""
+    """Tokens of a session that the draft does not know yet."""
 
     start: int
     """Position of the first of the tokens."""
     token_ids: list[int] = field(default_factory=list)
     is_suspended: bool = False
-    """Nobody wants proposals for it now."""
+    """Whether no proposals are wanted for it now."""
     knows_suspended: bool = False
-    """The draft has been told so."""
+    """Whether the draft knows that."""
 
 
 class OwnDraft:
@@ -102,7 +102,7 @@ class OwnDraft:
         self._beginners: set[str] = set()
         """Sessions that were opened at the draft and that it has not proposed for yet."""
         self._untold: dict[str, _Untold] = {}
-        """Of sessions that were opened at the draft, by id. It hears of tokens when it is asked, of all at once."""
+        """Tokens, by id of sessions opened at the draft, that it learns of when it is asked next."""
 
     @property
     def cost_s(self) -> float:
@@ -183,7 +183,7 @@ class OwnDraft:
         return prompt_s
 
     def _tell(self) -> None:
-        """Let the draft know what was decided since it was last asked. Whom nobody wants it to draft for can wait."""
+        """Give the draft the tokens decided since it was last asked; those of suspended sessions can wait."""
         assert self.draft is not None
         for session_id, untold in self._untold.items():
             if untold.token_ids and not (untold.is_suspended and untold.knows_suspended):

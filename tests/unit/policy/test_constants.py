@@ -51,7 +51,7 @@ def learnt(score: float, depth: int) -> SourceRecord:
 
 def test_scores_and_depths_are_counted_apart_where_they_differ_much() -> None:
     assert learnt(0.9, 1).rate(0.7, 1, None) == pytest.approx(0.7), "num bands"
-    assert learnt(0.9, 1).rate(0.85, 1, None) > 0.8, "num bands"
+    assert learnt(0.9, 1).rate(0.95, 1, None) < 0.1, "num bands"
     assert learnt(0.9, 1).rate(0.9, 2, None) == pytest.approx(0.9), "depths"
     assert learnt(0.9, 2).rate(0.9, 4, None) == pytest.approx(0.9), "depths"
     assert learnt(0.9, 2).rate(0.9, 3, None) < 0.1, "depths"
