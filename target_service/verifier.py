@@ -72,7 +72,7 @@ class Verifier:
         self._apart = FaultIsolation[TargetSession](lambda session: session.num_tokens)
         self._masks = MaskFilling(worth_a_thread_s(self._identity.device))
         self._pass_keys: list[bytes] = []
-        """Of the sessions that the last pass was for."""
+        """Keys of the sessions of the last pass."""
         built.engine.before_pass = self._note_pass
         built.engine.beside_pass = self._begin_masks
         self._recording = StepRecording(recorder)

@@ -1,1 +1,1 @@
-"""From what an owner opens to a sequence in the engine."""
+"""Admission: from the session that an owner opens to a sequence in the engine."""
