@@ -1,4 +1,19 @@
-"""The target's role over the engine: sessions in, one ragged step over all of them, verdicts out."""
+"""The target's role over the engine: sessions in, one ragged step over all of them, verdicts out.
+
+A turn, as `specdec/replica/worker/loop.py` calls it:
+
+    absorb_proposals            # proposals join their sessions' trees; each session's wait for drafts is planned
+    wait_s                      # 0: a step is due
+    step:
+        chosen = pacing.choose_trees             # which nodes to verify
+        engine.launch                            # pass_chosen, blocks_copied, pass_begins (see engine.py)
+        on a GPU: send_results, fill masks, take_frames, until the pass is nearly over
+        output = engine.collect
+        decisions = decide(candidates)           # sample, walk the trees
+        the drafters of this process learn what was decided
+        commit each decision                     # tokens and KV cache, verdict to the owner
+        observers: traces, metrics, the step clock
+"""
 
 from __future__ import annotations
 
@@ -10,6 +25,7 @@ from specdec.config import TargetSettings
 from specdec.constraints.grammar.awaited import POLL_S
 from specdec.constraints.grammar.failure import GrammarError
 from specdec.drafting.heads.target import HeadTarget
+from specdec.engine.runner import PassObserver
 from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
@@ -18,6 +34,7 @@ from specdec.replica.worker.errors import constraint_failure, non_finite_logits
 from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.isolation import FaultIsolation, IsolatedSteps, each_or_halves
 from specdec.replica.worker.opening import check_room
+from specdec.replica.worker.role import DuringPass, Role
 from specdec.replica.worker.sessions import Owner
 from specdec.target_service.admission.admission import Admission
 from specdec.target_service.admission.opening import new_session, sources_of
@@ -41,12 +58,12 @@ from specdec.target_service.verdicts import describe_progress, due_for_progress,
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import microseconds
 
-_BESIDE_SHARE = 0.75
+_DURING_SHARE = 0.75
 """For so much of a step's expected time frames are taken while a device computes it: sampling is to be launched before
 the device has nothing left to do. Chosen, not measured."""
 
 
-class Verifier:
+class Verifier(Role[TargetSession], PassObserver):
     """Decodes all sessions of a target and verifies what drafts propose for them.
 
     Guarantee: in coupled mode a session's tokens are a function of the model, its numerics, prompt, parameters, seed
@@ -73,14 +90,11 @@ class Verifier:
         self._masks = MaskFilling(worth_a_thread_s(self._identity.device))
         self._pass_keys: list[bytes] = []
         """Keys of the sessions of the last pass."""
-        built.engine.before_pass = self._note_pass
-        built.engine.beside_pass = self._begin_masks
         self._recording = StepRecording(recorder)
-        host.before_send = self._recording.write
         self._admission = Admission(host.sessions, built.engine, built.grammars, self._fault)
         self._order = TurnTimes(self._own_draft, self._admission.by_seq.values())
         self._compiler = built.grammars
-        self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
+        self._steps = IsolatedSteps(built.engine, self, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._admission, self._fault)
         heads = None if built.model is None else HeadTarget(built.model, built.engine, built.sampler)
         self.local_drafters = LocalDrafters(settings.drafters, recorder, heads)
@@ -90,7 +104,7 @@ class Verifier:
         self.pacing = Pacing(hold_off_ms, is_gated=settings.adaptive_speculation, row_edges=built.row_edges)
         self.pacing.gate.computes_prompts = self._own_draft.is_there
         self._swap = DrafterSwap(self.local_drafters, host.answers, self._on_drafters, settings.load_timeout_s)
-        host.answers.handler = self._swap
+        self.calls = self._swap
         self._intake = ProposalIntake(host, recorder)
         self._proposals = Gathering(host, self._own_draft, self.local_drafters, self._intake, recorder, self._fault)
         self._commits = Commits(host, built.engine, recorder, self.close, self._own_draft, self.local_drafters)
@@ -132,7 +146,7 @@ class Verifier:
             if self._own_draft.is_there:
                 return
             session.has_draft = True
-            is_read = self._host.is_beside and self.pacing.may_verify(session)
+            is_read = self._host.gpu_busy and self.pacing.may_verify(session)
             session.arrived = self._intake.read(session, body) if is_read else body
         elif kind == "credit":
             session.credit_position = max(session.credit_position, body.position)
@@ -193,6 +207,10 @@ class Verifier:
             drafters=pb.DrafterNames(names=self.local_drafters.names, options=self.local_drafters.told_options),
         )
 
+    def before_send(self) -> None:
+        """Metrics count a token before anybody is told of it."""
+        self._recording.write()
+
     # --- steps
 
     def absorb_proposals(self, now_s: float) -> None:
@@ -215,10 +233,10 @@ class Verifier:
         idle_s = POLL_S if self._admission.is_compiling or self._swap.is_under_way else None
         return min(waits_s, default=idle_s)
 
-    def step(self) -> None:
+    def step(self, during: DuringPass) -> None:
         """Choose what to verify, run the engine once, turn its logits into verdicts, and tell the observers.
 
-        Where a device computes the pass, `_work_beside` is what happens meanwhile.
+        Where a device computes the pass, `_during_pass` is what happens meanwhile.
         """
         started_s = time.monotonic()
         groups = self._groups()
@@ -227,9 +245,9 @@ class Verifier:
             group = next((each for each in groups if self.pacing.wait_s(each, self._order.due_at_s) == 0), group)
             only = {session.seq.seq_id for session in group}
         self._apart.take(group)
-        if self._host.sends_later and any(session.state is SessionState.PREFILL for session in group):
-            self._host.send_results()  # kernels of a prompt are launched one by one: nobody waits for that
-        self._host.sends_later = False
+        if self._host.defer_results and any(session.state is SessionState.PREFILL for session in group):
+            during.send_results()  # kernels of a prompt are launched one by one: nobody waits for that
+        self._host.defer_results = False
         try:
             self.pacing.count_vain_waits(group, self._order.due_at_s)
             chosen = self.pacing.choose_trees(group, started_s)
@@ -239,7 +257,7 @@ class Verifier:
             if not self._steps.launch(self._fault_of, only):
                 return
             if self._engine.launch_pass is not None:
-                self._work_beside(started_s)
+                self._during_pass(during, started_s)
             output = self._steps.collect(self._fault_of)
         finally:
             self._masks.wait()
@@ -278,22 +296,22 @@ class Verifier:
                 self._fault(decision.candidate.session, error)
         for each in undecided:
             self._fail_undecided(each)
-        self._host.sends_later = self._steps_at_once()
+        self._host.defer_results = self._steps_at_once()
         record.turn_s = time.monotonic() - self._order.began_s
         for observe in self._observers:
             observe(record)
 
-    def _work_beside(self, started_s: float) -> None:
+    def _during_pass(self, during: DuringPass, started_s: float) -> None:
         """What is done while a device computes the pass: nothing that the pass depends on, or that depends on it.
 
         What the step before decided is counted and sent. Masks of this one's constraints are filled. What arrives is
         for the next step: proposals are read, and hang below the verdict of this one when there is one. Sessions may
         come and go.
         """
-        self._host.send_results()
+        during.send_results()
         self._masks.fill()
-        until_s = started_s + _BESIDE_SHARE * self.pacing.clock.rows.predict(self._engine.num_launched_rows)
-        self._host.take_frames(until_s, self._engine.is_done)
+        until_s = started_s + _DURING_SHARE * self.pacing.clock.rows.predict(self._engine.num_launched_rows)
+        during.take_frames(until_s, self._engine.is_done)
         self._host.steps.work_on(self._pass_keys)
 
     def _steps_at_once(self) -> bool:
@@ -349,11 +367,17 @@ class Verifier:
         """Those who may step, together as they do it."""
         return self._apart.groups(self._admission.ready())
 
-    def _note_pass(self, sequences: list[Sequence]) -> None:
+    def pass_chosen(self, sequences: list[Sequence]) -> None:
+        """Note whose sessions the pass is for."""
         self._pass_keys = [session.key for session in self._admission.of(sequences)]
         self._host.steps.work_on(self._pass_keys)
 
-    def _begin_masks(self, items: list[ScheduledItem]) -> None:
+    def blocks_copied(self, pairs: list[tuple[int, int]]) -> None:
+        """Heads have caches of the same blocks."""
+        self.local_drafters.copied(pairs)
+
+    def pass_begins(self, items: list[ScheduledItem]) -> None:
+        """Begin to fill the masks of constraints."""
         self._masks.begin(
             (session, item.seq.tree or TokenTree(), item.num_tree_nodes)
             for item in items

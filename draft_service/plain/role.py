@@ -21,6 +21,7 @@ from specdec.drafting.interface import Drafter, Room
 from specdec.drafting.role.commits import CommitConflict, check_no_commit_is_lost, num_known
 from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.opening import check_room
+from specdec.replica.worker.role import DuringPass, Role
 from specdec.replica.worker.sessions import Owner
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.sampling_params import VerifyMode
@@ -30,7 +31,7 @@ _POLL_S = 0.004
 _log = structlog.get_logger("specdec.draft")
 
 
-class PlainDrafting:
+class PlainDrafting(Role[PlainSession]):
     """Follows commits and proposes what its drafters offer."""
 
     def __init__(
@@ -118,7 +119,7 @@ class PlainDrafting:
             return 0
         return _POLL_S if any(api.is_waiting for session in able for api in _apis(session)) else None
 
-    def step(self) -> None:
+    def step(self, during: DuringPass | None = None, /) -> None:
         """Ask the drafters of all due sessions and send their offers."""
         for session in list(self._host.sessions):
             if session.is_due and _may_propose(session):

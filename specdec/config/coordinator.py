@@ -116,7 +116,7 @@ class CoordinatorSettings(ServiceSettings, PeerSettings):
 
     max_choices: int = Field(default=16, ge=1, description="Most choices of a request.")
     max_tokens_limit: int | None = Field(
-        default=None, ge=1, description="Most output tokens of a choice; null: what the context leaves."
+        default=None, ge=1, description="Most output tokens of a choice; null: the rest of the context."
     )
     excess_max_tokens: Literal["cut", "refuse"] = Field(
         default="cut",
@@ -132,7 +132,7 @@ class CoordinatorSettings(ServiceSettings, PeerSettings):
     trust_request_chat_template: bool = Field(
         default=False,
         description="Render conversations with the chat template that a request brings. Templates are programs: "
-        "whoever may send one can keep this process busy and use up its memory.",
+        "their senders can keep this process busy and use up its memory.",
     )
 
     api_keys_file: Path | None = Field(

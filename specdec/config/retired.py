@@ -35,7 +35,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
 
 
 def notices(names: frozenset[str]) -> dict[str, str]:
-    """What to tell an operator who gave these settings, by name."""
+    """Log lines for an operator who gave these settings, by the setting's name."""
     replaced = {
         name: f"{name} is read in this release only: set {REPLACED[name]} instead" for name in names & REPLACED.keys()
     }

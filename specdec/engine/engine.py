@@ -1,4 +1,18 @@
-"""One inference engine, for draft and target: schedule, run, postprocess."""
+"""One inference engine, for draft and target: schedule, run, postprocess.
+
+A step is `launch`, then `collect`:
+
+    scheduled = scheduler.schedule(only)       # prompt chunks, next tokens, trees; may preempt sequences
+    observer.pass_chosen(sequences)
+    runner.copy_blocks(shared blocks that are written to); observer.blocks_copied(...)
+    batch = build_batch(scheduled)
+    observer.pass_begins(items)
+    flight = launch_pass(batch)                # on a GPU; else runner.forward(batch), which takes its time here
+    ...                                        # on a GPU the caller does something else meanwhile
+    logits = flight.logits()                   # raises what the pass has raised
+    every sequence advances; its full blocks of final tokens are offered to the prefix cache
+    return StepOutput(logits, each item's rows)
+"""
 
 from __future__ import annotations
 
@@ -12,7 +26,7 @@ from specdec.engine.block_pool import BlockPool
 from specdec.engine.errors import KVInvariantError, SequenceStateError, TreeError
 from specdec.engine.flight import Flight
 from specdec.engine.outputs import EngineStats, StepOutput
-from specdec.engine.runner import LaunchedPass, Runner
+from specdec.engine.runner import LaunchedPass, PassObserver, Runner
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.tap import HiddenTap
@@ -25,22 +39,22 @@ class Engine:
     those of its own tokens computed afresh. Not thread-safe.
     """
 
-    def __init__(self, runner: Runner, block_pool: BlockPool, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        block_pool: BlockPool,
+        scheduler: Scheduler,
+        launch_pass: Callable[[Batch], LaunchedPass] | None = None,
+    ) -> None:
+        """`launch_pass` begins passes that a device computes meanwhile; None: `runner.forward` computes them."""
         self.runner = runner
         self.block_pool = block_pool
         self.scheduler = scheduler
         self.ahead = AheadSlots(block_pool)
         """Slots that roles compute between steps."""
-        self.before_pass: Callable[[list[Sequence]], None] = lambda sequences: None
-        """Called with a step's sequences before it computes."""
-        self.beside_pass: Callable[[list[ScheduledItem]], None] = lambda items: None
-        """Called with a pass's items right before it, to start work on another thread."""
-        self.launch_pass: Callable[[Batch], LaunchedPass] | None = None
-        """Starts a pass asynchronously; None: `launch` computes it by the runner's `forward`."""
+        self.launch_pass = launch_pass
         self.tap_ids: tuple[int, ...] = ()
         """Hidden states that steps return, by the ids of `specdec.engine.tap`."""
-        self.after_copies: Callable[[list[tuple[int, int]]], None] = lambda pairs: None
-        """Called with copied blocks (source, destination), in order, before the pass."""
         self._ids = itertools.count()
         self._flight: Flight | None = None  # launched and not collected
         self._unaccepted: list[Sequence] = []  # verified in the last step
@@ -208,7 +222,7 @@ class Engine:
         """
         return self.collect() if self.launch(only) else None
 
-    def launch(self, only: Container[int] | None = None) -> bool:
+    def launch(self, only: Container[int] | None = None, observer: PassObserver | None = None) -> bool:
         """The first half of `step`: choose a batch and start to compute it. Returns False if nothing can run.
 
         Until `collect` no sequence advances; sequences may be added and freed, but not changed.
@@ -216,6 +230,7 @@ class Engine:
         Raises:
             SequenceStateError: the previous step was not collected.
         """
+        observer = observer or PassObserver()
         self._check_landed()
         self._in_step = None
         self.ahead.release()
@@ -226,13 +241,13 @@ class Engine:
         self._in_step = [item.seq for item in scheduled.items]
         if not scheduled.items:
             return False
-        self.before_pass(self._in_step)
+        observer.pass_chosen(self._in_step)
         if scheduled.copies:
             self.runner.copy_blocks(scheduled.copies)
-            self.after_copies(scheduled.copies)
+            observer.blocks_copied(scheduled.copies)
         self._check_writes(scheduled)
         batch, item_rows = build_batch(scheduled, self.block_pool.block_size, self.runner.device)
-        self.beside_pass(scheduled.items)
+        observer.pass_begins(scheduled.items)
         if self.tap_ids:
             batch.tap = HiddenTap(self.tap_ids)
         compute = self.launch_pass or self.runner.forward

@@ -1,4 +1,4 @@
-"""The engine's interface to a model."""
+"""The engine's interfaces to a model, and to whoever observes its passes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 
 from specdec.engine.batch import Batch
+from specdec.engine.scheduler import ScheduledItem
+from specdec.engine.sequence import Sequence
 
 
 class Runner(Protocol):
@@ -42,3 +44,16 @@ class LaunchedPass(Protocol):
         """Seconds from the previous pass's end to this one's start, by the device's clock: idle time and sampling.
         None: not known, or not started. Never waits.
         """
+
+
+class PassObserver:
+    """Whoever has an engine step, told of each pass in this order. By itself it does nothing."""
+
+    def pass_chosen(self, sequences: list[Sequence]) -> None:
+        """The next pass is for these sequences; nothing is computed yet."""
+
+    def blocks_copied(self, pairs: list[tuple[int, int]]) -> None:
+        """The pass writes to copies of shared blocks, which were made: (source, destination), in order."""
+
+    def pass_begins(self, items: list[ScheduledItem]) -> None:
+        """The pass is computed next. Work that may go on meanwhile can be started on another thread."""

@@ -58,7 +58,7 @@ def check_writes(writes: Sequence[JournalWrite], limits: StoreLimits) -> None:
         _require(
             write.start + len(write.token_ids) <= limits.max_tokens, f"more than {limits.max_tokens} tokens in a choice"
         )
-        _require(len(write.origins) == len(write.token_ids), "origins must be as many as token ids")
+        _require(len(write.origins) == len(write.token_ids), "origins must have one entry per token id")
         _require(all(0 <= token <= MAX_TOKEN_ID for token in write.token_ids), "a token id must have 32 bits")
         _require(all(0 <= origin <= MAX_ORIGIN for origin in write.origins), "an origin must have 8 bits")
 

@@ -51,7 +51,7 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Bounds on what is stored. A call beyond one raises LimitExceeded, unless said otherwise."""
+    """Bounds on stored data. A call beyond one raises LimitExceeded, except where a comment says otherwise."""
 
     # Replicas in the registry; the first to expire makes room.
     max_replicas: int = 4096

@@ -24,7 +24,7 @@ TOKEN_BYTES = _TOKEN.size
 
 
 def pack_tokens(token_ids: Sequence[int], origins: Sequence[int]) -> bytes:
-    """Return the tokens as bytes, TOKEN_BYTES each. Origins must be as many as token ids."""
+    """Return the tokens as bytes, TOKEN_BYTES each. There must be one origin per token id."""
     return b"".join(map(_TOKEN.pack, token_ids, origins))
 
 

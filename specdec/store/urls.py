@@ -61,7 +61,7 @@ def connect(url: str, options: RedisOptions | None = None, limits: StoreLimits |
             `redis+cluster://HOST[:PORT],...`; with `rediss` in place of `redis` under TLS, sentinels included. It may
             hold credentials (`USER:PASSWORD@`, percent-encoded).
         options: everything else.
-        limits: bounds on what is stored.
+        limits: bounds on stored data.
 
     Raises:
         StoreUrlError: the URL or an option is wrong. The message names the setting and holds no password.

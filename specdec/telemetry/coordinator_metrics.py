@@ -37,7 +37,7 @@ FALLBACK_CAUSES = frozenset(
         *("session_taken_over", "deadline_exceeded", "unavailable", "internal"),
     )
 )
-"""Causes of draft fallbacks in metrics: a draft may give any reason, and each would be a series for good."""
+"""Causes of draft fallbacks in metrics: a draft may give any reason, and each new one would add a series."""
 
 
 class CoordinatorMetrics(MetricGroup):

@@ -35,7 +35,7 @@ UINT32_MAX = 2**32 - 1
 
 
 def most_bytes(told_bytes: int, own_bytes: int) -> int:
-    """Bytes of the largest message that a peer accepts: `told_bytes`, or where that is 0 (not told) our own limit."""
+    """Bytes of the largest message that a peer accepts: `told_bytes`, or, where the peer sent 0, our own limit."""
     return min(max(MIN_MESSAGE_BYTES, told_bytes), MOST_MESSAGE_BYTES) if told_bytes else own_bytes
 
 

@@ -63,7 +63,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    """End-of-sequence tokens do not end the choice; `min_tokens` holds them back all the same."""
+    """End-of-sequence tokens do not end the choice; `min_tokens` still holds them back."""
     num_logprobs: int | None = None
     """None: no log-probabilities; 0: of the sampled token; n: of the n most likely tokens too."""
 

@@ -18,6 +18,7 @@ from specdec.drafting.endpoints.calls import ApiFault, Endpoint
 from specdec.replica.worker.errors import SessionFailure, invalid
 from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.opening import check_open, check_room, sampling_params
+from specdec.replica.worker.role import DuringPass, Role
 from specdec.replica.worker.sessions import Owner
 from specdec.target_service.api.calls import Block
 from specdec.target_service.api.session import ApiSession
@@ -38,7 +39,7 @@ _PLAIN = {
 }  # fmt: skip
 
 
-class ApiTarget:
+class ApiTarget(Role[ApiSession]):
     """Decides by calls of one endpoint, of which one per session is under way."""
 
     def __init__(
@@ -153,7 +154,7 @@ class ApiTarget:
                     waits.append(0.0 if session.drafted() else max(0.0, session.due_at_s - now_s))
         return min(waits, default=None)
 
-    def step(self) -> None:
+    def step(self, during: DuringPass | None = None, /) -> None:
         """Take what calls decided, and make those that are due."""
         now_s = time.monotonic()
         for session in list(self._host.sessions):

@@ -56,7 +56,6 @@ class HeadRunner:
         """Seconds, by session, of taking in its tokens outside of drafts."""
         self._deadline = Deadline(MOST_CALL_S)
         if target is not None:
-            target.engine.after_copies = self._copied
             target.engine.tap_ids = ()
 
     @property
@@ -189,7 +188,8 @@ class HeadRunner:
         self._target.engine.tap_ids = union
         self._columns = {name: [union.index(i) for i in head.layer_ids] for name, head in self._heads.items()}
 
-    def _copied(self, pairs: list[tuple[int, int]]) -> None:
+    def copied(self, pairs: list[tuple[int, int]]) -> None:
+        """The target's blocks were copied: see `PassObserver.blocks_copied`."""
         for head in self._heads.values():
             head.copied(pairs)
 

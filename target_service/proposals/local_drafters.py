@@ -311,6 +311,10 @@ class LocalDrafters:
                 drafter.step = None
         return list(steps.values())
 
+    def copied(self, pairs: list[tuple[int, int]]) -> None:
+        """Blocks of the target's cache were copied: heads copy theirs."""
+        self._heads.copied(pairs)
+
     def closed(self, session: TargetSession) -> None:
         """A session has ended."""
         self._heads.closed(session)

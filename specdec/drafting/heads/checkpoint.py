@@ -16,6 +16,8 @@ from torch import nn
 from specdec.engine.errors import ModelLoadError
 
 PICKLED = ("medusa_lm_head.pt", "pytorch_model.bin")
+UNUSED = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+"""Tensors of published heads that no head here reads."""
 _NAMED = 8
 """Tensors named in an error, at most."""
 

@@ -7,13 +7,13 @@ without noise, as each counts as certain (a point mass) and must not depend on t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from specdec.engine.errors import NonFiniteLogits
+from specdec.engine.sampling.perturbed_top import shares
 from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.wire.sampling_params import SamplingParams
 
@@ -56,10 +56,3 @@ def without_noise(row: RowContext) -> RowContext:
 def after(row: RowContext, path: tuple[int, ...]) -> RowContext:
     """The row that follows uncommitted tokens."""
     return replace(row, position=row.position + len(path), extra_tokens=path)
-
-
-def shares(scores: Sequence[float]) -> list[float]:
-    """Softmax of scores. Only order and rough size matter: the target learns how often each size is right."""
-    weights = [math.exp(score - scores[0]) for score in scores]
-    total = sum(weights)
-    return [weight / total for weight in weights]

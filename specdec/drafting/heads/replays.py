@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -13,15 +10,16 @@ import torch
 from specdec.drafting.heads.cache import HeadCache, LaidOut
 from specdec.drafting.heads.passes import HeadPass, Projection
 from specdec.engine.cuda.buckets import ROW_BUCKETS, Key, all_buckets, bucket_of, empty_batch, fill, row_bucket
+from specdec.engine.cuda.passes import GraphStore
 from specdec.engine.model.device_choice import ReplayingModel
 
 PATH_SLOTS_PER_ROW = 16
 """Path slots per row in captured passes, a power of two; deeper trees and longer blocks are not captured."""
 _PREPARED_ROWS = ROW_BUCKETS[:5]
 """Row buckets captured at the start: one session's levels, or a few sessions' chains."""
-_MOST_GRAPHS = 96
 _NO_TABLES: Key = (0, 0)
-_logger = logging.getLogger(__name__)
+_Key = tuple[HeadPass | Projection, int, Key]
+"""A pass, its rows, and its bucket; a projection has no tables."""
 
 
 @dataclass(slots=True)
@@ -47,13 +45,12 @@ class HeadReplays:
         self._steps = steps
         self._cache = cache
         self._dtype = dtype
-        self._can_capture = True
-        self._graphs: OrderedDict[tuple[str, int, Key], _Graph] = OrderedDict()
+        self._graphs: GraphStore[_Key, _Graph] = GraphStore("a head's pass", may_capture=lambda: bool(steps.row_edges))
 
     def run(self, each: HeadPass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor | None:
         """See `ReplayingModel`."""
         key = bucket_of(rows.batch, self._cache.block_size, PATH_SLOTS_PER_ROW)
-        graph = None if key is None else self._graph_of(each, key[0], key)
+        graph = None if key is None else self._graphs.get(_key(each, key), self._captured)
         if graph is None or graph.rows is None:
             return None
         num_rows = len(states)
@@ -64,20 +61,17 @@ class HeadReplays:
     def project(self, each: Projection, hidden: torch.Tensor) -> torch.Tensor | None:
         """See `ReplayingModel`."""
         num_rows = row_bucket(len(hidden))
-        graph = None if num_rows is None else self._graph_of(each, num_rows, _NO_TABLES)
+        graph = None if num_rows is None else self._graphs.get((each, num_rows, _NO_TABLES), self._captured)
         return None if graph is None else _replayed(graph, hidden)
 
     @torch.inference_mode()
     def prepare(self, kinds: Iterable[HeadPass | Projection], max_len: int) -> None:
         """See `ReplayingModel`."""
-        began_s, kinds = time.monotonic(), list(kinds)
+        kinds = list(kinds)
         self._compile_others(kinds)
-        for key in all_buckets(min(max_len, self._cache.first_scratch_slot), self._cache.block_size):
-            for each in kinds:
-                if key[0] not in _PREPARED_ROWS or not self._steps.has_room(time.monotonic() - began_s):
-                    continue
-                self._graph_of(each, key[0], key if isinstance(each, HeadPass) else _NO_TABLES)
-        _logger.info("head_captured", extra={"num": len(self._graphs), "seconds": round(time.monotonic() - began_s, 3)})
+        buckets = all_buckets(min(max_len, self._cache.first_scratch_slot), self._cache.block_size)
+        keys = (_key(each, bucket) for bucket in buckets if bucket[0] in _PREPARED_ROWS for each in kinds)
+        self._graphs.prepare(keys, self._captured, self._steps.has_room)
 
     def _compile_others(self, kinds: Iterable[HeadPass | Projection]) -> None:
         """Compile the kernels that no capture runs: filling buckets, and attention over a single block."""
@@ -87,29 +81,12 @@ class HeadReplays:
                 fill(static.batch, rows.batch, self._cache.spare_block, self._cache.block_size)
                 each.compute(states, rows, self._cache.attend(rows.batch))
 
-    def _graph_of(self, each: HeadPass | Projection, num_rows: int, key: Key) -> _Graph | None:
-        if not (self._can_capture and self._steps.row_edges):
-            return None
-        name = (each.name, num_rows, key)
-        graph = self._graphs.get(name)
-        if graph is None:
-            try:
-                graph = self._captured(each, num_rows, key)
-            except RuntimeError:
-                _logger.exception("a head's pass could not be captured; its kernels are launched one by one")
-                self._can_capture = False
-                return None
-            self._graphs[name] = graph
-            if len(self._graphs) > _MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(name)
-        return graph
-
-    def _captured(self, each: HeadPass | Projection, num_rows: int, key: Key) -> _Graph:
+    def _captured(self, key: _Key) -> _Graph:
+        each, num_rows, bucket = key
         if isinstance(each, Projection):
             hidden, project = self._states(each, num_rows), each.compute
             return _Graph(hidden, None, *self._steps.capture(lambda: project(hidden)))
-        states, rows = self._padding(each, key)
+        states, rows = self._padding(each, bucket)
         compute, cache = each.compute, self._cache
         return _Graph(states, rows, *self._steps.capture(lambda: compute(states, rows, cache.attend(rows.batch))))
 
@@ -129,3 +106,7 @@ def _replayed(graph: _Graph, states: torch.Tensor) -> torch.Tensor:
     graph.states[:num_rows].copy_(states)
     graph.replay()
     return graph.result[:num_rows].clone()
+
+
+def _key(each: HeadPass | Projection, bucket: Key) -> _Key:
+    return each, bucket[0], bucket if isinstance(each, HeadPass) else _NO_TABLES

@@ -15,7 +15,7 @@ import structlog
 
 from specdec.config.drafter_options import LayerSkipOptions
 from specdec.drafting.heads.checkpoint import HeadRefused
-from specdec.drafting.heads.drawing import Choices, after, choose, shares, without_noise
+from specdec.drafting.heads.drawing import Choices, after, choose, without_noise
 from specdec.drafting.heads.session import HeadAsk, HeadSession, StatelessHead
 from specdec.drafting.heads.target import HeadTarget
 from specdec.drafting.interface import ROOT, Capabilities, Context, GrowingOffer, Offer, OfNoUse
@@ -25,6 +25,7 @@ from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.drawing.rows import DrawRow, DrawRule
 from specdec.engine.model.beside import PassRows, SkippingPass
 from specdec.engine.model.skipping import LEAST_AGREEMENT, agreement, sample_ids, too_different
+from specdec.engine.sampling.perturbed_top import shares
 from specdec.engine.sequence import Sequence as EngineSequence
 from specdec.engine.sublayers import SkippedSublayers, skipped_sublayers
 

@@ -34,13 +34,14 @@ from specdec.engine.outputs import StepOutput
 from specdec.replica.worker.build import BuiltEngine
 from specdec.replica.worker.errors import invalid
 from specdec.replica.worker.opening import check_room
+from specdec.replica.worker.role import DuringPass, Role
 from specdec.replica.worker.sessions import Owner
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import microseconds
 from specdec.wire.sampling_params import VerifyMode
 
 
-class ModelDrafter:
+class ModelDrafter(Role[DraftSession]):
     """Drafts ahead of the targets' commits. It cannot change a coupled session's output."""
 
     def __init__(
@@ -215,7 +216,7 @@ class ModelDrafter:
         for session in list(self._host.sessions):
             self._work.isolated(session, self._plan)
 
-    def step(self) -> None:
+    def step(self, during: DuringPass | None = None, /) -> None:
         """Compute one batch, guess at each head whose tokens are all computed, and send proposals."""
         self.num_rounds = 0
         if self._block is not None:

@@ -10,6 +10,7 @@ import torch
 
 from specdec.constraints.grammar.follower import MaskWords, NodeMask
 from specdec.drafting.role.session import DraftSession, GrowingLeaf, Guess
+from specdec.engine.sampling.perturbed_top import shares
 from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.restrictions import masked_logits
 from specdec.engine.sampling.sampler import RowContext, Sampler
@@ -108,7 +109,7 @@ def guess_of(token_ids: Sequence[int], scores: Sequence[float], num_siblings: in
     found = [score for score in scores if score > -math.inf]
     if not found:
         return None
-    estimates = _softmax(found)
+    estimates = shares(found)
     runners_up = zip(token_ids[1 : 1 + num_siblings], estimates[1:], strict=False)
     siblings = tuple((token_id, estimate) for token_id, estimate in runners_up if estimate >= MIN_SIBLING_SCORE)
     return Guess(token_ids[0], estimates[0], siblings)
@@ -133,13 +134,3 @@ def row_context(session: DraftSession, head: GrowingLeaf) -> RowContext:
         history=session.history,
         extra_tokens=drafted,
     )
-
-
-def _softmax(scores: Sequence[float]) -> list[float]:
-    """Probability of each noisy score to stay the best under a small change of the logits.
-
-    Only order and rough size matter: the target learns each band's acceptance rate.
-    """
-    weights = [math.exp(score - scores[0]) for score in scores]
-    total = sum(weights)
-    return [weight / total for weight in weights]

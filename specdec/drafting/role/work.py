@@ -16,6 +16,7 @@ from specdec.drafting.role.opening import Beginnings
 from specdec.drafting.role.session import FollowingT
 from specdec.engine.errors import EngineError, NonFiniteLogits
 from specdec.engine.outputs import StepOutput
+from specdec.engine.runner import PassObserver
 from specdec.engine.sequence import Sequence
 from specdec.replica.bridge.step_memory import StepMemory
 from specdec.replica.worker.build import BuiltEngine
@@ -40,7 +41,7 @@ class Holdings(Generic[FollowingT]):
     """Frees a session's sequences."""
 
 
-class DraftWork(Generic[FollowingT]):
+class DraftWork(PassObserver, Generic[FollowingT]):
     """Runs a drafter's engine. An error in one session's work ends only that session."""
 
     def __init__(
@@ -59,11 +60,10 @@ class DraftWork(Generic[FollowingT]):
         self._held = holdings
         self.beginnings = Beginnings()
         self._apart = FaultIsolation[FollowingT](holdings.position)
-        self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
+        self._steps = IsolatedSteps(built.engine, self, is_alone=settings.tensor_parallel_size == 1)
         self.started_s = 0.0
         """Monotonic time at which the last step began."""
         self._step_s = 0.0
-        built.engine.before_pass = self._note_pass
         recorder.serves(built.info.identity)
 
     # --- commits
@@ -147,7 +147,8 @@ class DraftWork(Generic[FollowingT]):
         self._apart.take(groups[0])
         return None if len(groups) == 1 else {seq.seq_id for each in groups[0] for seq in self._held.sequences(each)}
 
-    def _note_pass(self, sequences: list[Sequence]) -> None:
+    def pass_chosen(self, sequences: list[Sequence]) -> None:
+        """Note whose sessions the pass is for."""
         keys = (self._held.owner(seq).key for seq in sequences)
         self._host.steps.work_on(list(dict.fromkeys(keys)))
 

@@ -30,6 +30,7 @@ from specdec.replica.worker.errors import invalid
 from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.isolation import each_or_halves
 from specdec.replica.worker.opening import check_room
+from specdec.replica.worker.role import DuringPass, Role
 from specdec.replica.worker.sessions import Owner
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import microseconds
@@ -40,7 +41,7 @@ _MIN_NEW_TOKENS = 2
 """New tokens per proposal; each message costs time in every process on its way."""
 
 
-class TextDrafter:
+class TextDrafter(Role[TextSession]):
     """Drafts text ahead of the targets' commits. It cannot change a coupled session's output."""
 
     def __init__(
@@ -168,7 +169,7 @@ class TextDrafter:
         """Seconds until the next step: 0 while a sequence is ready, else None."""
         return 0 if any(session.seq.is_ready for session in self._owners.values()) else None
 
-    def step(self) -> None:
+    def step(self, during: DuringPass | None = None, /) -> None:
         """Compute one batch, guess a token for each sequence whose tokens are all computed, and send proposals."""
         output = self._work.step()
         if output is None:

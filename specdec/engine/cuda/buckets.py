@@ -6,11 +6,9 @@ them, and padded with rows of a sequence of their own, which writes and reads a 
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,6 +16,7 @@ from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.bucket_kernels import advance_kernel, fill_kernel
 from specdec.engine.cuda.launch import launch
+from specdec.engine.cuda.passes import GraphStore
 from specdec.engine.tap import HiddenTap
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -27,14 +26,14 @@ _LEAST_POSITIONS = 512
 """Of a table: what attention takes in two splits."""
 _TABLE_GROWTH = 4
 """From one length of tables to the next: programs for splits that no row has end at once."""
-_MOST_GRAPHS = 96
 _MOST_CAPTURE_S = 20.0
 _MOST_CAPTURE_BYTES = 1 << 30
-_logger = logging.getLogger(__name__)
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]
 Key = tuple[int, int]
 """Rows, and blocks of a table."""
+_GraphKey = tuple[Key, tuple[int, ...]]
+"""A bucket, and the ids of a step's tap."""
 
 
 class Capture(Protocol):
@@ -171,12 +170,18 @@ def advance(
     )
 
 
+class _Graph(NamedTuple):
+    batch: Batch
+    """Holds the tensors that a replay reads."""
+    replay: Callable[[], None]
+    logits: torch.Tensor
+
+
 class BucketedSteps:
     """``StepModel`` that replays captured steps for batches that fit a bucket, and runs the others as they are.
 
-    Replays serve the cache of ``serve``, whose last block is the spare one: nobody else may be given it. What
-    ``prepare`` has not captured is captured when it is first met; graphs that were used longest ago are dropped beyond
-    some number. Where capturing fails, steps run as they are from then on.
+    Replays serve the cache of ``serve``, whose last block is the spare one: nobody else may be given it. A step that
+    ``prepare`` has not captured is captured at first use. After a capture that fails, all steps run as they are.
     """
 
     def __init__(self, forward: Forward, capture: Capture) -> None:
@@ -184,9 +189,7 @@ class BucketedSteps:
         self._capture = capture
         self._cache: KVCache | None = None
         self._ahead_s = 0.0
-        self._graphs: OrderedDict[tuple[Key, tuple[int, ...]], tuple[Batch, Callable[[], None], torch.Tensor]] = (
-            OrderedDict()
-        )
+        self._graphs: GraphStore[_GraphKey, _Graph] = GraphStore("a step")
 
     def serve(self, cache: KVCache) -> None:
         """Replay steps over this cache from now on."""
@@ -199,8 +202,8 @@ class BucketedSteps:
 
     @property
     def row_edges(self) -> tuple[int, ...]:
-        """Numbers of rows that steps are padded to, rising; a step with more of them is not a replay. None: empty."""
-        return ROW_BUCKETS if self._cache is not None else ()
+        """Row counts that steps are padded to, rising; larger steps are not replayed. Empty where none are."""
+        return () if self._cache is None or self._graphs.has_failed else ROW_BUCKETS
 
     @property
     def forward(self) -> Forward:
@@ -228,20 +231,13 @@ class BucketedSteps:
         """Capture the steps of sequences up to ``max_len`` tokens, so that no request waits for it; ``tap_ids`` of the
         hidden states that they hand out.
 
-        Ends after 20 s, or where captured steps hold 1 GiB, if it is limited; what is left is captured when it is met.
-        Ranks are not: what one captures all must, as the others take part in its collectives.
+        Ends after 20 s, or where captured steps hold 1 GiB, if it is limited. Ranks are not limited: all ranks must
+        capture the same steps, as they take part in each other's collectives.
         """
-        cache, began_s, told = self._cache, clock(), "steps_captured"
-        tap = HiddenTap(tap_ids) if tap_ids else None
-        for key in [] if cache is None else all_buckets(max_len, cache.block_size):
-            if is_limited and not self.has_room(clock() - began_s):
-                told = "not all steps are captured before they are met"
-                break
-            if cache is None or self._graph_of(key, tap, cache) is None:
-                return
-        self._ahead_s += clock() - began_s
-        figures = {"num": self.num_graphs, "seconds": self._ahead_s, "held_bytes": self._capture.held_bytes()}
-        _logger.info(told, extra=figures)
+        if (cache := self._cache) is not None:
+            keys = ((key, tap_ids) for key in all_buckets(max_len, cache.block_size))
+            has_room = self.has_room if is_limited else lambda _: True
+            self._ahead_s += self._graphs.prepare(keys, lambda key: self._captured(key, cache), has_room, clock)
 
     def has_room(self, more_s: float) -> bool:
         """Whether more may be captured before the first request, where that has taken ``more_s`` after ``prepare``."""
@@ -249,34 +245,22 @@ class BucketedSteps:
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Logits ``[R, V]``, which the next call may overwrite unless they are taken from it; see ``StepModel``."""
-        key = bucket_of(batch, cache.block_size) if cache is self._cache else None
-        graph = None if key is None else self._graph_of(key, batch.tap, cache)
+        graph = self._graph_of(batch, cache) if cache is self._cache and not self._graphs.has_failed else None
         if graph is None:
             return self._forward(batch, cache)
-        static, replay, logits = graph
+        static = graph.batch
         fill(static, batch, cache.num_blocks - 1, cache.block_size)
-        replay()
+        graph.replay()
         if batch.tap is not None and static.tap is not None and static.tap.states is not None:
             batch.tap.states = static.tap.states[: batch.input_ids.shape[0]].clone()  # the next replay overwrites them
-        return logits.index_select(0, batch.logits_indices)
+        return graph.logits.index_select(0, batch.logits_indices)
 
-    def _graph_of(
-        self, key: Key, tap: HiddenTap | None, cache: KVCache
-    ) -> tuple[Batch, Callable[[], None], torch.Tensor] | None:
-        """The captured step of a bucket, captured now if need be; None where that fails."""
-        name = (key, () if tap is None else tap.layer_ids)
-        graph = self._graphs.get(name)
-        if graph is None:
-            static = empty_batch(key, cache.device, cache.num_blocks - 1, cache.block_size)
-            static.tap = None if tap is None else HiddenTap(tap.layer_ids)
-            try:
-                graph = (static, *self._capture(lambda: self._forward(static, cache)))
-            except RuntimeError:
-                _logger.exception("a step could not be captured: steps are launched kernel by kernel")
-                self._cache = None
-                return None
-            self._graphs[name] = graph
-            if len(self._graphs) > _MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(name)
-        return graph
+    def _graph_of(self, batch: Batch, cache: KVCache) -> _Graph | None:
+        bucket, tap_ids = bucket_of(batch, cache.block_size), () if batch.tap is None else batch.tap.layer_ids
+        return None if bucket is None else self._graphs.get((bucket, tap_ids), lambda key: self._captured(key, cache))
+
+    def _captured(self, key: _GraphKey, cache: KVCache) -> _Graph:
+        bucket, tap_ids = key
+        static = empty_batch(bucket, cache.device, cache.num_blocks - 1, cache.block_size)
+        static.tap = HiddenTap(tap_ids) if tap_ids else None
+        return _Graph(static, *self._capture(lambda: self._forward(static, cache)))

@@ -1,12 +1,22 @@
-"""Passes whose kernels wait in a device's stream, and captures of what is put there again and again."""
+"""Passes whose kernels wait in a device's stream, captures of passes that are run again and again, and their store."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 
 import torch
+
+_MOST_GRAPHS = 96
+"""Captured graphs that one store keeps."""
+_logger = logging.getLogger(__name__)
+
+KeyT = TypeVar("KeyT")
+GraphT = TypeVar("GraphT")
 
 
 class EnqueuedPass:
@@ -85,3 +95,57 @@ class CudaCapture:
             raise
         self._held_bytes += max(0, torch.cuda.memory_reserved() - before)
         return graph.replay, logits
+
+
+class GraphStore(Generic[KeyT, GraphT]):
+    """Captured graphs by key. The least recently used one is dropped where there are too many.
+
+    After a capture that fails, no other one is tried; graphs captured before are still found.
+    """
+
+    def __init__(self, subject: str, may_capture: Callable[[], bool] = lambda: True) -> None:
+        """`subject` names in logs what is captured; `may_capture` is asked before each capture."""
+        self.has_failed = False
+        self._subject = subject
+        self._may_capture = may_capture
+        self._graphs: OrderedDict[KeyT, GraphT] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def get(self, key: KeyT, capture: Callable[[KeyT], GraphT]) -> GraphT | None:
+        """The graph of a key, captured now where it is missing; None where it cannot be captured."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            if self.has_failed or not self._may_capture():
+                return None
+            try:
+                graph = capture(key)
+            except RuntimeError:
+                _logger.exception(f"{self._subject} could not be captured; its kernels are launched one by one")
+                self.has_failed = True
+                return None
+            self._graphs[key] = graph
+            if len(self._graphs) > _MOST_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return graph
+
+    def prepare(
+        self,
+        keys: Iterable[KeyT],
+        capture: Callable[[KeyT], GraphT],
+        has_room: Callable[[float], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> float:
+        """Capture graphs until one fails or `has_room` refuses the seconds so far; returns the seconds it took."""
+        began_s = clock()
+        is_complete = all(has_room(clock() - began_s) and self.get(key, capture) is not None for key in keys)
+        elapsed_s = clock() - began_s
+        figures = {"subject": self._subject, "num": len(self), "seconds": round(elapsed_s, 3), "complete": is_complete}
+        _logger.info("graphs_captured", extra=figures)
+        return elapsed_s
+
+    def clear(self) -> None:
+        """Drop all graphs."""
+        self._graphs.clear()

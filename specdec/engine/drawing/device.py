@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +14,7 @@ from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.buckets import ROW_BUCKETS, advance, empty_batch, row_bucket, table_bucket
 from specdec.engine.cuda.cuts import NUM_CUT_WORDS, CutKinds, cut_parameters, launch_cuts
+from specdec.engine.cuda.passes import GraphStore
 from specdec.engine.cuda.sampling import MOST_TOP, launch_top, read_top
 from specdec.engine.drawing.adjustments import Adjustments, can_adjust
 from specdec.engine.drawing.graph_parts import GraphParts, parameters_of, scaling_of, sparse_parameters_of
@@ -34,10 +32,8 @@ _USE_WEIGHT = 0.1
 _USE_MARGIN = 1.5
 """A graph has so many times the draws that were of use on average. Chosen, not measured."""
 _PREPARED_ROWS = (8, 4, 2, 1)
-_MOST_GRAPHS = 64
 _MOST_WIDE_ROWS = 32
 """Of a graph with several bytes per row and token: of adjusted logits, or of sparse draws. Chosen, not measured."""
-_logger = logging.getLogger(__name__)
 
 
 class _Key(NamedTuple):
@@ -103,9 +99,10 @@ class DeviceDrawing:
         self._vocab_size = vocab_size
         self._max_len = max_len
         self._sampler = sampler
-        self._graphs: OrderedDict[_Key, _Graph] = OrderedDict()
+        self._graphs: GraphStore[_Key, _Graph] = GraphStore(
+            "drawing several tokens", may_capture=lambda: bool(steps.row_edges)
+        )
         self._adjustments: Adjustments | None = None
-        self._can_capture = True
         self._mean_used = float(ROUND_BUCKETS[-1])
         self._other_ids = None if other_ids is None else IdTables(other_ids, cache.device, cache.device)
 
@@ -121,11 +118,13 @@ class DeviceDrawing:
 
     def prepare(self, num_top: int) -> None:
         """Capture graphs for few rows and contexts that fit the shortest table, as far as time and memory go."""
-        began_s, num_blocks = time.monotonic(), table_bucket(1, self._cache.block_size)
-        for num_rows in _PREPARED_ROWS:
-            for num_draws in reversed(ROUND_BUCKETS):
-                if self._can_capture and self._steps.has_room(time.monotonic() - began_s):
-                    self._graph_of(_Key(num_rows, num_blocks, num_draws, min(num_top, self._vocab_size)))
+        num_blocks, num_top = table_bucket(1, self._cache.block_size), min(num_top, self._vocab_size)
+        keys = [
+            _Key(num_rows, num_blocks, num_draws, num_top)
+            for num_rows in _PREPARED_ROWS
+            for num_draws in reversed(ROUND_BUCKETS)
+        ]
+        self._graphs.prepare(keys, self._captured, self._steps.has_room)
 
     def draw(self, rows: Sequence[DrawRow], logits: torch.Tensor, num_top: int) -> list[list[Draw]]:
         """See ``Drawing``."""
@@ -174,7 +173,8 @@ class DeviceDrawing:
             return None
         num_blocks = table_bucket(max(len(row.block_ids) for row in rows), self._cache.block_size)
         bucket = next((bucket for bucket in ROUND_BUCKETS if bucket >= num_draws), ROUND_BUCKETS[-1])
-        graph = self._graph_of(_Key(num_rows, num_blocks, bucket, num_top, kinds, is_adjusted, is_sparse))
+        key = _Key(num_rows, num_blocks, bucket, num_top, kinds, is_adjusted, is_sparse)
+        graph = self._graphs.get(key, self._captured)
         if graph is None:
             return None
         self.num_passes = len(graph.drawn) - 1
@@ -241,22 +241,6 @@ class DeviceDrawing:
             parts.cuts[: len(rows)] = cuts.numpy()
         graph.state.copy_(torch.from_numpy(state), non_blocking=True)
         return GraphParts.of(graph.state, num_draws, num_rows, has_cuts)
-
-    def _graph_of(self, key: _Key) -> _Graph | None:
-        graph = self._graphs.get(key)
-        if graph is None and self._can_capture and self._steps.row_edges:
-            try:
-                graph = self._captured(key)
-            except RuntimeError:
-                _logger.exception("several tokens could not be captured in one graph: they are drawn one by one")
-                self._can_capture = False
-                return None
-            self._graphs[key] = graph
-            if len(self._graphs) > _MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-        if graph is not None:
-            self._graphs.move_to_end(key)
-        return graph
 
     def _captured(self, key: _Key) -> _Graph:
         num_rows, width, num_draws, num_top, cuts, is_adjusted, is_sparse = key

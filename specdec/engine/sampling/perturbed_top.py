@@ -92,3 +92,13 @@ def _survivors(bounds: Tensor, scores: Tensor, hashes: Tensor, num_top: int) -> 
     for r, token_id, value in zip(row_ids.tolist(), token_ids.tolist(), values.tolist(), strict=True):
         ranked[r].append((-value, token_id))
     return [[(-value, token_id) for value, token_id in sorted(best)[:num_top]] for best in ranked]
+
+
+def shares(scores: Sequence[float]) -> list[float]:
+    """Softmax of noisy scores, best first: estimated probability of each to be the target's token.
+
+    Only order and rough size matter: the target learns how often each size is right.
+    """
+    weights = [math.exp(score - scores[0]) for score in scores]
+    total = sum(weights)
+    return [weight / total for weight in weights]

@@ -27,8 +27,6 @@ class EngineAnswers:
     """
 
     def __init__(self) -> None:
-        self.handler: CallHandler | None = None
-        """None: this engine answers no calls."""
         self._waiting: list[tuple[int, FrameKind, bytes]] = []
 
     def __len__(self) -> int:

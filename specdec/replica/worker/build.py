@@ -128,9 +128,8 @@ def build_engine(
         mask_token_id = parallel_mask(settings.model, settings.revision, settings.parallel_drafting, runner.num_logits)
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
     drawing = _drawing(runner, sampler) if ranks is None and mask_token_id is None else None
-    engine = Engine(steps, pool, scheduler)
-    if isinstance(settings, TargetSettings) and is_on_gpu(runner.device):
-        engine.launch_pass = steps.launch
+    is_launched = isinstance(settings, TargetSettings) and is_on_gpu(runner.device)
+    engine = Engine(steps, pool, scheduler, steps.launch if is_launched else None)
     verify_s = row_s * max_batch_tokens
     return BuiltEngine(
         engine,

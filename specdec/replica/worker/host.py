@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Generic
 
 import structlog
@@ -43,17 +42,10 @@ class SessionHost(Generic[SessionT]):
         self.faults = FaultLog()
         self.answers = EngineAnswers()
         self.steps = steps or StepMemory()
-        self.sends_later = False
+        self.defer_results = False
         """Set by the role: the last step's results are sent when the next step, due at once, is launched."""
-        self.is_beside = False
+        self.gpu_busy = False
         """Set by the loop: a device computes a step, and arriving frames are for the next one."""
-        self.before_send: Callable[[], None] = lambda: None
-        """Set by the role: called before results are sent."""
-        self.send_results: Callable[[], None] = lambda: None
-        """Set by the loop: sends results, for a role whose step a device computes."""
-        self.take_frames: Callable[[float, Callable[[], bool]], None] = lambda until_s, is_done: None
-        """Set by the loop: handles frames that have arrived and that arrive until a monotonic time, or until the
-        callback reports that the device is done. For the same use."""
         self._port = port
         self._wire = wire
         self._identity = identity

@@ -17,6 +17,7 @@ import structlog
 
 from specdec.engine.engine import Engine
 from specdec.engine.outputs import StepOutput
+from specdec.engine.runner import PassObserver
 from specdec.engine.sequence import Sequence
 from specdec.replica.worker.errors import is_engines_own
 from specdec.replica.worker.sessions import SessionT
@@ -67,9 +68,10 @@ class IsolatedSteps:
     that the next failure is the half's.
     """
 
-    def __init__(self, engine: Engine, *, is_alone: bool) -> None:
+    def __init__(self, engine: Engine, observer: PassObserver, *, is_alone: bool) -> None:
         """`is_alone`: no other rank takes part in steps; other ranks would hang after a step that raises."""
         self._engine = engine
+        self._observer = observer
         self._is_alone = is_alone
         self._halves: list[list[tuple[Sequence, int]]] = []
         self._faults_in_a_row = 0
@@ -90,7 +92,8 @@ class IsolatedSteps:
         while True:
             suspects = self._suspects()
             try:
-                is_launched = self._engine.launch(only if suspects is None else {seq.seq_id for seq, _ in suspects})
+                seq_ids = only if suspects is None else {seq.seq_id for seq, _ in suspects}
+                is_launched = self._engine.launch(seq_ids, self._observer)
             except Exception as error:
                 self._on_raise(error, on_fault)
                 return False

@@ -1,8 +1,21 @@
 """The loop of an engine process: take frames, run a step, send its results.
 
-One thread, no locks. All results for one coordinator leave in one message, for any number of sessions. Frames that
-arrive during a step wait in the socket until its end. If a device computes steps, frames are handled and results sent
-meanwhile (`SessionHost.send_results`, `take_frames`).
+One thread, no locks. A turn (`EngineWorker._turn`):
+
+    take the frames that have arrived          # role.open, entry, close, resend; frames of calls: role.calls
+    end sessions that are overdue
+    role.absorb_proposals                      # decides what the next step waits for
+    if role.wait_s is 0:
+        role.step(loop)
+            send_results, take_frames          # while a device computes the pass, if one does
+        send_results                           # unless the role defers that to the next step's pass
+    else:
+        send_results
+        wait for frames, or until the step is due
+
+    send_results: role.before_send; load; one message per coordinator, whatever the number of its sessions; answers
+
+Frames that arrive while a CPU computes a step wait in the socket until it is over.
 """
 
 from __future__ import annotations
@@ -72,7 +85,6 @@ class EngineWorker(Generic[SessionT]):
         self._role = role
         self._traces = traces
         self._clock = clock
-        host.send_results, host.take_frames = self._flush, self._take_beside
         self._next_load_s = 0.0
         self._told_load: pb.LoadReport | None = None
         self._full: set[int] = set()
@@ -104,13 +116,13 @@ class EngineWorker(Generic[SessionT]):
         self._role.absorb_proposals(now_s)
         until_step_s = self._role.wait_s(now_s)
         if until_step_s == 0:
-            self._role.step()
+            self._role.step(self)
             self._steps.work()
-            if not self._host.sends_later or self._stopping:
-                self._flush()
+            if not self._host.defer_results or self._stopping:
+                self.send_results()
             self._end_turn()
             return
-        self._flush()
+        self.send_results()
         self._end_turn()
         if self._rest is not None:
             return
@@ -128,19 +140,19 @@ class EngineWorker(Generic[SessionT]):
                 return
         self._rest = None
 
-    def _take_beside(self, until_s: float, is_done: Callable[[], bool]) -> None:
-        """Handle frames while a device computes a step."""
+    def take_frames(self, until_s: float, is_done: Callable[[], bool]) -> None:
+        """See `DuringPass`."""
 
         def is_over() -> bool:
             return time.monotonic() >= until_s or is_done()
 
-        self._host.is_beside = True
+        self._host.gpu_busy = True
         try:
             self._take(self._port.poll(0) if self._rest is None else (), is_over)
             while self._rest is None and time.monotonic() + _LOOK_S <= until_s and not is_done():
                 self._take(self._port.poll(_LOOK_S), is_over)
         finally:
-            self._host.is_beside = False
+            self._host.gpu_busy = False
             self._steps.work()
 
     def _handled(self, frames: Iterable[Frame]) -> Iterator[None]:
@@ -149,7 +161,7 @@ class EngineWorker(Generic[SessionT]):
             if frame.kind is FrameKind.MESSAGE:
                 yield from self._handle_message(frame.stream_id, frame.payload)
                 continue
-            while self._host.is_beside and frame.kind is FrameKind.CALL:
+            while self._host.gpu_busy and frame.kind is FrameKind.CALL:
                 yield  # a call may change the next steps, so it waits for this one
             self._handle(frame)
             yield
@@ -188,8 +200,9 @@ class EngineWorker(Generic[SessionT]):
             waits.append(expiry_s - now_s)
         return max(0.0, min(waits))
 
-    def _flush(self) -> None:
-        self._host.before_send()
+    def send_results(self) -> None:
+        """See `DuringPass`; also loads, answers and that a drain is over."""
+        self._role.before_send()
         now_s = self._clock()
         load = None
         if now_s >= self._next_load_s or len(self._host.answers):
@@ -242,8 +255,8 @@ class EngineWorker(Generic[SessionT]):
             case FrameKind.STREAM_CLOSED:
                 self._responses.drop(frame.stream_id)
                 self._detach(frame.stream_id)
-                if (handler := self._host.answers.handler) is not None:
-                    handler.call_ended(frame.stream_id)
+                if self._role.calls is not None:
+                    self._role.calls.call_ended(frame.stream_id)
             case FrameKind.CALL:
                 self._call(frame.stream_id, frame.payload)
             case FrameKind.STREAM_TAKEN:
@@ -261,9 +274,9 @@ class EngineWorker(Generic[SessionT]):
     def _call(self, call_id: int, request: bytes) -> None:
         answers = self._host.answers
         try:
-            if answers.handler is None:
+            if self._role.calls is None:
                 raise SessionFailure(code_pb2.UNIMPLEMENTED, "UNIMPLEMENTED", "this replica does not support the call")
-            answers.handler.call(call_id, request)
+            self._role.calls.call(call_id, request)
         except Exception as error:
             answers.refuse(call_id, self._host.faults.failure(error).to_status())
 

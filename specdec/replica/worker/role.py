@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from specdec.replica.bridge.engine_answers import CallHandler
 from specdec.replica.worker.sessions import Owner, SessionT
 from specdec.v1 import common_pb2 as pb
 
 
-class Role(Protocol[SessionT]):
-    """A target's or draft's work on its own kind of sessions; the loop does the rest.
+class DuringPass(Protocol):
+    """What the loop does for a role while a device computes its pass."""
 
-    Once a turn, after all arrived frames, the loop calls `absorb_proposals`, then `wait_s`, and `step` if one is due.
-    """
+    def send_results(self) -> None:
+        """Send what has been decided."""
+
+    def take_frames(self, until_s: float, is_done: Callable[[], bool]) -> None:
+        """Handle what has arrived, and what arrives until a time (monotonic) or until the device is done."""
+
+
+class Role(Protocol[SessionT]):
+    """A target's or draft's work on its own kind of sessions; the loop does the rest (`loop.py` shows the order)."""
+
+    calls: CallHandler | None = None
+    """Answers calls beside the streams of sessions; None: such calls are refused."""
 
     def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> SessionT:
         """Make a session; raises SessionFailure."""
@@ -42,8 +54,12 @@ class Role(Protocol[SessionT]):
     def wait_s(self, now_s: float) -> float | None:
         """Seconds to the next step; 0: it is due; None: no step until a frame arrives. Changes nothing."""
 
-    def step(self) -> None:
+    def step(self, during: DuringPass, /) -> None:
         """Run one step and emit its results."""
+
+    def before_send(self) -> None:
+        """Owners are told next what was decided."""
+        return
 
     def load(self) -> pb.LoadReport:
         """The replica's load report; also exports gauges."""

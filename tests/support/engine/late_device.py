@@ -179,9 +179,7 @@ def late_engine(
     """An engine over such a device, with `num_blocks` of the runner's cache; `limits` are those of `Scheduler`."""
     pool = BlockPool(num_blocks, block_size)
     device = LateDevice(runner, pool, runner.num_blocks - num_blocks)
-    engine = Engine(device, pool, Scheduler(pool, *limits))
-    engine.launch_pass = device.launch
-    return engine, device
+    return Engine(device, pool, Scheduler(pool, *limits), device.launch), device
 
 
 def late_exact_engine(

@@ -121,8 +121,8 @@ def test_modules_of_transformers_wait_for_nothing_inside_a_captured_step(
 def greedy(gpu: Gpu, num_steps: int, *, is_launched: bool, freed_at: int | None) -> dict[str, list[int]]:
     """Tokens of sequences, of which one may be freed while a step is under way and another added then."""
     pool = BlockPool(3 * BLOCKS_EACH, BLOCK_SIZE)
-    engine = Engine(gpu.runner, pool, Scheduler(pool, 64, 8, 40))
-    engine.launch_pass = gpu.runner.launch if is_launched else None
+    launch_pass = gpu.runner.launch if is_launched else None
+    engine = Engine(gpu.runner, pool, Scheduler(pool, 64, 8, 40), launch_pass)
     sampler = Sampler(gpu.runner.vocab_size, gpu.runner.device)
     params = SamplingParams(max_tokens=100, seed=3, temperature=0.0)
     names = ["stays", "goes", "comes"]

@@ -21,6 +21,7 @@ from specdec.drafting.interface import Context, Offer, Room
 from specdec.engine.batch import build_batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.cuda import buckets
+from specdec.engine.cuda import passes as graph_passes
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.cuda.passes import CudaCapture
 from specdec.engine.engine import Engine
@@ -137,7 +138,7 @@ def test_captured_passes_offer_what_those_of_a_cpu_offer(
     num_prepared = len(replays._graphs)
     assert num_prepared == 2 * len(head.kinds), "all in both buckets"
     found = live(Life(head, on_device))
-    assert replays._can_capture
+    assert not replays._graphs.has_failed
     check_same(found, expected)
 
 
@@ -146,13 +147,13 @@ def test_passes_that_are_too_large_and_captures_that_were_dropped_change_no_offe
 ) -> None:
     """A long prompt has more rows than are captured, and deeper levels longer paths."""
     monkeypatch.setattr(replays_module, "PATH_SLOTS_PER_ROW", 1)
-    monkeypatch.setattr(replays_module, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(graph_passes, "_MOST_GRAPHS", 2)
     on_cpu, on_device = target_of(model, "cpu"), target_of(model, "cuda:0")
     expected = live(Life(load("eagle3", tmp_path / "cpu", on_cpu), on_cpu, lengths=(30, 2)))
     head: Any = load("eagle3", tmp_path / "device", on_device)
     head.prepare()
     found = live(Life(head, on_device, lengths=(30, 2)))
-    assert head.passes._replays._can_capture
+    assert not head.passes._replays._graphs.has_failed
     assert len(head.passes._replays._graphs) == 2
     check_same(found, expected)
 

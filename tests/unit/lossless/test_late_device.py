@@ -211,9 +211,9 @@ def told(
     script = Script(client, bodies, truth, seed)
     rng = random.Random(seed)
     arriving: list[tuple[str, dict[str, Any]]] = []
-    begin = engine.beside_pass
+    begin = pair.verifier.pass_begins
 
-    def before_pass(items: list[ScheduledItem]) -> None:
+    def pass_begins(items: list[ScheduledItem]) -> None:
         begin(items)
         arriving.extend(script.entries())
 
@@ -222,7 +222,7 @@ def told(
             client.entry(name, **entry)
         arriving.clear()
 
-    engine.beside_pass = before_pass
+    pair.verifier.pass_begins = pass_begins  # type: ignore[method-assign]
     device.meanwhile, device.num_looks = arrive, lambda: rng.randrange(10)
     for _ in range(2000):
         num_steps = script.num_steps

@@ -19,7 +19,7 @@ from torch import nn
 
 from specdec.drafting.heads.cache import NUM_SCRATCH_SLOTS, HeadCache, LaidOut, Rows
 from specdec.drafting.heads.cached import Base, CachedHead, TakenIn
-from specdec.drafting.heads.checkpoint import HeadFiles, HeadRefused, fill
+from specdec.drafting.heads.checkpoint import UNUSED, HeadFiles, HeadRefused, fill
 from specdec.drafting.heads.config import HeadConfig
 from specdec.drafting.heads.drawing import without_noise
 from specdec.drafting.heads.parts import Attend, Layer, RmsNorm, Rotary
@@ -31,7 +31,6 @@ from specdec.drafting.heads.vocabulary import DraftVocabulary, read_vocabulary
 from specdec.drafting.interface import Capabilities, Offer
 
 CAPABILITIES = Capabilities(needs_hidden_states=True)
-UNUSED = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 _NOT_SUPPORTED = ("use_swa", "attention_sink_bias", "attention_value_scale", "conv_kernel_size", "selector_rank")
 
 

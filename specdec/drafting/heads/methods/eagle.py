@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.drafting.heads.checkpoint import HeadFiles, fill
+from specdec.drafting.heads.checkpoint import UNUSED, HeadFiles, fill
 from specdec.drafting.heads.config import HeadConfig
-from specdec.drafting.heads.methods.eagle3 import UNUSED, standard_names
+from specdec.drafting.heads.methods.eagle3 import standard_names
 from specdec.drafting.heads.parts import Attend, Layer, Rotary
 from specdec.drafting.heads.target import HeadTarget
 from specdec.drafting.heads.vocabulary import DraftVocabulary, read_vocabulary

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.drafting.heads.checkpoint import HeadFiles, fill, renamed
+from specdec.drafting.heads.checkpoint import UNUSED, HeadFiles, fill, renamed
 from specdec.drafting.heads.config import HeadConfig
 from specdec.drafting.heads.parts import Attend, Attention, Layer, Mlp, RmsNorm, Rotary
 from specdec.drafting.heads.target import HeadTarget
@@ -25,7 +25,6 @@ from specdec.drafting.interface import Capabilities
 CAPABILITIES = Capabilities(needs_hidden_states=True, is_serial=True)
 FIRST_DEPTH = 5
 """Depth of trees if neither the operator nor the head sets it."""
-UNUSED = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 _OLD_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
 

@@ -28,7 +28,6 @@ from specdec.drafting.heads.vocabulary import DraftVocabulary
 from specdec.drafting.interface import Capabilities, Offer
 
 CAPABILITIES = Capabilities(needs_hidden_states=True)
-FIRST_DEPTH = 5
 
 
 class PEagle(CachedHead):

@@ -72,7 +72,7 @@ def _make(options: HeadOptions, files: HeadFiles, target: HeadTarget) -> Head:
     if options.method == "peagle":
         masked, vocabulary, mask_hidden, token = peagle.load_peagle(files, config, layer_ids, target)
         cache = _cache(config, target)
-        depth = depth or peagle.FIRST_DEPTH
+        depth = depth or eagle3.FIRST_DEPTH
         return peagle.PEagle(layer_ids, masked, mask_hidden, token, target, cache, vocabulary, depth=depth, top_k=top_k)
     is_spark = options.method == "dspark"
     own = files

@@ -127,7 +127,7 @@ def test_graphs_with_cuts_are_replayed_for_other_cuts_of_their_kind(
 def test_rows_with_cuts_are_drawn_once_where_nothing_can_be_captured(
     runner: ModelRunner, device: tuple[DeviceDrawing, Captures]
 ) -> None:
-    device[0]._can_capture = False
+    device[0]._graphs.has_failed = True
     native, drawn = both(runner, device[0], rows_of([4, 4, 4], [{**each, "top_k": 2} for each in MANY]))
     assert [len(draws) for draws in drawn] == [1, 1, 1]
     assert drawn == [[draws[0]] for draws in native]
@@ -197,7 +197,7 @@ def test_between_two_passes_are_four_launches(
     runner: ModelRunner, device: tuple[DeviceDrawing, Captures], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both(runner, device[0], rows_of([4, 4, 4], MANY))
-    [(key, graph)] = device[0]._graphs.items()
+    [(key, graph)] = device[0]._graphs._graphs.items()
     monkeypatch.setattr(device[0]._steps, "_forward", lambda batch, cache: torch.zeros(4, runner.num_logits))
     with LaunchCounter() as counter:
         graph.replay()
