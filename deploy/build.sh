@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds images with docker or buildah: deploy/build.sh [coordinator|gateway|engine-cpu|engine-cuda ...]
-# All when none is named. BUILDER is the command that builds (default: docker build), TAG the tag (default: the
-# version of specdec). With ATTEST=1 BuildKit adds a bill of materials and the build's provenance to each image, which a
-# registry keeps (BUILDER="docker buildx build --push"). The Dockerfile's arguments are taken from variables of the same names where these are set.
+# Without a name it builds all. BUILDER is the build command (default: docker build), TAG the tag (default: specdec's
+# version). With ATTEST=1 BuildKit adds a bill of materials and provenance to each image, which a registry keeps
+# (BUILDER="docker buildx build --push"). Variables named as the Dockerfile's arguments set these.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,8 +1,7 @@
-"""Writes the dashboards: `python deploy/grafana/build.py`; with `--check`, tells whether they are up to date.
+"""Writes the dashboards: `python deploy/grafana/build.py`.
 
-They are files of the chart, and Compose mounts them from there.
-
-With `--check` nothing is written, and the exit status is 1 when a file differs from what would be written.
+They are files of the chart, and Compose mounts them from there. With `--check` nothing is written, and the exit status
+is 1 if a file is out of date.
 """
 
 from __future__ import annotations

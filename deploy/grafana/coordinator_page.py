@@ -16,7 +16,7 @@ def coordinator() -> dict[str, Any]:
     return dashboard(
         "specdec-coordinator",
         "specdec / Coordinators",
-        "What clients see, and the coordinators' links to replicas.",
+        "Requests of clients, and the coordinators' links to replicas.",
         [
             Row("Clients", _clients()),
             Row("Replicas", _replicas()),
@@ -31,16 +31,15 @@ def _clients() -> list[Panel]:
     return [
         Panel(
             "Requests by outcome",
-            "Requests that ended, per second, by gRPC code. UNAVAILABLE, INTERNAL, UNKNOWN and DATA_LOSS are faults "
-            "of the server, and spend the error budget; the others are the client's, or want of capacity.",
+            "Ended requests per second, by gRPC code. UNAVAILABLE, INTERNAL, UNKNOWN and DATA_LOSS are faults of the "
+            "server and spend the error budget; the others are the client's faults, or missing capacity.",
             {"{{outcome}}": rate(f"{_C}_requests_total{_OF}", "outcome")},
             "reqps",
             alert="SpecdecErrorBudgetBurnFast",
         ),
         Panel(
             "Requests running and waiting",
-            "By coordinator. Waiting now and then is what a queue is for; always, it is want of capacity, or "
-            "max_running is too low.",
+            "Requests by coordinator. If requests always wait, capacity is missing or max_running is too low.",
             {
                 "running {{instance}}": f"{_C}_requests_running{_OF}",
                 "waiting {{instance}}": f"{_C}_queue_length{_OF}",
@@ -57,40 +56,40 @@ def _clients() -> list[Panel]:
         ),
         Panel(
             "Time to first token",
-            "From a request's arrival to its first token. If it rises, compare *Wait for a place*, then the targets' "
-            "own time to first token.",
+            "Time from a request's arrival to its first token. If it rises, compare *Wait for a place*, then the "
+            "targets' own time to first token.",
             quantiles(f"{_C}_time_to_first_token_seconds", _OF),
             "s",
         ),
         Panel(
             "Time between tokens",
-            "Of a choice; tokens that come as a burst of n share its gap.",
+            "Time between tokens of a choice; the n tokens of a burst share its gap.",
             quantiles(f"{_C}_inter_token_seconds", _OF),
             "s",
         ),
         Panel(
             "Wait for a place",
-            "Time in the queue, of requests that got a place. It is part of the time to first token.",
+            "Time in the queue of requests that got a place. It is part of the time to first token.",
             quantiles(f"{_C}_queue_seconds", _OF),
             "s",
         ),
         Panel(
             "Prompt tokens",
-            "Of admitted requests, per second: all, and those that a target had in its prefix cache, which cost "
+            "Prompt tokens of admitted requests per second: all, and those in a target's prefix cache, which cost "
             "nothing.",
             {"prompt": rate(f"{_C}_prompt_tokens_total{_OF}"), "cached": rate(f"{_C}_cached_tokens_total{_OF}")},
             TOKENS_PER_S,
         ),
         Panel(
             "Prompt found in a prefix cache",
-            "Share of prompt tokens that a target had in its prefix cache. Conversations should find their earlier "
-            "turns; low where they exist means that they are routed to targets that do not know them, or evicted.",
+            "Share of prompt tokens in a target's prefix cache. Conversations should find their earlier turns; if they "
+            "do not, they are routed to other targets, or their blocks are evicted.",
             {"cached": ratio(f"{_C}_cached_tokens_total{_OF}", f"{_C}_prompt_tokens_total{_OF}")},
             "percentunit",
         ),
         Panel(
             "Output tokens by origin",
-            "Tokens sent to clients per second. Draft tokens are those that speculation won; all decode: it is off.",
+            "Tokens sent to clients per second. Draft tokens are accepted ones; if all are decode, speculation is off.",
             {"{{origin}}": rate(f"{_C}_tokens_total{_OF}", "origin")},
             TOKENS_PER_S,
         ),
@@ -109,22 +108,23 @@ def _replicas() -> list[Panel]:
         ),
         Panel(
             "Replicas that are not ready",
-            "By role and state, as the coordinator sees them that sees the most. Draining is planned; ejected and "
-            "probation: it kept failing; incompatible: it serves something else. The coordinator's log tells why.",
+            "Replicas by role and state; the largest count of any coordinator. Draining is planned; ejected and "
+            "probation follow repeated failures; incompatible ones serve another model. The coordinator's log has the "
+            "reason.",
             {"{{role}} {{state}}": f'max by (role, state) ({_C}_replicas{{state!="ready",{_OF[1:]})'},
             width=12,
             alert="SpecdecReplicaIncompatible",
         ),
         Panel(
             "Open sessions",
-            "By role of the replica and coordinator. Fewer at drafts than at targets: requests decode plainly.",
+            "Sessions by role of the replica and coordinator. If drafts have fewer than targets, some decode plainly.",
             {"{{role}} {{instance}}": f"{_C}_sessions{_OF}"},
             width=12,
         ),
         Panel(
             "Repairs",
-            "Sessions and streams opened again, per second, by role. Clients lose nothing by them but time; a steady "
-            "rate means replicas that restart, or a network that drops streams.",
+            "Sessions and streams opened again, per second, by role. Clients lose only time; a steady rate means that "
+            "replicas restart or the network drops streams.",
             {
                 "session {{role}}": rate(f"{_C}_session_reopens_total{_OF}", "role"),
                 "stream {{role}}": rate(f"{_C}_stream_reconnects_total{_OF}", "role"),
@@ -139,28 +139,28 @@ def _redis() -> list[Panel]:
     return [
         Panel(
             "Redis answers",
-            "Whether the last operation that reached it was answered. While it is away each coordinator goes on by "
-            "itself. Without Redis always yes.",
+            "Whether Redis answered the last operation. While it does not answer, each coordinator works alone. "
+            "Without redis_url the value is always yes.",
             {"{{instance}}": f"{_C}_store_up{_OF}"},
             words={0: "no", 1: "yes"},
             alert="SpecdecJournalFailing",
         ),
         Panel(
             "Requests not in the journal",
-            "If their coordinator is lost, clients can resume them only with the tokens already received. "
-            "They join when Redis is back.",
+            "Requests without a journal: if their coordinator is lost, clients can resume them only with the tokens "
+            "already received. They join the journal when Redis is back.",
             {"{{instance}}": f"{_C}_requests_unjournalled{_OF}"},
         ),
         Panel(
             "Journal operations that failed",
-            "Per second. Few are tried while Redis is away.",
+            "Failed operations per second. While Redis does not answer, few are tried.",
             {"failed": rate(f"{_C}_journal_errors_total{_OF}")},
             "ops",
         ),
         Panel(
             "Journal latency",
             "Time of one journal operation in Redis. A request waits for two: before its admission, and at its end. "
-            "Near redis_timeout_s it is about to fail.",
+            "Above redis_timeout_s operations fail.",
             quantiles(f"{_C}_journal_seconds", _OF),
             "s",
         ),
@@ -172,7 +172,7 @@ def _redis() -> list[Panel]:
         ),
         Panel(
             "Redis errors by operation",
-            "Operations that failed or were not answered in time, per second.",
+            "Failed or late operations per second.",
             {"{{operation}}": rate(f"{_C}_store_errors_total{_OF}", "operation")},
             "ops",
         ),
@@ -183,7 +183,7 @@ def _output() -> list[Panel]:
     return [
         Panel(
             "Token mismatches",
-            "Verdicts whose overlap differed from what was delivered, per second. Must be 0: output may be wrong.",
+            "Verdicts per second whose tokens differ from delivered ones. It must be 0: otherwise output may be wrong.",
             {"mismatches": rate(f"{_C}_token_mismatches_total{_OF}")},
             "ops",
             alert="SpecdecTokenMismatches",
@@ -195,14 +195,14 @@ def _processes() -> list[Panel]:
     return [
         Panel(
             "Serving processes",
-            "Processes behind the port that serve: num_processes of them, when all is well.",
+            "Processes that serve behind the port; normally num_processes.",
             {"{{instance}}": f"{_C}_processes{_OF}"},
             alert="SpecdecCoordinatorDown",
         ),
         Panel(
             "Processes that ended",
-            "In the last 15 minutes, without being told to; each took its streams with it, and was started again. "
-            "Only where num_processes is above 1.",
+            "Processes that ended by themselves in the last 15 minutes, with their streams, and were restarted. Only "
+            "with num_processes above 1.",
             {"{{instance}}": f"increase({_C}_process_restarts_total{_OF}[15m])"},
             alert="SpecdecCoordinatorProcessesRestart",
         ),

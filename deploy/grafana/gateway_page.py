@@ -19,7 +19,7 @@ def gateway() -> dict[str, Any]:
     return dashboard(
         "specdec-gateway",
         "specdec / Gateways",
-        "What HTTP clients see, and the gateways' calls of coordinators.",
+        "Requests of HTTP clients, and the gateways' calls of coordinators.",
         [Row("HTTP clients", _clients()), Row("Coordinators", _coordinators()), Row("Output", _output())],
         f"{_G}_requests_running",
     )
@@ -29,7 +29,7 @@ def _clients() -> list[Panel]:
     return [
         Panel(
             "Gateways",
-            "Processes that are scraped. None that was there before: HTTP clients are not served.",
+            "Scraped processes. At 0 HTTP clients are not served.",
             {"gateways": f"count({_G}_requests_running{_OF}) or vector(0)"},
             "short",
             "stat",
@@ -39,8 +39,8 @@ def _clients() -> list[Panel]:
         ),
         Panel(
             "HTTP requests that fail",
-            "Share of requests answered with 5xx, and of streams that ended in an error, probes left out. Coordinators "
-            "see their own share of it as failing requests.",
+            "Share of requests with an answer 5xx or a stream that ended in an error, without health checks. Faults of "
+            "coordinators are also in their failing requests.",
             {"failing": f"(({_FAULTS} or vector(0)) + {_BROKEN}) / {_ALL}"},
             "percentunit",
             width=10,
@@ -48,15 +48,15 @@ def _clients() -> list[Panel]:
         ),
         Panel(
             "HTTP requests by status",
-            "Answers per second. 499: the client left before an answer began; 429: want of places or quota, as "
-            "*Not admitted* of coordinators tells; 4xx else: the client's.",
+            "Answers per second. 499: the client left before an answer began; 429: no place or no quota, see the "
+            "coordinators' *Not admitted*; other 4xx: the client's faults.",
             {"{{status}}": rate(f"{_G}_requests_total{_OF}", "status")},
             "reqps",
             width=10,
         ),
         Panel(
             "HTTP requests running",
-            "By gateway, of max_concurrent_requests at most.",
+            "Running requests by gateway; at most max_concurrent_requests.",
             {"{{instance}}": f"{_G}_requests_running{_OF}"},
         ),
         Panel(
@@ -67,7 +67,7 @@ def _clients() -> list[Panel]:
         ),
         Panel(
             "Clients that left",
-            "Requests per second whose client left before their end; each is cancelled at its coordinator.",
+            "Requests per second whose client left before their end; the gateway cancels them at the coordinator.",
             {"left": rate(f"{_G}_clients_gone_total{_OF}")},
             "reqps",
         ),
@@ -78,21 +78,21 @@ def _coordinators() -> list[Panel]:
     return [
         Panel(
             "Calls that went to another coordinator",
-            "Share of requests: a coordinator did not answer, or not to the end. Clients see nothing of it but time.",
+            "Share of requests whose coordinator did not answer, or not to the end. Clients lose only time.",
             {"failovers": ratio(f"{_G}_failovers_total{_OF}", f"{_G}_requests_total{_OF}")},
             "percentunit",
             alert="SpecdecGatewayFailovers",
         ),
         Panel(
             "Time to first token over HTTP",
-            "From the call of a coordinator to its first output. Compare the coordinators' *Time to first token*: what "
-            "is more here is the gateway's own, or the network's.",
+            "Time from the call of a coordinator to its first output. The difference from the coordinators' *Time to "
+            "first token* is the gateway and the network.",
             quantiles(f"{_G}_time_to_first_token_seconds", _OF),
             "s",
         ),
         Panel(
             "Length of HTTP requests",
-            "From the headers to the end of the answer.",
+            "Time from the headers to the end of the answer.",
             quantiles(f"{_G}_request_seconds", _OF),
             "s",
         ),
@@ -103,7 +103,7 @@ def _output() -> list[Panel]:
     return [
         Panel(
             "Tokens over HTTP",
-            "Of requests that ended well, per second, when they end.",
+            "Tokens per second of successful requests, counted when they end.",
             {
                 "prompt": rate(f"{_G}_prompt_tokens_total{_OF}"),
                 "output": rate(f"{_G}_output_tokens_total{_OF}"),

@@ -1,4 +1,4 @@
-"""The page for who is on call: are we healthy, are we fast, what is saturated."""
+"""The page for on-call: are we healthy, are we fast, what is saturated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def overview() -> dict[str, Any]:
     return dashboard(
         "specdec-overview",
         "specdec / Overview",
-        "For on-call: healthy, fast, saturated? The other pages tell why.",
+        "For on-call: healthy, fast, saturated? The other pages show the causes.",
         [
             Row("Are we healthy?", _healthy()),
             Row("Are we fast?", _fast()),
@@ -33,7 +33,7 @@ def _healthy() -> list[Panel]:
     return [
         Panel(
             "Failing requests",
-            "Share of requests of the last 5 minutes that ended with a fault of the server, of the worst namespace. "
+            "Share of requests of the last 5 minutes that ended with a fault of the server, in the worst namespace. "
             "The objective is 0.1%.",
             {"failing": f"max(specdec:request_errors:ratio_rate5m{_OF})"},
             "percentunit",
@@ -84,7 +84,7 @@ def _healthy() -> list[Panel]:
         ),
         Panel(
             "Token mismatches, 1 h",
-            "Verdicts whose overlap differed from what was delivered. Must be 0: output may be wrong.",
+            "Verdicts whose tokens differ from delivered ones. It must be 0: otherwise output may be wrong.",
             {"mismatches": f"sum(increase({_C}_token_mismatches_total{_OF}[1h]))"},
             "short",
             "stat",
@@ -94,8 +94,8 @@ def _healthy() -> list[Panel]:
         ),
         Panel(
             "Requests by outcome",
-            "Requests that ended, per second, by gRPC code. UNAVAILABLE, INTERNAL, UNKNOWN and DATA_LOSS are faults "
-            "of the server; the others are the client's, or want of capacity.",
+            "Ended requests per second, by gRPC code. UNAVAILABLE, INTERNAL, UNKNOWN and DATA_LOSS are faults of the "
+            "server; the others are the client's faults, or missing capacity.",
             {"{{outcome}}": rate(f"{_C}_requests_total{_OF}", "outcome")},
             "reqps",
             width=8,
@@ -103,7 +103,7 @@ def _healthy() -> list[Panel]:
         Panel(
             "Losses and repairs",
             "Sessions that lost their draft, sessions opened again, streams to replicas opened again, journal errors. "
-            "Clients lose nothing by them but time. Peaks are restarts; a steady rate is a fault to look for.",
+            "Clients lose only time. Peaks are restarts; a steady rate is a fault to look for.",
             {
                 "draft lost": rate(f"{_C}_draft_fallbacks_total{_OF}"),
                 "sessions reopened": rate(f"{_C}_session_reopens_total{_OF}"),
@@ -116,7 +116,8 @@ def _healthy() -> list[Panel]:
         ),
         Panel(
             "Redis answers",
-            "Whether each coordinator's last operation was answered. While Redis is away streams go on, unjournalled.",
+            "Whether Redis answered each coordinator's last operation. While it does not, streams continue without a "
+            "journal.",
             {"{{instance}}": f"{_C}_store_up{_OF}"},
             width=8,
             alert="SpecdecJournalFailing",
@@ -129,33 +130,34 @@ def _fast() -> list[Panel]:
     return [
         Panel(
             "Time to first token",
-            "From a request's arrival to its first token, waiting included. If it rises, see *Wait for a place*, then "
-            "*Sessions waiting for a first step*, then the targets' page.",
+            "Time from a request's arrival to its first token, waiting included. If it rises, see *Wait for a place*, "
+            "then *Sessions waiting for a first step*, then the targets' page.",
             quantiles(f"{_C}_time_to_first_token_seconds", _OF),
             "s",
         ),
         Panel(
             "Time between tokens",
-            "Of a choice; tokens that come as a burst of n share its gap.",
+            "Time between tokens of a choice; the n tokens of a burst share its gap.",
             quantiles(f"{_C}_inter_token_seconds", _OF),
             "s",
         ),
         Panel(
             "Request duration",
-            "From arrival to the end of the stream, of requests that were admitted.",
+            "Time from arrival to the end of the stream, for admitted requests.",
             quantiles(f"{_C}_request_seconds", _OF),
             "s",
         ),
         Panel(
             "Output tokens",
-            "Tokens sent to clients per second, by origin: draft tokens are those that speculation won.",
+            "Tokens sent to clients per second, by origin; draft tokens are accepted ones.",
             {"{{origin}}": rate(f"{_C}_tokens_total{_OF}", "origin")},
             TOKENS_PER_S,
             width=12,
         ),
         Panel(
             "Speed-up over plain decoding",
-            "Time that plain decoding would have taken for the same tokens, by the time taken; below 1 it costs.",
+            "Time of plain decoding for the same tokens over the time taken; below 1 speculation costs more than it "
+            "gains.",
             {"{{instance}}": f"specdec:speedup:ratio_rate5m{_OF}"},
             TIMES,
             width=12,
@@ -169,15 +171,15 @@ def _saturated() -> list[Panel]:
     return [
         Panel(
             "Requests",
-            "Requests that run, and requests that wait for a place. Always waiting: more targets, or a higher "
+            "Running requests, and requests that wait for a place. If some always wait, add targets or raise "
             "max_running.",
             {"running": f"sum({_C}_requests_running{_OF})", "waiting": f"sum({_C}_queue_length{_OF})"},
             alert="SpecdecRequestsWait",
         ),
         Panel(
             "Not admitted",
-            "Requests refused per second, by cause: overloaded and queue_timeout are want of capacity, quota and "
-            "concurrency a tenant's own limits.",
+            "Refused requests per second, by cause: overloaded and queue_timeout are missing capacity; quota and "
+            "concurrency are a tenant's limits.",
             {"{{cause}}": rate(f"{_C}_admission_rejects_total{_OF}", "cause")},
             "reqps",
             alert="SpecdecAdmissionRejects",
@@ -185,7 +187,7 @@ def _saturated() -> list[Panel]:
         Panel("Wait for a place", "Mean time in the queue.", {"mean": mean(f"{_C}_queue_seconds", _OF)}, "s"),
         Panel(
             "Sessions waiting for a first step",
-            "By target and draft; above 0 for minutes means that the tier is too small.",
+            "Waiting sessions by target and draft; above 0 for minutes means that the tier is too small.",
             {
                 "target {{instance}}": f"specdec_target_queue_length{_OF}",
                 "draft {{instance}}": f"specdec_draft_queue_length{_OF}",
@@ -209,8 +211,8 @@ def _running() -> list[Panel]:
     return [
         Panel(
             "Versions",
-            "Replicas by service and version of specdec. Two versions for longer than a roll-out takes: finish it, or "
-            "go back.",
+            "Processes by service and version of specdec. If two versions run for longer than a roll-out, finish it or "
+            "roll back.",
             {"": f"count by (namespace, service, version, python) (specdec_build_info{_OF})"},
             kind="table",
             width=12,
@@ -218,7 +220,7 @@ def _running() -> list[Panel]:
         ),
         Panel(
             "Models",
-            "Replicas by what they serve. Of one role all should be equal; tokenizers of both roles must be.",
+            "Replicas by served model. All of one role should be equal, and the tokenizers of both roles.",
             {
                 "": "count by (namespace, role, model, dtype, device, tokenizer, numerics_id) ("
                 + " or ".join(f'label_replace(specdec_{role}_info{_OF}, "role", "{role}", "", "")' for role in _ROLES)
@@ -230,8 +232,8 @@ def _running() -> list[Panel]:
         ),
         Panel(
             "Certificates expire in",
-            "Time that is left to the certificate in use, by what it is used for; nothing without TLS. It should jump "
-            "up before it is a week, or a fifth of the certificate's life.",
+            "Time left to the certificate in use, by its use; empty without TLS. A renewal should raise it before a "
+            "week, or a fifth of the certificate's lifetime, is left.",
             {"{{instance}} {{use}}": f"specdec_tls_certificate_expiry_timestamp_seconds{_OF} - time()"},
             "s",
             width=12,
@@ -239,7 +241,7 @@ def _running() -> list[Panel]:
         ),
         Panel(
             "TLS files refused",
-            "Whether the files on disk cannot be used, so that the last good ones are; nothing without TLS.",
+            "Whether the files on disk are unusable, so that the last good ones stay in use; empty without TLS.",
             {"{{instance}} {{use}}": f"specdec_tls_files_refused{_OF}"},
             width=12,
             words={0: "no", 1: "yes"},

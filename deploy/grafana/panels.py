@@ -18,13 +18,13 @@ class Panel:
     """One panel.
 
     Args:
-        text: What it shows and how to read it.
-        queries: PromQL by legend; `{{label}}` in a legend is replaced by Grafana.
-        unit: Of Grafana's units: s, percentunit, reqps, short and so on.
-        width: In columns of 24.
-        steps: Colour from a value on, ascending; the first colour holds below them. A time series has a line at each.
-        alert: Whose runbook tells what to do when this looks bad.
-        words: Shown in place of a value.
+        text: Meaning of the values, and how to read them.
+        queries: PromQL by legend; Grafana replaces `{{label}}` in a legend.
+        unit: One of Grafana's units, such as s, percentunit, reqps, short.
+        width: Columns, of 24.
+        steps: Colours from a value upwards, ascending; the first colour holds below. A time series has a line at each.
+        alert: The alert whose runbook applies to bad values.
+        words: Texts shown in place of values.
     """
 
     title: str
@@ -49,7 +49,7 @@ class Row:
 def dashboard(
     uid: str, title: str, text: str, rows: Sequence[Row], instance_metric: str | None = None
 ) -> dict[str, Any]:
-    """Return a dashboard's JSON, with a variable `namespace`: outside Kubernetes it has no values, and All holds.
+    """Return a dashboard's JSON, with a variable `namespace`; outside Kubernetes it has only the value All.
 
     Args:
         instance_metric: Adds a variable `instance` with the instances that export this metric.
@@ -112,7 +112,7 @@ def _variables(instance_metric: str | None) -> list[dict[str, Any]]:
 
 
 def _label_variable(label: str, selector: str) -> dict[str, Any]:
-    """A choice of a label's values. All is `.*`, which also holds where there is no such label."""
+    """A variable with a label's values. All is `.*`, which also matches series without the label."""
     query = f"label_values({selector}, {label})"
     return {
         "allValue": ".*",
@@ -134,7 +134,7 @@ def _label_variable(label: str, selector: str) -> dict[str, Any]:
 
 
 def _place(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Lay rows out from left to right and from top to bottom, and number the panels."""
+    """Place the panels of rows from left to right and from top to bottom, and number them."""
     placed: list[dict[str, Any]] = []
     top = 0
     for row in rows:
@@ -166,7 +166,7 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
                 "color": {"mode": "thresholds" if panel.kind == "stat" else "palette-classic"},
                 "custom": _custom(panel),
                 "mappings": _mappings(panel),
-                # From 0, or a steady share would look like a wild one.
+                # The axis starts at 0, or small changes would look large.
                 **({"min": 0} if panel.kind == "timeseries" else {}),
                 "thresholds": {
                     "mode": "absolute",
@@ -214,7 +214,7 @@ def _mappings(panel: Panel) -> list[dict[str, Any]]:
     if panel.words:
         words = {str(value): {"index": index, "text": text} for index, (value, text) in enumerate(panel.words.items())}
         mappings.append({"options": words, "type": "value"})
-    if panel.kind == "stat":  # a ratio of what did not happen
+    if panel.kind == "stat":  # without traffic a ratio is NaN
         quiet = {"match": "null+nan", "result": {"color": "text", "index": len(panel.words), "text": "no traffic"}}
         mappings.append({"options": quiet, "type": "special"})
     return mappings

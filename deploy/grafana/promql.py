@@ -1,4 +1,4 @@
-"""Forms of PromQL that several pages use."""
+"""PromQL expressions that several pages use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def quantiles(histogram: str, selector: str = "") -> dict[str, str]:
 
 
 def mean(histogram: str, selector: str = "", by: str = "") -> str:
-    """The mean of what a histogram observed."""
+    """The mean of a histogram's observations."""
     return f"{rate(f'{histogram}_sum{selector}', by)} / {rate(f'{histogram}_count{selector}', by)}"
 
 

@@ -33,8 +33,8 @@ def _paying() -> list[Panel]:
     return [
         Panel(
             "Speed-up",
-            "Of all targets: time that plain decoding would have taken for the same tokens, by the time taken. "
-            "Below 1 speculation costs more than it gains.",
+            "Time of plain decoding for the same tokens over the time taken, for all targets. Below 1 speculation "
+            "costs more than it gains.",
             {
                 "speed-up": ratio(
                     f"{_T}_plain_equivalent_seconds_total{_OF}",
@@ -49,7 +49,7 @@ def _paying() -> list[Panel]:
         ),
         Panel(
             "Acceptance",
-            "Share of verified draft tokens that were accepted, last 5 minutes, in the worst namespace. Below 30% the "
+            "Accepted share of verified draft tokens in the last 5 minutes, in the worst namespace. Below 30% the "
             "draft hardly helps.",
             {"acceptance": f"min(specdec:acceptance:ratio_rate5m{_OF})"},
             "percentunit",
@@ -68,8 +68,8 @@ def _paying() -> list[Panel]:
         ),
         Panel(
             "Proposal at hand",
-            "Share of sessions' steps that had a usable proposal when they were formed. Low: drafts are too slow, too "
-            "few or too far; see *Draft latency*.",
+            "Share of sessions' steps that had a usable proposal when they were formed. If it is low, drafts are too "
+            "slow, too few or too far; see *Draft latency*.",
             {"hits": f"{rate(_HITS)} / ({rate(_HITS)} + {rate(f'{_T}_misses_total{_OF}')})"},
             "percentunit",
             "stat",
@@ -96,7 +96,7 @@ def _for_whom() -> list[Panel]:
     return [
         Panel(
             "Speed-up by target",
-            "Targets differ in load: the fuller the batch, the less a step has to spare for verification.",
+            "Speed-up of each target. Targets differ in load: a full batch leaves less room for verification.",
             {"{{instance}}": f"specdec:speedup:ratio_rate5m{_OF}"},
             TIMES,
             steps=((None, "red"), (1, "transparent")),
@@ -104,8 +104,8 @@ def _for_whom() -> list[Panel]:
         ),
         Panel(
             "Acceptance by target",
-            "Differs when targets serve different prompts; low at one only may be a wrong model. The line is where "
-            "the draft hardly helps.",
+            "Acceptance of each target. It differs with the prompts; if one target is low, its model may be wrong. "
+            "Below the line the draft hardly helps.",
             {"{{instance}}": ratio(f"{_T}_accepted_tokens_total{_OF}", f"{_T}_proposed_tokens_total{_OF}", "instance")},
             "percentunit",
             steps=((None, "red"), (0.3, "transparent")),
@@ -113,7 +113,7 @@ def _for_whom() -> list[Panel]:
         ),
         Panel(
             "Draft credit by target",
-            "Draft tokens per session that the target finds worth proposing at its load; 0 turns speculation off.",
+            "Draft tokens per session that pay at the target's load; 0 turns speculation off.",
             {"{{instance}}": f"{_T}_draft_credit{_OF}"},
         ),
     ]
@@ -127,33 +127,34 @@ def _by_drafter() -> list[Panel]:
     return [
         Panel(
             "Proposed by drafter",
-            "Tokens per second that drafts (`draft_model`) and drafters offered. One that does not pay offers less.",
+            "Tokens per second that drafts (`draft_model`) and drafters propose. A drafter that does not pay is asked "
+            "less.",
             {"{{drafter}}": rate(proposed, "drafter")},
             TOKENS_PER_S,
         ),
         Panel(
             "Verified by drafter",
-            "Of these, those that cost a row of a step. What several offered counts for each.",
+            "Proposed tokens per second that a step verified. A token that several drafters proposed counts for each.",
             {"{{drafter}}": rate(verified, "drafter")},
             TOKENS_PER_S,
         ),
         Panel(
             "Accepted by drafter",
-            "Of these, those that the target took.",
+            "Proposed tokens per second that the target accepted.",
             {"{{drafter}}": rate(accepted, "drafter")},
             TOKENS_PER_S,
         ),
         Panel(
             "Acceptance by drafter",
-            "Share of the verified tokens of a drafter that were accepted.",
+            "Accepted share of a drafter's verified tokens.",
             {"{{drafter}}": ratio(accepted, verified, "drafter")},
             "percentunit",
         ),
         Panel(
             "Tokens gained per millisecond by drafter",
-            "Accepted tokens for each millisecond that a drafter took, without the rows that verify them. Compare with "
-            "the tokens of a plain step per millisecond: below that a drafter at the target cannot pay. Those of draft "
-            "services work beside it, and tell their time themselves.",
+            "Accepted tokens per millisecond of a drafter, without the rows that verify them. A drafter in the target "
+            "cannot pay below the tokens per millisecond of a plain step. Draft services work beside the target, and "
+            "report their time themselves.",
             {"{{drafter}}": f"{rate(accepted, 'drafter')} / (1000 * {rate(seconds, 'drafter')})"},
             "short",
         ),
@@ -176,9 +177,9 @@ def _lost() -> list[Panel]:
         ),
         Panel(
             "Wasted and stale",
-            "Per second: draft tokens that verdicts made worthless, draft tokens that came to targets too late, and "
-            "commits that told drafts nothing new. Drafts work ahead on many outcomes, so most is wasted; stale near "
-            "wasted means that drafts are too slow or too far.",
+            "Per second: draft tokens that verdicts discarded, draft tokens that reached targets too late, and commits "
+            "that drafts knew already. Drafts work ahead on many outcomes, so most tokens are wasted; if nearly as "
+            "many are stale, drafts are too slow or too far.",
             {
                 "wasted tokens": rate(f"{_C}_wasted_tokens_total{_OF}"),
                 "stale at targets": rate(f"{_T}_stale_proposals_total{_OF}"),
@@ -188,8 +189,8 @@ def _lost() -> list[Panel]:
         ),
         Panel(
             "Sessions that lost their draft",
-            "Per second, by cause; they go on by plain decoding. stream_broken: drafts restart, or the network; "
-            "draining: planned; others: drafts that are full or at fault.",
+            "Sessions per second, by cause; they continue by plain decoding. stream_broken: restarts or the network; "
+            "draining: planned; others: drafts that are full or faulty.",
             {"{{cause}}": rate(f"{_C}_draft_fallbacks_total{_OF}", "cause")},
             "ops",
             alert="SpecdecDraftFallbacks",
@@ -197,7 +198,7 @@ def _lost() -> list[Panel]:
         Panel(
             "Hedges",
             "Per second: choices that were opened at a second draft because their own was slow, and those that the "
-            "second draft kept. Hedges that win name a slow draft; hedges that do not win are load.",
+            "second draft kept. Many won hedges mean a slow draft; many others mean load.",
             {
                 "begun": rate(f"{_C}_draft_hedges_total{_OF}"),
                 "won": rate(f"{_C}_draft_hedges_won_total{_OF}"),
@@ -206,14 +207,14 @@ def _lost() -> list[Panel]:
         ),
         Panel(
             "Draft latency",
-            "At the coordinator, from a commit to the first proposal after it. Less *Time to a proposal* (Drafts "
-            "page), it is network and coordinator.",
+            "Time at the coordinator from a commit to the first proposal after it. The difference from *Time to a "
+            "proposal* (Drafts page) is network and coordinator.",
             quantiles(f"{_C}_draft_latency_seconds", _OF),
             "s",
         ),
         Panel(
             "Verify latency",
-            "At the coordinator, from relaying a proposal to the verdict that used it.",
+            "Time at the coordinator from relaying a proposal to the verdict that used it.",
             quantiles(f"{_C}_verify_latency_seconds", _OF),
             "s",
         ),
@@ -225,7 +226,7 @@ def _lost() -> list[Panel]:
         ),
         Panel(
             "Committed tokens that the draft had",
-            "Share of committed tokens that the draft had computed before: the rest cost it another pass.",
+            "Share of committed tokens that the draft had computed before; the others cost it another pass.",
             {
                 "found": ratio(
                     f'{_D}_committed_tokens_total{{found="found",{_OF[1:]}', f"{_D}_committed_tokens_total{_OF}"
@@ -235,13 +236,13 @@ def _lost() -> list[Panel]:
         ),
         Panel(
             "Draft work that is sent",
-            "Draft tokens sent to draft tokens computed.",
+            "Share of computed draft tokens that were sent.",
             {"sent": ratio(f"{_D}_tokens_total{_OF}", f"{_D}_drafted_tokens_total{_OF}")},
             "percentunit",
         ),
         Panel(
             "Time outside the models",
-            "Of a request's decoding time, that in which no step ran and none waited for a draft.",
+            "Part of a request's decoding time in which no step ran and none waited for a draft.",
             quantiles(f"{_C}_outside_seconds", _OF),
             "s",
         ),

@@ -33,8 +33,8 @@ class ChatMessage(_message.Message):
     content: _builtins.str
     """Its text."""
     fields_json: _builtins.str
-    """A JSON object of what else the template may read of it, for example tool_calls, tool_call_id or reasoning_content. A
-    content in it, for example a list of parts, takes the place of the text above. Empty: nothing else.
+    """A JSON object of further fields for the template, for example tool_calls, tool_call_id or reasoning_content. A
+    content in it, for example a list of parts, replaces the text above. Empty: no further fields.
     """
     def __init__(
         self,
@@ -65,17 +65,17 @@ class ChatMessages(_message.Message):
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     DOCUMENTS_JSON_FIELD_NUMBER: _builtins.int
     tools_json: _builtins.str
-    """A JSON array of the tools that may be called, as the template takes them. Empty: none."""
+    """A JSON array of tools, in the template's form. Empty: none."""
     add_generation_prompt: _builtins.bool
-    """End where the assistant's turn starts; default true, but false where the last message is continued."""
+    """End where the assistant's turn starts; default: true, unless the last message is continued."""
     continue_final_message: _builtins.bool
     """End within the last message, so that the output continues it. Refused together with add_generation_prompt."""
     template_variables_json: _builtins.str
     """A JSON object of further variables of the template, for example enable_thinking. Empty: none."""
     chat_template: _builtins.str
-    """A template in place of the model's, at most 64 KiB, where the coordinator trusts clients' (trust_request_chat_template). Empty: none."""
+    """Jinja source that replaces the model's template, at most 64 KiB; needs the coordinator's trust_request_chat_template. Empty: none."""
     documents_json: _builtins.str
-    """A JSON array of objects, the template's variable documents. Empty: none."""
+    """A JSON array of objects for the template's variable `documents`. Empty: none."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Oldest first."""
@@ -127,7 +127,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are picked and when a choice ends."""
+    """Sampling parameters and ends of choices."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -183,19 +183,19 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Drop tokens below this fraction of the most likely one, in [0, 1]; default 0."""
     repetition_penalty: _builtins.float
-    """Over tokens in prompt and output, in [0.01, 10]; default 1."""
+    """Penalty on tokens in prompt and output, in [0.01, 10]; default 1."""
     presence_penalty: _builtins.float
-    """Over tokens in the output, in [-2, 2]; default 0."""
+    """Penalty on tokens in the output, once per token, in [-2, 2]; default 0."""
     frequency_penalty: _builtins.float
-    """Over tokens in the output, in [-2, 2]; default 0."""
+    """Penalty on tokens in the output, per occurrence, in [-2, 2]; default 0."""
     seed: _builtins.int
-    """Seed of the noise; random when absent (the first chunk tells it)."""
+    """Seed of the noise; random if absent (the first chunk has it)."""
     max_tokens: _builtins.int
-    """Most output tokens of a choice; default: what the context leaves, and no more than the deployment's limit and the key's, if there are
-    any. More than that is cut to it, or refused where the deployment is set so.
+    """Most output tokens of a choice; default: as many as fit the context, the deployment's limit and the key's limit. A larger number is cut
+    to these, or refused if the deployment is set so.
     """
     min_tokens: _builtins.int
-    """Fewest output tokens; default 0. Refused where the tokens that end a choice are the whole vocabulary."""
+    """Fewest output tokens; default 0. Refused if only tokens that end a choice are allowed."""
     include_stop_in_output: _builtins.bool
     """Keep the matched stop string at the end of the text; default false."""
     ignore_eos: _builtins.bool
@@ -205,23 +205,23 @@ class SamplingParams(_message.Message):
     logprobs: _builtins.int
     """Raw log-probabilities of the sampled token and of this many alternatives; absent: none."""
     prompt_logprobs: _builtins.int
-    """The same for the prompt's tokens."""
+    """Raw log-probabilities of the prompt's tokens, with this many alternatives; absent: none."""
     skip_special_tokens: _builtins.bool
     """Leave special tokens out of the text; default true."""
     truncate_prompt_tokens: _builtins.int
-    """Keep only the last this many tokens of the prompt; absent: refuse a prompt that is too long."""
+    """Number of last prompt tokens to keep; absent: a prompt that is too long is refused."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of these tokens, in [-100, 100]."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """No other token is ever sampled, at most 16384; empty: all may be. Tokens that end a choice are sampled only if they are listed."""
+        """The only tokens that may be sampled, at most 16384; empty: all. Tokens that end a choice must be listed, too."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that the output never has as tokens, at most 256: the token that would complete one is not sampled, with a space before the text
-        or without. Where nothing else is left to sample it is, after all.
+        """Texts that the output must not contain as tokens, at most 256: the token that would complete one, with or without a space before it,
+        is not sampled, unless no other token is left.
         """
 
     @_builtins.property
@@ -234,7 +234,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def constraint(self) -> _common_pb2.Constraint:
-        """What the output must be; absent: anything. Servers before 0.2 ignore it: GenerateStarted says whether it holds."""
+        """Constraint on the output; absent: none. Servers before 0.2 ignore it: see GenerateStarted.is_constrained."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class SpeculationParams(_message.Message):
-    """What a client may override about speculation."""
+    """Overrides of the deployment's speculation settings."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -353,18 +353,18 @@ class SpeculationParams(_message.Message):
     enabled: _builtins.bool
     """Speculate at all; default true."""
     verify_mode: _common_pb2.VerifyMode.ValueType
-    """How to verify; unspecified: the deployment's default."""
+    """Verification mode; unspecified: the deployment's default."""
     max_draft_tokens: _builtins.int
     """At most this many draft tokens per step."""
     time_per_token_ms: _builtins.float
-    """Wanted mean time of an output token after the first, in milliseconds. While a request takes longer its draft tokens are verified
-    before those of others, and while it takes less after them. A wish: no output depends on it.
+    """Wanted mean time per output token after the first, in milliseconds. A slower request's draft tokens are verified before those of
+    others, a faster one's after them. No output depends on it.
     """
     rejection_sample_method: _common_pb2.RejectionSampleMethod.ValueType
-    """How rejection verification decides on a chain; unspecified: the deployment's default. Without effect in coupled mode."""
+    """Test of rejection mode on chains; unspecified: the deployment's default. No effect in coupled mode."""
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the drafters that may propose, of those in GetModelInfoResponse.drafters; draft_model is the draft. Empty: all."""
+        """Drafters that may propose, from GetModelInfoResponse.drafters; draft_model is the draft service. Empty: all."""
 
     def __init__(
         self,
@@ -397,8 +397,8 @@ Global___SpeculationParams: _TypeAlias = SpeculationParams  # noqa: Y015
 
 @_typing.final
 class Prediction(_message.Message):
-    """Text that a client expects in the output, for example a file that it has edited. Where the output agrees with it, it comes faster; no
-    output depends on it.
+    """Text that a client expects in the output, for example a file to edit. Where the output agrees, it comes faster; no output depends on
+    it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -429,7 +429,7 @@ Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
 
 @_typing.final
 class ResumeChoice(_message.Message):
-    """What a client holds of one choice of an interrupted request."""
+    """The client's part of one choice of an interrupted request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -439,10 +439,10 @@ class ResumeChoice(_message.Message):
     index: _builtins.int
     """Index of the choice."""
     text_offset_bytes: _builtins.int
-    """Number of UTF-8 bytes of text the client holds."""
+    """UTF-8 bytes of text that the client has."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """All output tokens the client holds."""
+        """All output tokens that the client has."""
 
     def __init__(
         self,
@@ -461,7 +461,7 @@ Global___ResumeChoice: _TypeAlias = ResumeChoice  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """Takes up an interrupted request: sent with the original request, its id and its seed."""
+    """Resumes an interrupted request; sent with the original request, its id and its seed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -471,10 +471,10 @@ class Resume(_message.Message):
     resume_token: _builtins.bytes
     """From the first chunk of the original stream."""
     prompt_logprobs_position: _builtins.int
-    """The client holds the prompt's log-probabilities below this position; absent: all, if it holds tokens of the first choice, else none."""
+    """Position below which the client has the prompt's log-probabilities; absent: all if it has tokens of the first choice, otherwise none."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumeChoice]:
-        """What the client holds; a choice not listed starts anew."""
+        """The client's choices; a choice not listed starts anew."""
 
     def __init__(
         self,
@@ -513,22 +513,22 @@ class GenerateRequest(_message.Message):
     WITH_STEPS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Chosen by the client, unique among running requests of its tenant; made up when empty."""
+    """Chosen by the client, unique among running requests of its tenant; random if empty."""
     model: _builtins.str
-    """The model's name; empty: the one that is served."""
+    """The model's name; empty: the served model."""
     prompt: _builtins.str
     """As text."""
     priority: _builtins.int
-    """Orders a tenant's own requests that wait for places, lower first; default 0."""
+    """Orders a tenant's own waiting requests, lower first; default 0."""
     prompt_logprobs_in_parts: _builtins.bool
-    """The log-probabilities of a prompt may come in several chunks, in order. Unset, they come in one, and a prompt of which
-    they would be too large for that is refused.
+    """Send the prompt's log-probabilities in several chunks, in order. If false they come in one chunk, and a prompt for which that would be
+    too large is refused.
     """
     with_steps: _builtins.bool
-    """Tell each step of the target with the tokens that it committed. Of tokens that are replayed after an interruption none is told."""
+    """Send each step of the target with its tokens. Tokens replayed after an interruption have no steps."""
     cache_salt: _builtins.str
-    """Keeps its prefixes, and what drafters keep of its output, apart from those of requests of the same tenant with another salt or
-    none: by timing nobody finds out what it asks. At most 128 bytes; empty: apart from other tenants' alone.
+    """Separates its cached prefixes and drafters' memory from requests of the same tenant with another salt or none, so that timing reveals
+    nothing. At most 128 bytes; empty: separate from other tenants only.
     """
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
@@ -540,21 +540,19 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
-        """How tokens are picked."""
+        """Sampling parameters."""
 
     @_builtins.property
     def speculation(self) -> Global___SpeculationParams:
-        """What differs from the deployment's speculation settings."""
+        """Overrides of the deployment's speculation settings."""
 
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """Set to take up an interrupted request."""
+        """Set to resume an interrupted request."""
 
     @_builtins.property
     def prediction(self) -> Global___Prediction:
-        """What the output is expected to be; at most as many tokens as the model's context holds. Of use where the target runs the
-        drafter prediction.
-        """
+        """Expected output, at most as many tokens as the model's context. Used if the target runs the drafter prediction."""
 
     def __init__(
         self,
@@ -606,16 +604,16 @@ class GenerateStarted(_message.Message):
     num_prompt_tokens: _builtins.int
     """The prompt's length in tokens, after truncation."""
     is_constrained: _builtins.bool
-    """The request's constraint holds for its output. False for a request without one, and from a server that does not know constraints."""
+    """The request's constraint holds. False without one, and from servers without constraints."""
     is_salted: _builtins.bool
-    """The request's cache_salt holds. False for a request without one, and from a server that does not know of them."""
+    """The request's cache_salt holds. False without one, and from servers without salts."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelIdentity:
-        """The target that decides the tokens."""
+        """The target's model."""
 
     @_builtins.property
     def notices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Stated limits, for example a draft context shorter than the target's."""
+        """Notices for people, for example a draft context shorter than the target's."""
 
     def __init__(
         self,
@@ -651,14 +649,14 @@ class OutputToken(_message.Message):
     id: _builtins.int
     """Its id."""
     text: _builtins.str
-    """Its own text (may be half a character; the delta is never)."""
+    """Its own text; it may be half a character, unlike a delta's text."""
     origin: _common_pb2.Origin.ValueType
-    """Where it came from."""
+    """Its origin."""
     drafter: _builtins.str
-    """If its origin is a draft: the drafter that proposed it. Empty: not known, as of tokens that are sent again to who resumes."""
+    """Its drafter, if its origin is a draft. Empty: unknown, as for tokens replayed to a resuming client."""
     @_builtins.property
     def logprobs(self) -> _common_pb2.PositionLogprobs:
-        """Raw log-probabilities, when asked for."""
+        """Raw log-probabilities, if requested."""
 
     def __init__(
         self,
@@ -679,7 +677,7 @@ Global___OutputToken: _TypeAlias = OutputToken  # noqa: Y015
 
 @_typing.final
 class DecodingStep(_message.Message):
-    """One step of the target for a choice: what it had to choose from, and what it took. Times are in microseconds."""
+    """One step of the target for a choice: the proposed tree and the committed tokens. Times in microseconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -694,20 +692,20 @@ class DecodingStep(_message.Message):
     start: _builtins.int
     """Index of the first token that it committed, among the choice's output tokens."""
     num_tokens: _builtins.int
-    """Tokens that it committed, without those that a stop string cut off."""
+    """Committed tokens, without those after a stop string."""
     at_us: _builtins.int
-    """From the request's arrival at the coordinator to that of the step's verdict."""
+    """Time from the request's arrival at the coordinator to the verdict's arrival."""
     step_us: _builtins.int
-    """The forward pass and the sampling; in the first step also the rest of the prefill."""
+    """Time of forward pass and sampling; in the first step also the last part of the prefill."""
     hold_off_us: _builtins.int
-    """How long the step waited for a draft."""
+    """Time that the step waited for a draft."""
     draft_us: _builtins.int
-    """Drafting of the proposals that it used."""
+    """Draft time of the proposals that it used."""
     is_suspended: _builtins.bool
     """Speculation is suspended after it, as plain decoding was measured to be faster."""
     @_builtins.property
     def tree(self) -> _common_pb2.StepTree:
-        """What was proposed; absent in a plain step, and where the target does not tell it."""
+        """The proposed tree; absent in a plain step and from older targets."""
 
     def __init__(
         self,
@@ -749,7 +747,7 @@ class ChoiceDelta(_message.Message):
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodingStep]:
-        """The steps that committed them, or their last ones, when asked for with GenerateRequest.with_steps."""
+        """The steps that committed them, or their last ones, if requested by GenerateRequest.with_steps."""
 
     def __init__(
         self,
@@ -793,7 +791,7 @@ class SpeculationStats(_message.Message):
     NUM_SUSPENDED_STEPS_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
     num_steps: _builtins.int
-    """Target steps, the prefill not counted."""
+    """Target steps without the prefill."""
     num_verify_steps: _builtins.int
     """Target steps that verified a proposal."""
     num_proposed: _builtins.int
@@ -803,9 +801,9 @@ class SpeculationStats(_message.Message):
     mean_acceptance_length: _builtins.float
     """Tokens committed per step that verified a proposal."""
     hit_rate: _builtins.float
-    """Share of steps with a usable proposal at hand when the step was formed."""
+    """Share of steps that had a usable proposal when they were formed."""
     num_wasted: _builtins.int
-    """Draft tokens that were thrown away."""
+    """Draft tokens that were discarded."""
     queue_ms: _builtins.float
     """Milliseconds waiting for admission and for the first step."""
     prefill_ms: _builtins.float
@@ -817,9 +815,9 @@ class SpeculationStats(_message.Message):
     hold_off_ms: _builtins.float
     """Milliseconds that steps waited for a draft."""
     outside_ms: _builtins.float
-    """Milliseconds of the decoding in which neither a step ran nor one waited for a draft."""
+    """Milliseconds of decoding in which no step ran or waited for a draft."""
     num_hits: _builtins.int
-    """Steps with a usable proposal at hand when they were formed."""
+    """Steps that had a usable proposal when they were formed."""
     hit_outside_ms: _builtins.float
     """The part of outside_ms before the verdicts of those steps."""
     num_suspended_steps: _builtins.int
@@ -834,7 +832,7 @@ class SpeculationStats(_message.Message):
 
     @_builtins.property
     def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterStats]:
-        """Of the drafters that the target runs itself, those that were asked, by name."""
+        """The target's own drafters that were asked, by name."""
 
     def __init__(
         self,
@@ -869,7 +867,7 @@ Global___SpeculationStats: _TypeAlias = SpeculationStats  # noqa: Y015
 
 @_typing.final
 class DrafterStats(_message.Message):
-    """What one of the target's own drafters did for a choice, or for a request."""
+    """Record of one of the target's own drafters for a choice or a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -883,11 +881,11 @@ class DrafterStats(_message.Message):
     num_proposed: _builtins.int
     """Tokens that it offered."""
     num_verified: _builtins.int
-    """Of these, those that were verified. A token that several offered counts for each."""
+    """Of these, those that were verified. A token of several drafters counts for each."""
     num_accepted: _builtins.int
     """Of these, those that were accepted."""
     cost_ms: _builtins.float
-    """What asking it took, in milliseconds."""
+    """Time of its calls, in milliseconds."""
     def __init__(
         self,
         *,
@@ -919,13 +917,13 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """The prompt's tokens."""
     cached_tokens: _builtins.int
-    """Those of them found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     completion_tokens: _builtins.int
     """Output tokens of all choices."""
     accepted_prediction_tokens: _builtins.int
-    """Tokens that the drafter prediction offered and that were accepted; absent where the request has no prediction."""
+    """Accepted tokens of the prediction; absent if the request has none."""
     rejected_prediction_tokens: _builtins.int
-    """Those that were verified and not accepted."""
+    """Verified and rejected tokens of the prediction."""
     def __init__(
         self,
         *,
@@ -976,7 +974,7 @@ class ChoiceFinished(_message.Message):
 
     @_builtins.property
     def numerics_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Numerics ids of the targets that computed it, in the order of their first use; empty unless there was more than one."""
+        """Numerics ids of the targets that computed it, in the order of first use; empty if there was only one."""
 
     def __init__(
         self,
@@ -1008,7 +1006,7 @@ class GenerateFinished(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     NUMERICS_CHANGED_FIELD_NUMBER: _builtins.int
     numerics_changed: _builtins.bool
-    """Some choice was computed by targets of different numerics, so that its tokens may differ from those of either alone."""
+    """Targets of different numerics computed a choice, so its tokens may differ from those of one target."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Tokens used."""
@@ -1049,7 +1047,7 @@ class PromptLogprobs(_message.Message):
 
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
-        """One entry per token, but for the prompt's first one, which has none."""
+        """One entry per token, except the prompt's first one."""
 
     def __init__(
         self,
@@ -1095,7 +1093,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs:
-        """Prompt log-probabilities: the next of them."""
+        """The next log-probabilities of the prompt."""
 
     def __init__(
         self,
@@ -1146,7 +1144,7 @@ class AbortResponse(_message.Message):
 
     ABORTED_FIELD_NUMBER: _builtins.int
     aborted: _builtins.bool
-    """Whether such a request was running. One that runs at another coordinator ends soon after this answer."""
+    """Whether the request was running. At another coordinator it ends soon after this answer."""
     def __init__(
         self,
         *,
@@ -1171,7 +1169,7 @@ class TokenizeRequest(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model's name; empty: the one that is served."""
+    """The model's name; empty: the served model."""
     text: _builtins.str
     """Text."""
     add_special_tokens: _builtins.bool
@@ -1235,7 +1233,7 @@ Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
 class DetokenizeRequest(_message.Message):
-    """Token ids to make text of."""
+    """Token ids to decode."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1244,14 +1242,14 @@ class DetokenizeRequest(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     WITH_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model's name; empty: the one that is served."""
+    """The model's name; empty: the served model."""
     skip_special_tokens: _builtins.bool
     """Leave special tokens out; default true."""
     with_tokens: _builtins.bool
-    """Tell each token's own bytes, too."""
+    """Return each token's own bytes, too."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids, as many as the model's context holds at most."""
+        """The ids, at most as many as the model's context."""
 
     def __init__(
         self,
@@ -1283,7 +1281,7 @@ class DetokenizeResponse(_message.Message):
     """The text."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """When asked for: the bytes that each token stands for, special tokens included. A token may be a part of a character."""
+        """Each token's bytes, if requested, special tokens included. A token may be part of a character."""
 
     def __init__(
         self,
@@ -1301,13 +1299,13 @@ Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
 
 @_typing.final
 class GetModelInfoRequest(_message.Message):
-    """Asks what is served."""
+    """Asks for the served model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WITH_TOKENIZER_FIELD_NUMBER: _builtins.int
     with_tokenizer: _builtins.bool
-    """Tell of the tokenizer, too."""
+    """Return the tokenizer's description, too."""
     def __init__(
         self,
         *,
@@ -1323,7 +1321,7 @@ Global___GetModelInfoRequest: _TypeAlias = GetModelInfoRequest  # noqa: Y015
 
 @_typing.final
 class TokenizerInfo(_message.Message):
-    """What clients may want to know of the tokenizer. Tokens that it does not have are absent."""
+    """Description of the tokenizer. Tokens that it does not have are absent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1338,13 +1336,13 @@ class TokenizerInfo(_message.Message):
     eos_token: _builtins.str
     """Ends a text."""
     unk_token: _builtins.str
-    """Stands for what has no token."""
+    """Stands for unknown text."""
     pad_token: _builtins.str
-    """Fills up."""
+    """Pads a batch."""
     chat_template: _builtins.str
     """The source of the chat template, in Jinja."""
     vocab_size: _builtins.int
-    """Number of tokens, those added included."""
+    """Number of tokens, including added ones."""
     def __init__(
         self,
         *,
@@ -1384,7 +1382,7 @@ Global___TokenizerInfo: _TypeAlias = TokenizerInfo  # noqa: Y015
 
 @_typing.final
 class GetModelInfoResponse(_message.Message):
-    """What is served."""
+    """The served model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1399,7 +1397,7 @@ class GetModelInfoResponse(_message.Message):
     TOKENIZER_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
     default_verify_mode: _common_pb2.VerifyMode.ValueType
-    """How proposals are verified when a request does not say."""
+    """Verification mode of requests that name none."""
     max_model_len: _builtins.int
     """The longest prompt plus output, in tokens."""
     max_tokens_limit: _builtins.int
@@ -1409,22 +1407,22 @@ class GetModelInfoResponse(_message.Message):
     has_chat_template: _builtins.bool
     """The tokenizer has a chat template."""
     max_draft_tokens: _builtins.int
-    """Most draft tokens per step that a request may ask for; a higher number counts as this one."""
+    """Most draft tokens per step that a request may ask for; a higher number is lowered to it."""
     @_builtins.property
     def target(self) -> _common_pb2.ModelIdentity:
         """The target."""
 
     @_builtins.property
     def draft(self) -> _common_pb2.ModelIdentity:
-        """The draft, when one is connected and fits, or else the one that every target runs in its own process."""
+        """The draft model: of a connected draft service that fits, otherwise the one that every target runs in its own process."""
 
     @_builtins.property
     def tokenizer(self) -> Global___TokenizerInfo:
-        """When asked for."""
+        """The tokenizer, if requested."""
 
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of what proposes tokens: draft_model where there is a draft, and the drafters that every target runs itself."""
+        """Names of the drafters: draft_model if there is a draft, and those that every target runs itself."""
 
     def __init__(
         self,
@@ -1489,7 +1487,7 @@ class ReplicaStatus(_message.Message):
     """Why it is in that state."""
     @_builtins.property
     def identity(self) -> _common_pb2.ModelIdentity:
-        """What it serves."""
+        """Its model."""
 
     @_builtins.property
     def load(self) -> _common_pb2.LoadReport:
@@ -1540,16 +1538,16 @@ class GetStatusResponse(_message.Message):
     max_waiting: _builtins.int
     """Most requests that wait."""
     owner_id: _builtins.str
-    """The process that answers. Of several behind one port, num_running to max_waiting are of this one alone."""
+    """The process that answers. If several share a port, num_running to max_waiting count only this one."""
     num_left_out: _builtins.int
-    """Replicas and coordinators that are not listed, for want of room in a message."""
+    """Replicas and coordinators that are not listed because the message would be too large."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
         """All known replicas."""
 
     @_builtins.property
     def degraded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What works less well than it should, for people; for example that Redis cannot be reached."""
+        """Degraded functions, for people; for example, that Redis does not answer."""
 
     @_builtins.property
     def coordinators(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
@@ -1579,9 +1577,7 @@ Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
 
 @_typing.final
 class ResumeInfo(_message.Message):
-    """Detail of an error that ended a stream after its first chunk: what taking the request up again needs beside the
-    request itself.
-    """
+    """Detail of an error that ended a stream after its first chunk: together with the request it allows to resume."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1593,7 +1589,7 @@ class ResumeInfo(_message.Message):
     seed: _builtins.int
     """The seed in use."""
     resume_token: _builtins.bytes
-    """As in the first chunk."""
+    """The resume token of the first chunk."""
     def __init__(
         self,
         *,

@@ -79,7 +79,7 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a running request; its stream ends with finish reason abort. Of coordinators that share a Redis, any will do.
+        """Ends a running request; its stream ends with finish reason abort. Any coordinator that shares the Redis can end it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,7 +100,7 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What is served.
+        """The served model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

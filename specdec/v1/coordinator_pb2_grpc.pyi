@@ -36,13 +36,13 @@ class CoordinatorServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.GenerateRequest, _coordinator_pb2.GenerateResponse]
     """Generates one or more choices for a prompt and streams them."""
     Abort: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AbortRequest, _coordinator_pb2.AbortResponse]
-    """Ends a running request; its stream ends with finish reason abort. Of coordinators that share a Redis, any will do."""
+    """Ends a running request; its stream ends with finish reason abort. Any coordinator that shares the Redis can end it."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.TokenizeRequest, _coordinator_pb2.TokenizeResponse]
     """Text or chat messages to token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DetokenizeRequest, _coordinator_pb2.DetokenizeResponse]
     """Token ids to text."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetModelInfoRequest, _coordinator_pb2.GetModelInfoResponse]
-    """What is served."""
+    """The served model."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetStatusRequest, _coordinator_pb2.GetStatusResponse]
     """Replicas, load and limits."""
 
@@ -54,13 +54,13 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_coordinator_pb2.GenerateRequest, _coordinator_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates one or more choices for a prompt and streams them."""
     Abort: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AbortRequest, _coordinator_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a running request; its stream ends with finish reason abort. Of coordinators that share a Redis, any will do."""
+    """Ends a running request; its stream ends with finish reason abort. Any coordinator that shares the Redis can end it."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.TokenizeRequest, _coordinator_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Text or chat messages to token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DetokenizeRequest, _coordinator_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Token ids to text."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetModelInfoRequest, _coordinator_pb2.GetModelInfoResponse]  # type: ignore[assignment]
-    """What is served."""
+    """The served model."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetStatusRequest, _coordinator_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Replicas, load and limits."""
 
@@ -81,7 +81,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.AbortResponse, _abc.Awaitable[_coordinator_pb2.AbortResponse]]:
-        """Ends a running request; its stream ends with finish reason abort. Of coordinators that share a Redis, any will do."""
+        """Ends a running request; its stream ends with finish reason abort. Any coordinator that shares the Redis can end it."""
 
     @_abc_1.abstractmethod
     def Tokenize(
@@ -105,7 +105,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.GetModelInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.GetModelInfoResponse, _abc.Awaitable[_coordinator_pb2.GetModelInfoResponse]]:
-        """What is served."""
+        """The served model."""
 
     @_abc_1.abstractmethod
     def GetStatus(

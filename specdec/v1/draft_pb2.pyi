@@ -39,7 +39,7 @@ class DraftRequest(_message.Message):
 
     @_builtins.property
     def target_load(self) -> _common_pb2.LoadReport:
-        """The load of a target of all sessions: bounds how far to draft."""
+        """The load of one target for all sessions, which bounds how far to draft."""
 
     @_builtins.property
     def target_loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___TargetLoad]:
@@ -63,7 +63,7 @@ Global___DraftRequest: _TypeAlias = DraftRequest  # noqa: Y015
 
 @_typing.final
 class TargetLoad(_message.Message):
-    """What one target last reported."""
+    """The last load report of one target."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -110,7 +110,7 @@ class DraftEntry(_message.Message):
 
     @_builtins.property
     def commit(self) -> _common_pb2.Commit:
-        """Tokens are final."""
+        """Final tokens."""
 
     @_builtins.property
     def close(self) -> _common_pb2.CloseSession:
@@ -154,7 +154,7 @@ class DraftResponse(_message.Message):
 
     @_builtins.property
     def load(self) -> _common_pb2.LoadReport:
-        """The replica's load, now and then."""
+        """The replica's load, at intervals."""
 
     def __init__(
         self,

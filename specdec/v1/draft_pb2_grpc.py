@@ -60,7 +60,7 @@ class DraftServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetReplicaInfo(self, request, context):
-        """What this replica serves.
+        """The replica's model and load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,7 @@ class DraftServiceStub:
     Draft: _grpc.StreamStreamMultiCallable[_draft_pb2.DraftRequest, _draft_pb2.DraftResponse]
     """One stream per (coordinator, draft). Frames carry entries of many sessions. The first request is an Attach."""
     GetReplicaInfo: _grpc.UnaryUnaryMultiCallable[_common_pb2.GetReplicaInfoRequest, _common_pb2.GetReplicaInfoResponse]
-    """What this replica serves."""
+    """The replica's model and load."""
 
 @_typing.type_check_only
 class DraftServiceAsyncStub(DraftServiceStub):
@@ -47,7 +47,7 @@ class DraftServiceAsyncStub(DraftServiceStub):
     Draft: _aio.StreamStreamMultiCallable[_draft_pb2.DraftRequest, _draft_pb2.DraftResponse]  # type: ignore[assignment]
     """One stream per (coordinator, draft). Frames carry entries of many sessions. The first request is an Attach."""
     GetReplicaInfo: _aio.UnaryUnaryMultiCallable[_common_pb2.GetReplicaInfoRequest, _common_pb2.GetReplicaInfoResponse]  # type: ignore[assignment]
-    """What this replica serves."""
+    """The replica's model and load."""
 
 class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
     """Drafts tokens ahead of what the target has committed."""
@@ -66,6 +66,6 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.GetReplicaInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.GetReplicaInfoResponse, _abc.Awaitable[_common_pb2.GetReplicaInfoResponse]]:
-        """What this replica serves."""
+        """The replica's model and load."""
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -28,11 +28,11 @@ class SetDraftersRequest(_message.Message):
     DRAFTERS_FIELD_NUMBER: _builtins.int
     LOAD_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     drafters: _builtins.str
-    """All that there shall be, as in the setting `drafters`: names with commas between them, or JSON with options. One that runs with equal
-    options stays, one with others is replaced, and who is not named is removed.
+    """All drafters to run, as in the setting `drafters`: names separated by commas, or JSON with options. A drafter with equal options stays,
+    one with other options is replaced, and one that is not named is removed.
     """
     load_timeout_ms: _builtins.int
-    """Longest time that files of heads may take to load, after which nothing is changed; absent, or more: the setting load_timeout_s."""
+    """Milliseconds for loading heads, after which nothing is changed; absent or larger: the setting load_timeout_s."""
     def __init__(
         self,
         *,
@@ -51,7 +51,7 @@ Global___SetDraftersRequest: _TypeAlias = SetDraftersRequest  # noqa: Y015
 
 @_typing.final
 class SetDraftersResponse(_message.Message):
-    """What runs after a change."""
+    """The drafters after a change."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -59,7 +59,7 @@ class SetDraftersResponse(_message.Message):
     DRAFTER_OPTIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the drafters that are asked from now on."""
+        """Names of the drafters that run now."""
 
     @_builtins.property
     def drafter_options(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -178,7 +178,7 @@ class VerifyResponse(_message.Message):
 
     @_builtins.property
     def load(self) -> _common_pb2.LoadReport:
-        """The replica's load, now and then."""
+        """The replica's load, at intervals."""
 
     def __init__(
         self,
@@ -227,15 +227,15 @@ class TargetResult(_message.Message):
 
     @_builtins.property
     def proposal_rejected(self) -> _common_pb2.ProposalRejected:
-        """A proposal was no good; the session lives."""
+        """A proposal was refused; the session goes on."""
 
     @_builtins.property
     def progress(self) -> _common_pb2.SessionProgress:
-        """No verdict yet: what the session is doing."""
+        """Progress of a session without a verdict."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _common_pb2.PromptLogprobsPart:
-        """The next of the prompt's log-probabilities."""
+        """The next log-probabilities of the prompt."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class TargetServiceStub:
-    """Holds sessions, decodes them, and verifies what drafts propose.
+    """Holds sessions, decodes them, and verifies drafts' proposals.
     """
 
     def __init__(self, channel):
@@ -59,7 +59,7 @@ class TargetServiceStub:
 
 
 class TargetServiceServicer:
-    """Holds sessions, decodes them, and verifies what drafts propose.
+    """Holds sessions, decodes them, and verifies drafts' proposals.
     """
 
     def Verify(self, request_iterator, context):
@@ -70,7 +70,7 @@ class TargetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetReplicaInfo(self, request, context):
-        """What this replica serves.
+        """The replica's model and load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,7 +122,7 @@ def add_TargetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TargetService:
-    """Holds sessions, decodes them, and verifies what drafts propose.
+    """Holds sessions, decodes them, and verifies drafts' proposals.
     """
 
     @staticmethod

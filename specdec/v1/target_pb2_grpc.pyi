@@ -28,7 +28,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TargetServiceStub:
-    """Holds sessions, decodes them, and verifies what drafts propose."""
+    """Holds sessions, decodes them, and verifies drafts' proposals."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -37,7 +37,7 @@ class TargetServiceStub:
     Verify: _grpc.StreamStreamMultiCallable[_target_pb2.VerifyRequest, _target_pb2.VerifyResponse]
     """One stream per (coordinator, target). Frames carry entries of many sessions. The first request is an Attach."""
     GetReplicaInfo: _grpc.UnaryUnaryMultiCallable[_common_pb2.GetReplicaInfoRequest, _common_pb2.GetReplicaInfoResponse]
-    """What this replica serves."""
+    """The replica's model and load."""
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_common_pb2.GetTokenizerRequest, _common_pb2.GetTokenizerResponse]
     """The tokenizer, so that coordinators need no model files."""
     SetDrafters: _grpc.UnaryUnaryMultiCallable[_target_pb2.SetDraftersRequest, _target_pb2.SetDraftersResponse]
@@ -45,20 +45,20 @@ class TargetServiceStub:
 
 @_typing.type_check_only
 class TargetServiceAsyncStub(TargetServiceStub):
-    """Holds sessions, decodes them, and verifies what drafts propose."""
+    """Holds sessions, decodes them, and verifies drafts' proposals."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Verify: _aio.StreamStreamMultiCallable[_target_pb2.VerifyRequest, _target_pb2.VerifyResponse]  # type: ignore[assignment]
     """One stream per (coordinator, target). Frames carry entries of many sessions. The first request is an Attach."""
     GetReplicaInfo: _aio.UnaryUnaryMultiCallable[_common_pb2.GetReplicaInfoRequest, _common_pb2.GetReplicaInfoResponse]  # type: ignore[assignment]
-    """What this replica serves."""
+    """The replica's model and load."""
     GetTokenizer: _aio.UnaryStreamMultiCallable[_common_pb2.GetTokenizerRequest, _common_pb2.GetTokenizerResponse]  # type: ignore[assignment]
     """The tokenizer, so that coordinators need no model files."""
     SetDrafters: _aio.UnaryUnaryMultiCallable[_target_pb2.SetDraftersRequest, _target_pb2.SetDraftersResponse]  # type: ignore[assignment]
     """Replaces the drafters that the target runs itself, while sessions run."""
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Holds sessions, decodes them, and verifies what drafts propose."""
+    """Holds sessions, decodes them, and verifies drafts' proposals."""
 
     @_abc_1.abstractmethod
     def Verify(
@@ -74,7 +74,7 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.GetReplicaInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.GetReplicaInfoResponse, _abc.Awaitable[_common_pb2.GetReplicaInfoResponse]]:
-        """What this replica serves."""
+        """The replica's model and load."""
 
     @_abc_1.abstractmethod
     def GetTokenizer(

@@ -89,7 +89,14 @@ def assert_equal(case: dict[str, Any], fast: list[Completion], plain: list[Compl
         assert without.require_finished().stats.num_proposed == 0
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+IN_A_MERGE = "gemma2"
+"""Caps and windows; `tests/unit/engine` has the others."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name == IN_A_MERGE else pytest.mark.long) for name in sorted(CONFIGS)],
+)
 def random_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp(request.param)
     # A random target is as fast as its draft: left to its cost model it would decode plainly.

@@ -208,4 +208,4 @@ def test_the_command_lists_and_sets(cluster: Cluster) -> None:
     assert run_command(address, "--set", "").stdout.split() == ["none"]
     elsewhere = run_command(cluster.address)
     assert elsewhere.exit_code != 0
-    assert "what listens there is no target" in elsewhere.stderr
+    assert "the service there is no target" in elsewhere.stderr

@@ -25,7 +25,7 @@ def test_a_deployment_is_measured_and_every_line_has_its_figures(tiny_cluster: C
     assert found["tokenizers are equal by content"]["outcome"] == "pass"
     assert found["replicas are ready"]["outcome"] == "pass"
     assert "by depth" in found["draft tokens are accepted, temperature 1"]["measured"]
-    assert "times plain decoding" in found["it is not slower at 2 requests at once"]["measured"]
+    assert "times plain decoding" in found["speculation is not slower at 2 requests at once"]["measured"]
     for what in ("stop strings", "log-probabilities"):
         line = found[f"with {what} greedy output is the same with and without speculation"]
         assert line["outcome"] == "pass", line
@@ -48,7 +48,7 @@ def test_heads_are_tried_with_the_layers_beside_theirs(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--settings", str(file), "--try-heads", "--json"])
     assert result.exit_code == 0, result.output
     found = {line["what"]: line for line in json.loads(result.stdout)}
-    line = found["eagle3: it reads the layers that it was trained on"]
+    line = found["eagle3 reads the layers that it was trained on"]
     assert line["outcome"] == "pass", line
     assert line["measured"].count("%") == 5
     assert "with 2, 5, 9" in line["measured"]

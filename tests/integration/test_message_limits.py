@@ -152,6 +152,7 @@ async def test_a_prompt_that_is_in_the_prefix_cache_is_described_alike(client: C
     assert_equal(await client.complete(body), first)
 
 
+@pytest.mark.long
 async def test_many_sessions_with_much_to_tell_of_each_token_share_steps(
     small_cluster: Cluster, client: Client, tiny_client: Client, metrics_port: int
 ) -> None:
@@ -205,6 +206,7 @@ async def test_a_coordinator_that_is_killed_in_the_middle_of_the_prompt_leaves_n
     assert_equal(held, whole)
 
 
+@pytest.mark.long
 async def test_a_target_that_is_killed_in_the_middle_of_the_prompt_is_replaced_there(
     small_cluster: Cluster, client: Client
 ) -> None:

@@ -211,6 +211,7 @@ async def test_every_token_of_two_ranks_is_that_of_one_or_as_good(
             assert scores.get(tokens[place], -np.inf) > best[0].score - NEAR_TIE, f"{body.sampling} at {place}"
 
 
+@pytest.mark.long
 async def test_a_rank_that_is_killed_in_mid_stream_ends_its_engine_and_the_stream_goes_on_with_another(
     split_cluster: Cluster,
 ) -> None:

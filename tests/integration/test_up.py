@@ -86,6 +86,7 @@ async def test_a_stream_goes_on_exactly_while_each_service_dies_and_is_started_a
             assert (await client.complete(body)).identity == undisturbed.identity
 
 
+@pytest.mark.long
 def test_an_interrupt_while_a_service_is_down_stops_everything(tiny_pair: ModelPair) -> None:
     with running_up(tiny_pair) as up:
         up.service("specdec.draft_service").kill()
@@ -97,6 +98,7 @@ def test_an_interrupt_while_a_service_is_down_stops_everything(tiny_pair: ModelP
         assert not any("Traceback" in line for line in up.lines)
 
 
+@pytest.mark.long
 def test_a_service_that_can_never_start_again_ends_the_command_with_the_reason(
     tiny_pair: ModelPair, tmp_path: Path
 ) -> None:

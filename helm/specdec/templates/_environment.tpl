@@ -1,4 +1,4 @@
-{{/* Environment of a service's container: what extraEnv has too is taken from there. Argument: {root, name}. */}}
+{{/* Environment of a service's container; extraEnv wins. Argument: {root, name}. */}}
 {{- define "specdec.environment" -}}
 {{- $own := list }}
 {{- $names := list }}
@@ -22,7 +22,7 @@
 - {name: HOME, value: /var/cache/specdec}
 - {name: XDG_CACHE_HOME, value: /var/cache/specdec}
 {{- end }}
-# For `kubectl exec POD -- specdec health`.
+# `kubectl exec POD -- specdec health` reads it.
 - {name: SPECDEC_HEALTH_ADDRESS, value: "{{ if eq .name "gateway" }}http://{{ end }}127.0.0.1:8081"}
 {{- if eq .name "coordinator" }}
 - name: SPECDEC_COORDINATOR_RESUME_SECRET

@@ -1,4 +1,4 @@
-{{/* A name of at most `max` characters; one that is cut ends in a digest, so that two long names stay two. Argument: {name, max}. */}}
+{{/* A name of at most `max` characters; a cut one ends in a digest, so that long names stay different. Argument: {name, max}. */}}
 {{- define "specdec.shortened" -}}
 {{- if gt (len .name) (int .max) -}}
 {{ .name | trunc (sub (int .max) 9 | int) | trimSuffix "-" }}-{{ sha256sum .name | trunc 8 }}
@@ -7,7 +7,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Name of everything the release makes: a DNS label that begins with a letter, as Services must, which releases need not;
+{{/* Name of all the release's objects: a DNS label that begins with a letter, which Services need and releases do not;
      at most 40 characters, so that suffixes fit. */}}
 {{- define "specdec.fullname" -}}
 {{- $name := .Values.fullnameOverride | default .Release.Name | replace "." "-" -}}
@@ -19,14 +19,14 @@
 {{ include "specdec.shortened" (dict "name" $name "max" 40) }}
 {{- end -}}
 
-{{/* Labels of selectors; they never change, selectors are immutable. Argument: {root, name}. */}}
+{{/* Labels of selectors, which are immutable. Argument: {root, name}. */}}
 {{- define "specdec.selectorLabels" -}}
 app.kubernetes.io/name: specdec
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .name }}
 {{- end -}}
 
-{{/* Labels of objects. Pods have those of selectors alone: another version of the chart restarts only what it changes. */}}
+{{/* Labels of objects. Pods have selectors' labels only, so that a new chart version alone restarts nothing. */}}
 {{- define "specdec.labels" -}}
 {{ include "specdec.selectorLabels" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | replace "+" "_" | trunc 63 | quote }}
@@ -34,7 +34,7 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | quote }}
 {{- end -}}
 
-{{/* The roles that are deployed, as a YAML list; fixed facts of the code are here and nowhere else. */}}
+{{/* The deployed roles as a YAML list, with the ports and services that the code fixes. */}}
 {{- define "specdec.roles" -}}
 - {name: coordinator, port: 50051, metricsPort: 9090, grpcService: specdec.v1.CoordinatorService}
 {{- if .Values.gateway.enabled }}
@@ -93,8 +93,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
-{{/* A name that all replicas' certificates have: coordinators call replicas by address. With the namespace in it, as in
-     coordinatorName, one authority can serve releases of the same name in several namespaces. */}}
+{{/* A name in all replicas' certificates, because coordinators call replicas by address. The namespace in it, and in
+     coordinatorName, lets one authority serve releases of the same name in several namespaces. */}}
 {{- define "specdec.replicaServerName" -}}
 {{ .Values.tls.replicaServerName | default (printf "%s-replica.%s.svc" (include "specdec.fullname" .) .Release.Namespace) }}
 {{- end -}}
@@ -119,7 +119,7 @@ seccompProfile:
 {{- end }}
 {{- end -}}
 
-{{/* What `model` of a target or draft is for the process: a hub id, or a directory. */}}
+{{/* The process's flags for `model` of a target or draft: a hub id or a directory. */}}
 {{- define "specdec.modelArgs" -}}
 {{- $source := .model.source -}}
 {{- if hasPrefix "hf://" $source -}}
@@ -163,15 +163,15 @@ seccompProfile:
 {{- if and (include "specdec.servesTls" .) (get $demands .name | default false | ternary true (and $tls.mutual (not (hasKey $demands .name)))) }}true{{ end -}}
 {{- end -}}
 
-{{/* The names of which a certificate must have one to call the role, a target or draft; empty: any of the authority's.
-     Drafts that ask a target show it the name of replicas. Argument: {root, name}. */}}
+{{/* The names of which a caller's certificate needs one to call a target or draft; empty: any certificate of the
+     authority. A draft that asks a target has the replicas' name. Argument: {root, name}. */}}
 {{- define "specdec.callerNames" -}}
 {{- with include "specdec.coordinatorName" .root -}}
 {{ . }}{{ if and (eq $.name "target") (include "specdec.asksTarget" (dict "root" $.root "name" "draft")) }},{{ include "specdec.replicaServerName" $.root }}{{ end }}
 {{- end -}}
 {{- end -}}
 
-{{/* The name that coordinators' certificates have for targets and drafts; empty: any of the authority's. */}}
+{{/* The name in coordinators' certificates that targets and drafts check; empty: any certificate of the authority. */}}
 {{- define "specdec.coordinatorName" -}}
 {{- $fromManager := printf "%s.%s.svc" (include "specdec.serviceName" (dict "root" . "name" "coordinator")) .Release.Namespace -}}
 {{ .Values.tls.coordinatorName | default (ternary $fromManager "" .Values.tls.certManager.enabled) }}
@@ -199,7 +199,7 @@ seccompProfile:
 {{- end -}}
 {{- end -}}
 
-{{/* Longest a pod may take to end: it leaves the endpoints, drains, closes calls, and has a margin. */}}
+{{/* Seconds for a pod to end: it leaves the endpoints, drains, closes calls, and has a margin. */}}
 {{- define "specdec.gracePeriod" -}}
 {{ add .preStopSeconds .drainSeconds .stopGraceSeconds 10 }}
 {{- end -}}
@@ -209,15 +209,14 @@ seccompProfile:
 {{- if and (eq .name "draft") .root.Values.draft.enabled .root.Values.draft.asksTarget }}true{{ end -}}
 {{- end -}}
 
-{{/* Longest a pod of the role may take to start. A coordinator waits for a target, which may start when it does, and so
-     does a draft that asks one. Argument: {root, name}. */}}
+{{/* Seconds for a pod of the role to start. A coordinator, and a draft that asks a target, also wait for a target that
+     starts at the same time. Argument: {root, name}. */}}
 {{- define "specdec.startupSeconds" -}}
 {{- $seconds := int (index .root.Values .name).startupSeconds -}}
 {{ or (eq .name "coordinator") (eq (include "specdec.asksTarget" .) "true") | ternary (max $seconds (int .root.Values.target.startupSeconds)) $seconds }}
 {{- end -}}
 
-{{/* Longest a pod of the role may take to be ready: a gateway has started by itself, and waits for a coordinator.
-     Argument: {root, name}. */}}
+{{/* Seconds for a pod of the role to be ready: a gateway also waits for a coordinator. Argument: {root, name}. */}}
 {{- define "specdec.readySeconds" -}}
 {{- $own := int (include "specdec.startupSeconds" .) -}}
 {{ eq .name "gateway" | ternary (int (include "specdec.startupSeconds" (dict "root" .root "name" "coordinator")) | add $own) $own }}
@@ -230,7 +229,7 @@ seccompProfile:
 {{- end -}}
 {{- end -}}
 
-{{/* The ports that a URL names, after those of a list, as a YAML list. Argument: {url, ports}. */}}
+{{/* The ports of a list and those in a URL, as a YAML list. Argument: {url, ports}. */}}
 {{- define "specdec.portsOf" -}}
 {{- $ports := list -}}
 {{- range .ports -}}

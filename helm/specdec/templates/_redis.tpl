@@ -1,4 +1,4 @@
-{{/* What services are told of Redis, and the bundled one's names. */}}
+{{/* The services' settings for Redis, and the bundled one's names. */}}
 
 {{- define "specdec.redisName" -}}
 {{ include "specdec.fullname" . }}-redis
@@ -8,7 +8,7 @@
 {{ .Values.redis.bundled.existingSecret | default (include "specdec.redisName" .) }}
 {{- end -}}
 
-{{/* First part of all keys. Releases that share an external Redis must not share it. */}}
+{{/* Prefix of all keys; releases that share an external Redis need different ones. */}}
 {{- define "specdec.redisKeyPrefix" -}}
 {{- if .Values.redis.keyPrefix -}}
 {{ .Values.redis.keyPrefix }}
@@ -29,7 +29,7 @@ specdec
 {{- end -}}
 {{- end -}}
 
-{{/* Flags of a service; a gateway has no use for Redis. Argument: {root, name, port}. */}}
+{{/* Flags of a service; gateways do not use Redis. Argument: {root, name, port}. */}}
 {{- define "specdec.redisArgs" -}}
 {{- $redis := .root.Values.redis -}}
 {{- if and (ne $redis.mode "none") (ne .name "gateway") -}}
@@ -77,7 +77,7 @@ specdec
 {{- end }}
 {{- end -}}
 
-{{/* What the schema cannot say. */}}
+{{/* Checks that a schema cannot express. */}}
 {{- define "specdec.checkRedis" -}}
 {{- $external := .Values.redis.external -}}
 {{- $processes := int (default 1 .Values.coordinator.settings.num_processes) -}}

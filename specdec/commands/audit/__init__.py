@@ -1,1 +1,1 @@
-"""`specdec audit`: holds a service against its checkpoint, greedy token by token, sampled by chi-square."""
+"""`specdec audit`: compares a service with its checkpoint, greedy answers by token, sampled ones by chi-square."""

@@ -1,4 +1,4 @@
-"""All checks of an audit, and what they come to."""
+"""All checks of an audit and their result."""
 
 from __future__ import annotations
 
@@ -23,55 +23,55 @@ class AuditPlan:
     """What to check."""
 
     prompts: Sequence[Sequence[int]]
-    """As token ids."""
+    """Token ids of each prompt."""
     greedy_tokens: int = 64
-    """Of each greedy answer."""
+    """Tokens of each greedy answer."""
     temperature: float = 1.0
-    """Of sampled answers; nothing is cut off."""
+    """Temperature of sampled answers; top-k, top-p and min-p are off."""
     num_samples: int = 256
-    """Answers per prompt."""
+    """Sampled answers per prompt."""
     sampled_tokens: int = 8
-    """Of each of them."""
+    """Tokens of each sampled answer."""
     concurrency: int = 8
     tolerance: float = 1e-4
-    """Logits that differ by less are a near-tie."""
+    """Largest difference of two logits that is a near-tie."""
     false_alarm_rate: float = 1e-4
-    """How often an audit of a service that samples rightly fails in spite of that, over all its tests."""
+    """Probability that a correct service fails any of the tests of sampling."""
     repeats_plainly: bool = False
-    """A coordinator's sampled tokens of a seed must be those without speculation."""
+    """Whether an eighth of the sampled answers must equal those without speculation."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AuditResult:
-    """What an audit found."""
+    """Result of an audit."""
 
     service: str
     num_prompts: int
     greedy: GreedyFinding
     fits: list[Fit] = field(default_factory=list)
     threshold: float = 0.0
-    """Tests with a smaller p-value fail: the false-alarm rate over their number."""
+    """p-value below which a test fails: the false-alarm rate over the number of tests."""
     num_drafted: int = 0
     num_accepted: int = 0
     tells_drafts: bool = True
     num_repeated: int = 0
-    """Sampled answers that were asked for without speculation, too."""
+    """Sampled answers that were repeated without speculation."""
     num_changed: int = 0
-    """Of these, those with other tokens."""
+    """Repeated answers with other tokens."""
 
     @property
     def failed_fits(self) -> list[Fit]:
-        """Tests that a right service fails less often than the threshold says."""
+        """Tests with a p-value below the threshold."""
         return [fit for fit in self.fits if fit.p_value < self.threshold]
 
     @property
     def is_lossless(self) -> bool:
-        """Nothing speaks against it."""
+        """Whether all checks passed."""
         return not (self.greedy.faults or self.failed_fits or self.num_changed)
 
     @property
     def speculated(self) -> bool | None:
-        """Whether draft tokens were accepted while it was audited; None: not told."""
+        """Whether draft tokens were accepted during the audit; None: the service does not report it."""
         return self.num_accepted > 0 if self.tells_drafts else None
 
     def as_facts(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class AuditResult:
 async def audit(
     service: AuditedService, reference: Reference, wishes: AuditPlan, tell: Callable[[str], None] = lambda what: None
 ) -> AuditResult:
-    """Ask the service and hold its answers against the reference.
+    """Compare the service's answers with the reference.
 
     Raises AuditImpossible, or the typed errors of `specdec.wire.errors`.
     """
@@ -130,12 +130,12 @@ async def _sampled(
                 first_probs = probs[0] if first_probs is None else first_probs
                 for position, token in enumerate(output[1:], 1):
                     places[position].append(place(probs[position], token, rng))
-                await asyncio.sleep(0)  # Ctrl-C is heard here
+                await asyncio.sleep(0)  # lets Ctrl-C interrupt
         if first_probs is not None:
             firsts = [output[0] for output in outputs]
             fits.append(first_tokens(f"first token of prompt {number + 1}", firsts, first_probs))
         if wishes.repeats_plainly:
-            tell(f"the same without speculation, prompt {number + 1} of {len(wishes.prompts)}")
+            tell(f"answers without speculation, prompt {number + 1} of {len(wishes.prompts)}")
             some = asked[: max(1, wishes.num_samples // 8)]
             plain = await _ask(
                 service,
@@ -181,7 +181,7 @@ def _count(finding: AuditResult, answer: ServiceAnswer) -> None:
 
 
 def _with_end(answer: ServiceAnswer, ends: Sequence[int], most: int) -> list[int]:
-    """An answer's tokens; the one that ended it, which is not told, as the first of those that do."""
+    """An answer's tokens, with `ends[0]` for the end-of-sequence token, which servers leave out."""
     tokens = [ends[0] if token in ends and answer.has_ended else token for token in answer.token_ids]
     if answer.has_ended and ends and len(tokens) < most and (not tokens or tokens[-1] != ends[0]):
         tokens.append(ends[0])

@@ -1,4 +1,4 @@
-"""`specdec audit`: does a running service say what its model says, greedily and when sampling?"""
+"""`specdec audit`: compares a running service with its checkpoint, in greedy decoding and in sampling."""
 
 from __future__ import annotations
 
@@ -33,33 +33,35 @@ if TYPE_CHECKING:  # torch takes seconds
     from specdec.commands.audit.reference import Reference
 
 NAME = "specdec-audit"
-"""Of the report's files."""
+"""Name of the report's files."""
 _LOG_WIDTH = 200
-_QUESTIONS, _SERVICE = "What is asked", "What is audited"
+"""Characters per line of tables that go to a file."""
+_QUESTIONS, _SERVICE = "Requests", "Audited service"
 
 
 def audit(
     target: Annotated[
         str | None,
         typer.Option(
-            help="The checkpoint that is served: folder or hub id. [default: the shipped target]",
+            help="The served checkpoint: folder or hub id. [default: the shipped target]",
             rich_help_panel=_SERVICE,
         ),
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
-            help="Another server with OpenAI's completions, such as http://host:8000/v1. It has to tell token ids.",
+            help="Audit another server with OpenAI's completions, such as http://host:8000/v1, instead of a "
+            "coordinator. It must return token ids.",
             rich_help_panel=_SERVICE,
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option(help="The model's name there; empty: the one that is served.", rich_help_panel=_SERVICE)
+        str, typer.Option(help="The model's name at the service; empty: the served one.", rich_help_panel=_SERVICE)
     ] = "",
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
         typer.Option(
-            help="What the service computes with. [default: what it says; with --against float32]",
+            help="Data type of the service. [default: as it reports; with --against float32]",
             rich_help_panel=_SERVICE,
         ),
     ] = None,
@@ -67,28 +69,28 @@ def audit(
         Path | None,
         typer.Option(help="File of prompts, as for `specdec bench`.", dir_okay=False, rich_help_panel=_QUESTIONS),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts to use.", min=1, rich_help_panel=_QUESTIONS)] = 4,
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1, rich_help_panel=_QUESTIONS)] = 4,
     max_tokens: Annotated[
-        int, typer.Option(help="Of greedy answers.", min=1, max=MOST_TOKENS, rich_help_panel=_QUESTIONS)
+        int, typer.Option(help="Tokens of each greedy answer.", min=1, max=MOST_TOKENS, rich_help_panel=_QUESTIONS)
     ] = 64,
     samples: Annotated[
         int, typer.Option(help="Sampled answers per prompt; 0: none.", min=0, rich_help_panel=_QUESTIONS)
     ] = 256,
     sampled_tokens: Annotated[
-        int, typer.Option(help="Tokens of each of them.", min=1, max=64, rich_help_panel=_QUESTIONS)
+        int, typer.Option(help="Tokens of each sampled answer.", min=1, max=64, rich_help_panel=_QUESTIONS)
     ] = 8,
     temperature: Annotated[
-        float, typer.Option(help="Of sampled answers.", min=0.01, max=100, rich_help_panel=_QUESTIONS)
+        float, typer.Option(help="Temperature of sampled answers.", min=0.01, max=100, rich_help_panel=_QUESTIONS)
     ] = 1.0,
     concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1, rich_help_panel=_QUESTIONS)] = 8,
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Two logits that differ by less are a near-tie. [default: by dtype, 0.0001 for float32]", min=0
+            help="Largest difference of two logits that is a near-tie. [default: by dtype, 0.0001 for float32]", min=0
         ),
     ] = None,
     false_alarm_rate: Annotated[
-        float, typer.Option(help="How often a right service may fail the tests of sampling.", min=1e-12, max=0.1)
+        float, typer.Option(help="Probability that a correct service fails the tests of sampling.", min=1e-12, max=0.1)
     ] = 1e-4,
     report: Annotated[
         Path | None,
@@ -101,11 +103,11 @@ def audit(
     tls_key: connection.TlsKey = None,
     tls_cert: connection.TlsCert = None,
 ) -> None:
-    """Hold a service that runs against its checkpoint as transformers runs it, here on the CPU.
+    """Compare a running service with its checkpoint, which transformers runs on this machine's CPU.
 
-    Greedy answers: every token is the model's best one, or nearly tied with it. Sampled answers: chi-square against the
-    model's distribution. The exit code is 1 where the service is not what its model is. Needs torch, and memory for the
-    model in float32. An API key is read from SPECDEC_API_KEY.
+    In greedy answers every token must be the model's best one, or a near-tie. Sampled answers are tested against the
+    model's distribution by chi-square. The exit code is 1 if the service differs from its model. The command needs
+    torch, and memory for the model in float32. An API key is read from SPECDEC_API_KEY.
     """
     # Before a checkpoint is fetched in vain: they import torch.
     from specdec.commands.audit.audit import AuditPlan
@@ -141,7 +143,7 @@ def audit(
 
 
 class _Audit:
-    """One run, of either kind of service."""
+    """One audit, of either kind of service."""
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class _Audit:
     async def of_coordinator(
         self, address: str, settings: ClientSettings, wishes: AuditPlan
     ) -> tuple[AuditResult, str]:
-        """Audit one. Raises ClusterFailed where it serves another checkpoint."""
+        """Audit a coordinator. Raises ClusterFailed if it serves another checkpoint."""
         from specdec.commands.audit.audit import audit as run_audit
         from specdec.commands.audit.services import OwnService, is_reproducible
 
@@ -173,7 +175,7 @@ class _Audit:
             return await run_audit(OwnService(client, self._model), reference, wishes, self._progress.tell), used
 
     async def of_server(self, url: str, settings: ClientSettings, wishes: AuditPlan) -> tuple[AuditResult, str]:
-        """Audit a server of somebody else's."""
+        """Audit another OpenAI-compatible server."""
         from specdec.commands.audit.audit import audit as run_audit
         from specdec.commands.audit.services import OpenAIServer
 
@@ -188,9 +190,7 @@ class _Audit:
     def _check_is_served(self, info: api.GetModelInfoResponse) -> None:
         served = info.target.weights_digest
         if not served.startswith("random-") and served != weights_digest(self._folder):
-            raise ClusterFailed(
-                f"{info.target.name}, which is served, has other weights than {self._folder} (--target)"
-            )
+            raise ClusterFailed(f"the served model {info.target.name} has other weights than {self._folder} (--target)")
 
     def _reference(self, dtype: str, numerics_id: str) -> Reference:
         from specdec.commands.audit.reference import Reference
@@ -242,7 +242,7 @@ def _show(
         "false_alarm_rate": wishes.false_alarm_rate,
         "verdict": _verdict(finding),
     }
-    page = Report(pair=f"Is {finding.service} what its model is?", facts=facts, console=output)
+    page = Report(pair=f"Audit of {finding.service}", facts=facts, console=output)
     page.add("audit", finding.as_facts(), [_greedy_table(finding), *_sampling_tables(finding, wishes)])
     output.print(f"\n{escape(_verdict(finding))}", style="bold green" if finding.is_lossless else "bold red")
     if report is not None:
@@ -255,19 +255,19 @@ def _show(
 def _verdict(finding: AuditResult) -> str:
     if finding.is_lossless:
         drafts = {
-            True: f"{finding.num_accepted} of {finding.num_drafted} draft tokens were accepted meanwhile",
-            False: "but no draft token was accepted meanwhile, so this says nothing about speculation",
-            None: "whether it speculated it does not tell",
+            True: f"{finding.num_accepted} of {finding.num_drafted} draft tokens were accepted during the audit",
+            False: "no draft token was accepted during the audit, so it says nothing about speculation",
+            None: "the service does not report whether it speculated",
         }[finding.speculated]
-        return f"Nothing speaks against it: {drafts}."
+        return f"The service agrees with its model; {drafts}."
     reasons = []
     if finding.greedy.faults:
-        reasons.append(f"{len(finding.greedy.faults)} greedy tokens are not the model's, and no rounding explains them")
+        reasons.append(f"{len(finding.greedy.faults)} greedy tokens are not the model's, beyond rounding")
     if finding.failed_fits:
         reasons.append(f"{len(finding.failed_fits)} tests of sampling fail")
     if finding.num_changed:
         reasons.append(f"{finding.num_changed} sampled answers change with speculation")
-    return f"Not what its model is: {'; '.join(reasons)}."
+    return f"The service differs from its model: {'; '.join(reasons)}."
 
 
 def _greedy_table(finding: AuditResult) -> Table:
@@ -298,11 +298,11 @@ def _sampling_tables(finding: AuditResult, wishes: AuditPlan) -> list[Table]:
         verdict = "fails" if fit.p_value < finding.threshold else "passes"
         table.add(fit.what, fit.num_samples, fit.num_cells, f"{fit.chi_square:.1f}", f"{fit.p_value:.2g}", verdict)
     table.notes.append(
-        f"A test fails below {finding.threshold:.1e}: a service that samples rightly fails any with probability "
+        f"A test fails below {finding.threshold:.1e}: a correct service fails any test with probability "
         f"{wishes.false_alarm_rate:g} at most."
     )
     if finding.num_repeated:
         table.notes.append(
-            f"{finding.num_repeated} answers were sampled without speculation, too: {finding.num_changed} differ."
+            f"{finding.num_repeated} answers were repeated without speculation: {finding.num_changed} differ."
         )
     return [table]

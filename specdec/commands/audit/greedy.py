@@ -1,7 +1,7 @@
-"""Greedy output held against the reference: every token is its best one after the tokens before, or a near-tie.
+"""Comparison of greedy output with the reference: every token must be its best one, or a near-tie.
 
-The reference sees the service's own tokens, so that all of them are checked, those behind a near-tie too. Where each is
-its best token, its own greedy decoding is the same text, by induction.
+The reference reads the service's own tokens, so tokens after a near-tie are checked too. If each is its best token, its
+own greedy decoding gives the same text, by induction.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 NEAR_TIES = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.25}
-"""Two tokens whose logits differ by less may change places when sums are added up in another order, by dtype."""
+"""By dtype: difference of two logits below which another order of sums may swap the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,27 +21,27 @@ class NotBestToken:
 
     prompt: int
     position: int
-    """Of the output, from 0 on."""
+    """Index in the output, from 0."""
     token_id: int
     best_token_id: int
     gap: float
-    """Between the reference's logits of the two."""
+    """Difference of the reference's logits of the two tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GreedyFinding:
-    """What was found over all prompts."""
+    """Counts and differences over all prompts."""
 
     tolerance: float
-    """Gaps below it are near-ties."""
+    """Gap below which a difference is a near-tie."""
     num_tokens: int = 0
     num_equal: int = 0
     near_ties: list[NotBestToken] = field(default_factory=list)
     faults: list[NotBestToken] = field(default_factory=list)
-    """Differences that no rounding explains."""
+    """Differences that rounding does not explain."""
 
     def check(self, prompt: int, token_ids: Sequence[int], logits: torch.Tensor) -> None:
-        """Look at one output. `logits` [N, V] are the reference's, one row per token."""
+        """Check one output. `logits` [N, V] are the reference's, one row per token."""
         best = logits.argmax(dim=1)
         tokens = torch.tensor(list(token_ids), dtype=torch.int64)
         gaps = logits.gather(1, best[:, None])[:, 0] - logits.gather(1, tokens[:, None])[:, 0]

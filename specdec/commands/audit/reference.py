@@ -1,4 +1,4 @@
-"""The model as transformers runs it, one plain forward pass at a time: what a service is held against."""
+"""The reference of an audit: the model in transformers, one plain forward pass at a time."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _MOST_ROWS = 64
 
 
 class Reference:
-    """A checkpoint in float32 on the CPU, with eager attention and none of the code that serves."""
+    """A checkpoint in float32 on the CPU, with eager attention and without the engine."""
 
     def __init__(self, folder: Path, *, dtype: str = "float32", quantization: WeightQuantization = "none") -> None:
-        """Load it.
+        """Load the checkpoint.
 
         Args:
-            folder: of the checkpoint, in transformers' format.
-            dtype: the service's: weights are rounded to it, and computed with in float32.
-            quantization: what the service rounds weights to.
+            folder: the checkpoint's, in transformers' format.
+            dtype: the service's; weights are rounded to it, and products computed in float32.
+            quantization: the service's rounding of weights.
 
         Raises what transformers raises for a folder that it cannot load.
         """
@@ -46,12 +46,12 @@ class Reference:
         self.vocab_size = min(num_logits, tokenizer.vocab_size or num_logits)
 
     def logits(self, prompt: Sequence[int], outputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """The logits that decide each token of some outputs of one prompt, [N, vocab_size] float32 for each output."""
+        """The logits from which each token of a prompt's outputs is chosen, [N, vocab_size] float32 per output."""
         return [rows for some in self.batches(prompt, outputs) for rows in some]
 
     @torch.inference_mode()
     def batches(self, prompt: Sequence[int], outputs: Sequence[Sequence[int]]) -> Iterator[list[torch.Tensor]]:
-        """The same in order, a pass at a time, so that something else may be done in between."""
+        """`logits` in order, one list per forward pass, so that the caller may do something else in between."""
         of_prompt = self._model(torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
         for first in range(0, len(outputs), _MOST_ROWS):
             some = outputs[first : first + _MOST_ROWS]
@@ -60,7 +60,7 @@ class Reference:
             if num_more > 0:
                 cache = copy.deepcopy(of_prompt.past_key_values)
                 cache.batch_repeat_interleave(len(some))
-                # What stands behind a row's end changes nothing before it.
+                # Padding after a row's end does not change earlier positions.
                 tokens = torch.tensor([[*output[:num_more], *[0] * (num_more - len(output))] for output in some])
                 further = self._model(tokens, past_key_values=cache, use_cache=True)
                 rows = torch.cat([rows, further.logits], dim=1)

@@ -1,10 +1,10 @@
-"""Sampled output held against the reference's distribution, by Pearson's chi-square.
+"""Test of sampled output against the reference's distribution, by Pearson's chi-square.
 
-Two kinds of tests. The *first tokens* of a prompt's answers are counted against the reference's distribution there. Of
-all further tokens, each with a distribution of its own, a *place* is taken: the reference's tokens lie on [0, 1] side
-by side, the likeliest first, each as wide as it is likely, and the place is a point at random on the stretch of the
-token that was sampled (Rosenblatt's transform). Of a service that samples from the reference's distribution given the
-tokens before, places are uniform and independent; a service that prefers likely tokens has too many on the left.
+The *first tokens* of a prompt's answers are counted against the reference's distribution. Each later token has its own
+distribution, so it gets a *place* (Rosenblatt's transform): the reference's tokens divide [0, 1] into intervals, the
+likeliest first, each as wide as its probability; the place is a random point of the sampled token's interval. If the
+service samples from the reference's distribution, places are uniform and independent; if it prefers likely tokens, too
+many lie near 0.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 NUM_BINS = 20
-"""Of places."""
+"""Bins of the test of places."""
 _LEAST_EXPECTED = 5.0
-"""Rarer cells are put together."""
+"""Expected count below which cells are merged."""
 _SURELY_FINE = 0.01
-"""A p-value above it decides nothing, so that it may be approximate."""
+"""p-value above which no test fails, so it may be approximate."""
 _DRAWN_AT_ONCE, _MOST_DRAWN, _ENOUGH_LARGER = 50_000, 1_000_000, 50
 
 
@@ -34,14 +34,14 @@ class Fit:
     num_cells: int
     chi_square: float
     p_value: float
-    """How often a service that samples rightly looks at least as wrong."""
+    """Probability that a correct service has at least this chi-square."""
 
 
 def chi_square(what: str, counts: Sequence[float], probs: Sequence[float]) -> Fit | None:
-    """Pearson's test of counts under probabilities that add up to 1; None where there are too few for any.
+    """Pearson's test of counts under probabilities that add up to 1; None if there are too few counts.
 
-    Cells that are expected fewer than five times are one. Far out the statistic is distributed as chi-square only
-    roughly, so small p-values are those of counts drawn at random.
+    Cells with an expected count below five are merged. Small p-values come from counts drawn at random, because the
+    statistic's tail follows chi-square only roughly.
     """
     total = sum(counts)
     cells: list[tuple[float, float]] = []
@@ -83,7 +83,7 @@ def _p_value(statistic: float, expected: Sequence[float]) -> float:
 
 
 def distribution(logits: torch.Tensor, temperature: float, ends: Sequence[int]) -> torch.Tensor:
-    """What tokens are sampled from, [N, V] float64. Tokens that end a sequence are one: `ends[0]`."""
+    """The distribution of each position, [N, V] float64. All end-of-sequence tokens count as `ends[0]`."""
     probs = torch.softmax(logits.to(torch.float64) / temperature, dim=1)
     if len(ends) > 1:
         probs[:, ends[0]] = probs[:, list(ends)].sum(dim=1)
@@ -92,20 +92,20 @@ def distribution(logits: torch.Tensor, temperature: float, ends: Sequence[int]) 
 
 
 def first_tokens(what: str, token_ids: Sequence[int], probs: torch.Tensor) -> Fit | None:
-    """The test of first tokens; `probs` [V]."""
+    """Test of first tokens against `probs` [V]."""
     counts = torch.bincount(torch.tensor(list(token_ids)), minlength=len(probs))
     return chi_square(what, counts.tolist(), probs.tolist())
 
 
 def place(probs: torch.Tensor, token_id: int, rng: random.Random) -> float:
-    """Where a token lies among those of `probs` [V]; 0 to 1."""
+    """A random point, 0 to 1, of a token's interval under `probs` [V]."""
     own = float(probs[token_id])
     before = (probs > own) | ((probs == own) & (torch.arange(len(probs)) < token_id))
     return min(1.0, float(probs[before].sum()) + rng.random() * own)
 
 
 def uniform(what: str, places: Sequence[float]) -> Fit | None:
-    """The test of places."""
+    """Test of places for uniformity."""
     counts = [0] * NUM_BINS
     for one in places:
         counts[min(NUM_BINS - 1, int(one * NUM_BINS))] += 1

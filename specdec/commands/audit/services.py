@@ -1,4 +1,4 @@
-"""What is audited: a coordinator of this product, or any server with OpenAI's completions that tells token ids."""
+"""Services that can be audited: a coordinator, or a server with OpenAI's completions that returns token ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_BYTES = 16 * 2**20
-"""Of an answer."""
+"""Bytes of an answer."""
 
 
 class AuditImpossible(Exception):
@@ -29,19 +29,19 @@ class ServiceAnswer:
 
     token_ids: Sequence[int]
     num_drafted: int = 0
-    """Draft tokens that were verified, where the service tells."""
+    """Verified draft tokens; 0 if the service does not report them."""
     num_accepted: int = 0
     has_ended: bool = False
-    """It ended by itself, with an end-of-sequence token that is not among the ids."""
+    """Whether it ended with an end-of-sequence token, which may be missing in the ids."""
 
 
 class AuditedService(Protocol):
     """Answers prompts."""
 
     name: str
-    """In words."""
+    """Name in reports."""
     tells_drafts: bool
-    """Its answers say what was speculated."""
+    """Whether its answers report draft tokens."""
 
     async def complete(
         self, prompt: Sequence[int], *, num_tokens: int, temperature: float, seed: int, speculate: bool = True
@@ -62,7 +62,7 @@ class OwnService:
     async def complete(
         self, prompt: Sequence[int], *, num_tokens: int, temperature: float, seed: int, speculate: bool = True
     ) -> ServiceAnswer:
-        """An answer that goes on past tokens that would end it."""
+        """Complete a prompt, past end-of-sequence tokens."""
         request = api.GenerateRequest(model=self._model)
         request.prompt_token_ids.token_ids.extend(prompt)
         request.sampling.MergeFrom(
@@ -77,15 +77,12 @@ class OwnService:
 
 
 class OpenAIServer:
-    """A server with OpenAI's completions that takes prompts as token ids and tells ids of its output, as vLLM does."""
+    """A server with OpenAI's completions that takes and returns token ids, such as vLLM."""
 
     tells_drafts = False
 
     def __init__(self, url: str, model: str, *, api_key: str | None, timeout_s: float) -> None:
-        """`url` is up to the version, as https://host/v1.
-
-        Raises AuditImpossible where it is none.
-        """
+        """`url` ends with the version: https://host/v1. Raises AuditImpossible if it is no URL."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise AuditImpossible(f"{url} is no URL of a server")
@@ -100,7 +97,7 @@ class OpenAIServer:
     async def complete(
         self, prompt: Sequence[int], *, num_tokens: int, temperature: float, seed: int, speculate: bool = True
     ) -> ServiceAnswer:
-        """An answer; whether it speculates is the server's business."""
+        """Complete a prompt; the server ignores `speculate`."""
         body = {
             "model": self._model,
             "prompt": list(prompt),
@@ -128,7 +125,7 @@ class OpenAIServer:
         try:
             return json.loads(content)
         except ValueError as error:
-            raise AuditImpossible(f"{self._url} answers with no JSON") from error
+            raise AuditImpossible(f"{self._url} does not answer in JSON") from error
 
 
 def _answer(content: Any) -> ServiceAnswer:
@@ -138,8 +135,10 @@ def _answer(content: Any) -> ServiceAnswer:
         if ids is None:
             names = (choice.get("logprobs") or {}).get("tokens") or []
             if not names or not all(str(name).startswith("token_id:") for name in names):
-                message = "the server tells no ids of its tokens (return_token_ids, return_tokens_as_token_ids): "
-                raise AuditImpossible(message + "the same text may be several sequences of tokens")
+                message = (
+                    "the server returns no token ids (return_token_ids, return_tokens_as_token_ids), and one text "
+                )
+                raise AuditImpossible(message + "may be several sequences of tokens")
             ids = [int(name.removeprefix("token_id:")) for name in names]
         token_ids = [int(token) for token in ids]
         return ServiceAnswer(token_ids=token_ids, has_ended=choice.get("finish_reason") == "stop")
@@ -149,10 +148,10 @@ def _answer(content: Any) -> ServiceAnswer:
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """None: an API key goes to nobody else."""
+        """Refuse, so that the API key is sent to no other server."""
         return
 
 
 def is_reproducible(info: api.GetModelInfoResponse) -> bool:
-    """Whether a coordinator's tokens of a seed are the same with and without speculation, to the last one."""
+    """Whether a coordinator's tokens of a seed are equal with and without speculation."""
     return info.target.row_invariant and info.default_verify_mode == pb.VERIFY_MODE_COUPLED

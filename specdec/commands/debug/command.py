@@ -1,4 +1,4 @@
-"""`specdec debug`: a request step by step: what was proposed, what became of it and why, and what it took."""
+"""`specdec debug`: a request step by step, with proposals, verdicts and their reasons, and times."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def debug(
         Path | None,
         typer.Option(
             "--request",
-            help="A recorded request: GenerateRequest in protobuf's JSON, or what --json wrote. Flags change it.",
+            help="File with a request: GenerateRequest in protobuf's JSON, or a file that --json wrote. Flags change "
+            "its fields.",
             dir_okay=False,
             exists=True,
             rich_help_panel="Prompt",
@@ -59,7 +60,7 @@ def debug(
     *,
     prediction_file: options.PredictionFile = None,
     steps: Annotated[
-        int | None, typer.Option(help="Show so many steps. [default: all]", min=1, rich_help_panel=_OUTPUT)
+        int | None, typer.Option(help="Number of steps to show. [default: all]", min=1, rich_help_panel=_OUTPUT)
     ] = None,
     html: Annotated[
         Path | None,
@@ -74,7 +75,7 @@ def debug(
         Path | None,
         typer.Option(
             "--json",
-            help="Write request and steps; --request takes it.",
+            help="Write request and steps to a file that --request takes.",
             dir_okay=False,
             rich_help_panel=_OUTPUT,
             callback=output_file,
@@ -90,8 +91,8 @@ def debug(
 ) -> None:
     """Show a request step by step.
 
-    For each step of the target: what was proposed, what was verified, accepted or rejected and why, and what it took.
-    The output is what it is without: nothing is decided in another way. An API key is read from SPECDEC_API_KEY.
+    For each step of the target it shows the proposed tokens, which of them were verified, accepted or rejected and why,
+    and the times. The output is the same as without this command. An API key is read from SPECDEC_API_KEY.
     """
     request = api.GenerateRequest() if request_file is None else _recorded(request_file)
     given = prompt is not None or prompt_file or token_ids or message
@@ -109,7 +110,7 @@ def debug(
         completion, explained = asyncio.run(run(address, settings, request))
     _show(completion, explained, steps)
     if not explained.steps:
-        notes.print("The server tells of no steps: it is of an older version.", style="yellow")
+        notes.print("The server reports no steps: its version is too old.", style="yellow")
         raise typer.Exit(EXIT_FAILURE)
     if completion.started is not None:
         request.sampling.seed = completion.started.seed
@@ -149,14 +150,14 @@ async def _texts(client: Client, token_ids: list[int]) -> dict[int, str]:
 
 
 def _recorded(file: Path) -> api.GenerateRequest:
-    """A request from a file. Raises typer.BadParameter for what is none."""
+    """Read a request from a file. Raises typer.BadParameter."""
     try:
         content = json.loads(file.read_text("utf-8"))
         body = content.get("request", content) if isinstance(content, dict) else content
         request = json_format.ParseDict(body, api.GenerateRequest())
     except (OSError, UnicodeDecodeError, ValueError, json_format.ParseError) as error:
         raise typer.BadParameter(f"{file} holds no request: {error}", param_hint="--request") from error
-    request.ClearField("request_id")  # it would be the same request again
+    request.ClearField("request_id")  # an id may run once only
     request.ClearField("resume")
     return request
 

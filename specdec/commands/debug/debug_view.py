@@ -1,4 +1,4 @@
-"""What `specdec debug` shows in the terminal: a tree for each step, and where the time went."""
+"""The terminal output of `specdec debug`: a tree for each step, and where the time went."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ORIGIN_STYLES = {"draft": "green", "recovered": "red", "bonus": "cyan", "forced
 
 
 def steps_view(explained: Explained, most: int | None = None) -> list[RenderableType]:
-    """The steps one below the other, at most so many from the first one on."""
+    """The first `most` steps (None: all), one below the other."""
     shown: list[RenderableType] = [_step(step) for step in explained.steps[:most]]
     if len(explained.steps) > len(shown):
         shown.append(Text(f"... and {len(explained.steps) - len(shown)} more steps (--steps)", style="dim"))
@@ -26,15 +26,15 @@ def steps_view(explained: Explained, most: int | None = None) -> list[Renderable
 
 
 def legend() -> Text:
-    """What the marks mean."""
+    """Meaning of the marks."""
     text = Text("✓ accepted", style="green")
-    text.append("   ✗ verified in vain", style="red")
+    text.append("   ✗ rejected", style="red")
     text.append("   · not verified", style="dim")
-    return text.append("   score: what its drafter gave it   p: the target's probability of it", style="dim")
+    return text.append("   score: the drafter's estimate   p: the target's probability", style="dim")
 
 
 def losses_table(explained: Explained) -> Table:
-    """Where the time after the first token went."""
+    """Table of the times after the first step."""
     table = make_table("Where the time went, after the first step", "", "ms", "share")
     lost = explained.lost
     total = sum(lost.values())
@@ -43,21 +43,21 @@ def losses_table(explained: Explained) -> Table:
     later = explained.steps[1:]
     rows = sum(step.num_verified for step in later)
     vain = rows - sum(step.num_accepted for step in later)
-    table.caption = f"draft tokens that cost a row: {rows} in {len(later)} steps, {vain} of them in vain"
+    table.caption = f"verified draft tokens: {rows} in {len(later)} steps, {vain} of them rejected"
     table.caption_justify = "left"
     return table
 
 
 def drafters_table(explained: Explained, costs_ms: Mapping[str, float]) -> Table:
-    """Who proposed what, what became of it, and what it cost. A token that several proposed counts for the first.
+    """Table of each drafter's tokens and cost. A token that several proposed counts for the first.
 
-    `costs_ms`: of the target's own drafters by name, as the target measured it. A draft service's is not known.
+    `costs_ms`: the target's measurement for its own drafters, by name; a draft service's cost is unknown.
     """
     table = make_table("By drafter", "", "proposed", "verified", "accepted", "ms", "accepted per ms")
     for name, own in sorted(explained.by_drafter.items()):
         cost_ms = costs_ms.get(name)
-        told = ("-", "-") if not cost_ms else (f"{cost_ms:.1f}", f"{own['accepted'] / cost_ms:.2f}")
-        table.add_row(harmless(name) or "not told", *(str(number) for number in own.values()), *told)
+        cost = ("-", "-") if not cost_ms else (f"{cost_ms:.1f}", f"{own['accepted'] / cost_ms:.2f}")
+        table.add_row(harmless(name) or "unknown", *(str(number) for number in own.values()), *cost)
     return table
 
 
@@ -87,10 +87,10 @@ def _step(step: ExplainedStep) -> RenderableType:
 def _node(node: ExplainedNode) -> Text:
     style = _STYLES[node.state]
     line = Text(f"{_MARKS[node.state]} {_quoted(node.text)}", style=style)
-    told = f"  score {node.score:.2f}"
-    told += "" if node.target_prob is None else f"  p {node.target_prob:.3f}"
-    told += f"  {node.drafter}" if node.drafter else ""
-    line.append(harmless(told), style="dim")
+    details = f"  score {node.score:.2f}"
+    details += "" if node.target_prob is None else f"  p {node.target_prob:.3f}"
+    details += f"  {node.drafter}" if node.drafter else ""
+    line.append(harmless(details), style="dim")
     if node.state is State.REJECTED:
         line.append(f"  {harmless(node.why)}", style="default")
     return line

@@ -1,4 +1,4 @@
-"""An explanation as one HTML file: no script, nothing loaded from elsewhere, a picture of every step's tree."""
+"""An explanation as one HTML file without scripts or external files, with a picture of every step's tree."""
 
 from __future__ import annotations
 
@@ -28,19 +28,13 @@ svg .unverified { fill: #f0f1f4; stroke: #9aa3b0; stroke-dasharray: 3 2; } svg .
 svg line { stroke: #9aa3b0; }
 """
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 150, 40, 30, 10
-"""Of a node's box and between boxes, in pixels."""
+"""Pixels of a node's box, and between boxes."""
 _MOST_CHARS = 16
-"""Of a token's text in its box."""
+"""Characters of a token's text in its box."""
 
 
 def page_of(explained: Explained, *, title: str, facts: Mapping[str, str]) -> str:
-    """The page.
-
-    Args:
-        explained: what it shows.
-        title: of the page.
-        facts: names and values that stand above the steps.
-    """
+    """The page; `facts` are names and values above the steps."""
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts.items())
@@ -54,8 +48,8 @@ def page_of(explained: Explained, *, title: str, facts: Mapping[str, str]) -> st
         f"<h1>{escape(title)}</h1><table>{rows}</table>",
         "<h2>Output</h2>",
         f'<div class="output">{_output(explained.steps)}</div>',
-        "<p class=\"times\">Green: guessed and accepted. Red: the target's, in place of a guess. Blue: the target's, "
-        "after accepted guesses. Purple: nothing else was allowed.</p>",
+        '<p class="times">Green: an accepted draft token. Red: the target\'s token in place of a rejected one. Blue: '
+        "the target's token after accepted ones. Purple: the only token that a constraint allowed.</p>",
         "<h2>Steps</h2>",
         *(_step(step) for step in explained.steps),
         "</body></html>",
@@ -106,7 +100,7 @@ def _reasons(nodes: Sequence[ExplainedNode]) -> str:
 
 
 def tree_picture(nodes: Sequence[ExplainedNode]) -> str:
-    """A step's nodes as SVG: left to right, likeliest guesses on top, coloured by what became of them."""
+    """A step's nodes as SVG: left to right, likeliest on top, coloured by their state."""
     places: dict[int, tuple[int, float]] = {}
     children: dict[int, list[int]] = {}
     for index, node in enumerate(nodes):
@@ -133,8 +127,8 @@ def tree_picture(nodes: Sequence[ExplainedNode]) -> str:
     lines = [_line(places[node.parent], places[index]) for index, node in enumerate(nodes)]
     boxes = [_box(places[ROOT], "root", "last committed", "")]
     for index, node in enumerate(nodes):
-        told = f"{node.score:.2f}" + ("" if node.target_prob is None else f"  target {node.target_prob:.2f}")
-        boxes.append(_box(places[index], node.state, _shown(node.text), told, node.why))
+        small = f"{node.score:.2f}" + ("" if node.target_prob is None else f"  target {node.target_prob:.2f}")
+        boxes.append(_box(places[index], node.state, _shown(node.text), small, node.why))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" '
         f'aria-label="tree of {len(nodes)} proposed tokens">{"".join(lines)}{"".join(boxes)}</svg>'

@@ -1,4 +1,4 @@
-"""The steps of a request's choice, explained: what was proposed, what became of it and why, and what it took."""
+"""The steps of a choice, explained: proposed tokens, their verdicts with reasons, and times."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 ROOT = -1
-"""The last committed token, as a parent."""
+"""Index of the last committed token, as a parent."""
 
 
 class State(StrEnum):
-    """What became of a proposed token."""
+    """Outcome of a proposed token."""
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"
-    """It was verified; the target took another token, here or before."""
+    """It was verified, and the target committed another token there or earlier."""
     UNVERIFIED = "unverified"
-    """It was not worth its row in the step, by the records of its drafter, the load and the time of steps."""
+    """Its expected gain was below the cost of its row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +33,17 @@ class ExplainedNode:
     token_id: int
     text: str
     parent: int
-    """Its place in the step's nodes, or `ROOT`."""
+    """Index of its parent in the step's nodes, or `ROOT`."""
     depth: int
-    """1 for those that follow the last committed token."""
+    """Distance from the last committed token, from 1."""
     drafter: str
-    """Who proposed it; empty: not known."""
+    """Name of its drafter; empty: unknown."""
     score: float
-    """What its drafter said: the estimated probability that it is accepted, given that its parent is."""
+    """Its drafter's estimate of the probability that it is accepted, given that its parent is."""
     rank: int
-    """Among those proposed for its place, by score, from 1 on."""
+    """Rank by score among its siblings, from 1."""
     target_prob: float | None
-    """Of the target's raw distribution after its parent; None where it was not verified."""
+    """Probability in the target's raw distribution after its parent; None: not verified."""
     state: State
     why: str
 
@@ -56,25 +56,25 @@ class ExplainedToken:
     text: str
     origin: str
     drafter: str
-    """Whose it was, where its origin is a draft."""
+    """Name of its drafter, if its origin is a draft."""
     target_prob: float | None
-    """Of the target's raw distribution; None: not told."""
+    """Probability in the target's raw distribution; None: not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Milliseconds of a step, which with all others of a choice make up its time."""
+    """Milliseconds of a step; over all steps of a choice, those but `at_ms` and `draft_ms` add up to its time."""
 
     at_ms: float
-    """From the request's arrival at the coordinator to the step's verdict."""
+    """Milliseconds from the request's arrival at the coordinator to the step's verdict."""
     step_ms: float
-    """The forward pass and the sampling; in the first step also the rest of the prefill."""
+    """Milliseconds of forward pass and sampling; in the first step also of the rest of the prefill."""
     hold_off_ms: float
-    """Waiting for a draft."""
+    """Milliseconds of waiting for a draft."""
     elsewhere_ms: float
-    """The rest since the verdict before: between processes, steps of others, waiting for credit or admission."""
+    """Milliseconds of the rest since the previous verdict: messages, others' steps, waits for credit or admission."""
     draft_ms: float
-    """Drafting of what the step used. It runs beside the target, so it is no part of the others."""
+    """Milliseconds of drafting for the step; they overlap the others, because a draft works beside the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,21 +88,21 @@ class ExplainedStep:
     nodes: list[ExplainedNode]
     times: Times
     is_suspended: bool
-    """After it speculation was suspended: plain decoding was measured to be faster."""
+    """Whether speculation was suspended after it, because plain decoding was measured to be faster."""
 
     @property
     def num_verified(self) -> int:
-        """Proposed tokens that cost a row."""
+        """Number of verified tokens."""
         return sum(node.state is not State.UNVERIFIED for node in self.nodes)
 
     @property
     def num_accepted(self) -> int:
-        """Proposed tokens that were taken."""
+        """Number of accepted tokens."""
         return sum(node.state is State.ACCEPTED for node in self.nodes)
 
     @property
     def summary(self) -> str:
-        """In a sentence."""
+        """The counts in a sentence."""
         num = len(self.tokens)
         made = f"{num} token{'s' * (num != 1)}"
         if not self.nodes:
@@ -112,13 +112,13 @@ class ExplainedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """A choice."""
+    """The explained steps of a choice."""
 
     steps: list[ExplainedStep]
 
     @property
     def by_drafter(self) -> dict[str, dict[str, int]]:
-        """Nodes that each drafter was the first to propose, and what became of them; by name, empty: not known."""
+        """Counts by drafter of nodes that it proposed first; the empty name stands for unknown ones."""
         found: dict[str, dict[str, int]] = {}
         for node in (node for step in self.steps for node in step.nodes):
             own = found.setdefault(node.drafter, dict.fromkeys(("proposed", "verified", "accepted"), 0))
@@ -129,7 +129,7 @@ class Explained:
 
     @property
     def lost(self) -> dict[str, float]:
-        """Where the time went, in milliseconds, over all steps but the first, which has the prompt's."""
+        """Milliseconds by part, over all steps but the first, which contains the prompt."""
         later = [step.times for step in self.steps[1:]]
         return {
             "steps of the target": sum(times.step_ms for times in later),
@@ -148,11 +148,11 @@ def token_ids_of(choice: CompletedChoice) -> set[int]:
 
 
 def explain(choice: CompletedChoice, texts: Mapping[int, str]) -> Explained:
-    """Explain the steps of a choice that was asked for with its steps.
+    """Explain a choice whose request asked for steps.
 
     Args:
-        choice: finished, or as far as it came.
-        texts: of the ids that `token_ids_of` names; those that lack are shown as numbers.
+        choice: may be unfinished.
+        texts: by the ids of `token_ids_of`; missing ones are shown as numbers.
     """
     steps: list[ExplainedStep] = []
     before_us = 0
@@ -219,7 +219,7 @@ def _nodes(tree: pb.StepTree, tokens: Sequence[api.OutputToken], texts: Mapping[
 
 
 def _drafters(tree: pb.StepTree, tokens: Sequence[api.OutputToken]) -> list[str]:
-    """Of each node who proposed it; of targets that do not tell it is known of accepted ones only."""
+    """Each node's drafter; if the target does not report it, only accepted nodes have one."""
     if len(tree.proposed_by) == len(tree.token_ids):
         return [tree.drafters[place] for place in tree.proposed_by]
     names = [""] * len(tree.token_ids)
@@ -241,19 +241,19 @@ def _why(
     if state is State.ACCEPTED:
         return "it is the target's token"
     if state is State.UNVERIFIED:
-        return "not worth its row in the step"
+        return "its expected gain was below the cost of a row"
     if parent not in (ROOT, *accepted):
-        return "what it follows was rejected"
+        return "its parent was rejected"
     if len(tokens) < depth:
         return "the choice ended before it"
     taken = tokens[depth - 1]
     prob = f" (p {math.exp(min(0.0, taken.logprobs.logprob)):.2f})" if taken.HasField("logprobs") else ""
     if taken.id == tree.token_ids[node]:
-        return f"rejected by chance, and drawn again: {taken.text!r}{prob}"
+        return f"the ratio test rejected it, then the same token was drawn: {taken.text!r}{prob}"
     guessed = next((other for other in beside if tree.token_ids[other] == taken.id), None)
     if guessed is None:
-        where = "which nobody proposed here"
+        where = "which was not proposed here"
     else:
         rank = 1 + sum(scores[other] > scores[guessed] for other in beside)
-        where = f"guess {rank} of {len(beside)} here, at {scores[guessed]:.2f}"
-    return f"the target took {taken.text!r}{prob}, {where}"
+        where = f"proposal {rank} of {len(beside)} here, with score {scores[guessed]:.2f}"
+    return f"the target's token is {taken.text!r}{prob}, {where}"

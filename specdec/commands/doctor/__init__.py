@@ -1,1 +1,1 @@
-"""`specdec doctor`: the checklist of a deployment; measures what can be measured, and says what to do."""
+"""`specdec doctor`: the checklist of a deployment, with measurements and remedies."""

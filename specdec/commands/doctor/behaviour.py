@@ -1,4 +1,4 @@
-"""What requests show: what is accepted, whether it pays, and whether output is the same with speculation."""
+"""Checks by requests: acceptance, speed against plain decoding, and equal output with and without speculation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from specdec.commands.measuring.requests import Prompt, Sampling, make_request
 from specdec.v1 import coordinator_pb2 as api
 
 _LOW_ACCEPTANCE = 0.4
-"""Below it speculation hardly ever pays, whatever it costs."""
+"""Share of accepted tokens at depth 1 below which speculation hardly pays at any cost."""
 _SLOWER = 0.95
+"""Ratio to plain decoding below which a line is a warning."""
 _SHORT_TOKENS = 30
-"""Outputs below it are over before drafts are of use."""
+"""Tokens of an answer below which a draft hardly takes effect."""
 Asker = Callable[[api.GenerateRequest], None]
 Connect = Callable[[], AbstractAsyncContextManager[Client]]
 
@@ -31,29 +32,29 @@ async def check_behaviour(
     concurrency: int,
     repeats: int = 3,
 ) -> AsyncGenerator[Finding, None]:
-    """The lines that need requests.
+    """Yield the lines that need requests.
 
     Args:
-        connect: makes a client of a tenant of its own, so that no run finds what another one left in caches and in what
-            drafters remember. With an API key all are one tenant.
-        prompts: as its users send them.
-        temperature: theirs.
-        max_tokens: of each answer.
+        connect: makes a client with its own tenant, so that no run profits from another's caches and drafters'
+            memories. With an API key all clients are one tenant.
+        prompts: prompts like the users'.
+        temperature: the users'.
+        max_tokens: tokens of each answer.
         concurrency: requests at once under load.
-        repeats: runs with and without speculation at each load, in turns.
+        repeats: runs with and without speculation at each load; they alternate.
 
     Raises the typed errors of `specdec.wire.errors`.
     """
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens, verify_mode=None)
     rates = await _rates(connect, prompts, sampling, 1, repeats)
     yield _acceptance(rates.speculative, temperature)
-    yield _pays("it pays, one request at a time", rates)
+    yield _pays("speculation pays, one request at a time", rates)
     yield _never_slower(await _rates(connect, prompts, sampling, concurrency, repeats), concurrency)
     if max_tokens < _SHORT_TOKENS:
         yield warned(
             "answers are long enough",
             f"{max_tokens} tokens",
-            "below 30 tokens a draft is hardly at work: measure longer ones",
+            f"measure longer ones: below {_SHORT_TOKENS} tokens a draft hardly takes effect",
         )
     async with connect() as client:
         info = await client.model_info()
@@ -64,7 +65,7 @@ async def check_behaviour(
 
 
 class _Rates:
-    """Tokens per second of runs in turns, and the answers with speculation."""
+    """Ratios of alternating runs with and without speculation, and the answers with it."""
 
     def __init__(self) -> None:
         self.ratios: list[float] = []
@@ -89,7 +90,7 @@ async def _rates(connect: Connect, prompts: Sequence[Prompt], sampling: Sampling
             elapsed_s = loop.time() - began_s
         return sum(completion.num_tokens for completion in completions) / elapsed_s, completions
 
-    await run(True, 0)  # for what is measured while a service runs
+    await run(True, 0)  # warm-up: the services measure their own step times
     for repeat in range(1, repeats + 1):
         found = {}
         for speculate in (True, False) if repeat % 2 == 0 else (False, True):
@@ -111,13 +112,15 @@ def _acceptance(completions: Sequence[Completion], temperature: float) -> Findin
         for depth, num in enumerate(one.accepted_by_depth):
             accepted[depth] += num
     if not num_verify_steps:
-        do = "see `specdec debug` and gates: plain decoding may be measured to be faster"
+        do = "see `specdec debug`: the target may have suspended speculation, because plain decoding is faster"
         return warned(what, "nothing was verified", do)
     shares = [hits / num for hits, num in zip(accepted, verified, strict=True) if num]
     by_depth = " ".join(f"{share:.2f}" for share in shares[:8])
     measured = f"by depth {by_depth}, {num_verify_steps} verifying steps"
     if shares[0] < _LOW_ACCEPTANCE:
-        return warned(what, measured, "a draft of the same family, other drafters, or no speculation for such prompts")
+        return warned(
+            what, measured, "use a draft of the same family, other drafters, or no speculation for such prompts"
+        )
     return passed(what, measured)
 
 
@@ -125,25 +128,25 @@ def _pays(what: str, rates: _Rates) -> Finding:
     ratio = statistics.median(rates.ratios)
     measured = f"{ratio:.2f} times plain decoding ({min(rates.ratios):.2f} to {max(rates.ratios):.2f})"
     if ratio < _SLOWER:
-        return warned(what, measured, "`specdec tune` says why, and what to set")
+        return warned(what, measured, "run `specdec tune`: it says why, and advises settings")
     return passed(what, measured)
 
 
 def _never_slower(rates: _Rates, concurrency: int) -> Finding:
-    what = f"it is not slower at {concurrency} requests at once"
+    what = f"speculation is not slower at {concurrency} requests at once"
     suspended = sum(one.require_finished().stats.num_suspended_steps for one in rates.speculative)
     steps = sum(one.require_finished().stats.num_steps for one in rates.speculative)
     ratio = statistics.median(rates.ratios)
     spread = f"{ratio:.2f} times plain decoding ({min(rates.ratios):.2f} to {max(rates.ratios):.2f})"
     measured = f"{spread}; drafts suspended after {suspended / steps:.0%} of steps" if steps else spread
     if ratio < _SLOWER:
-        do = "see that adaptive_speculation is on; more targets, fewer draft tokens, or no speculation at this load"
+        do = "check that adaptive_speculation is on; add targets, lower max_draft_tokens, or switch speculation off"
         return warned(what, measured, do)
     return passed(what, measured)
 
 
 def _stop_within(text: str) -> Asker:
-    """Ends an answer like this one in its middle, so that drafts reach past the stop."""
+    """A request change that stops such an answer in its middle, so that drafts reach past the stop."""
     middle = text[len(text) // 2 :][:4] or "\n"
 
     def change(request: api.GenerateRequest) -> None:
@@ -177,6 +180,6 @@ async def _same_output(client: Client, prompt: Prompt, what: str, change: Asker,
         return passed(line, f"{len(texts[0][1])} tokens")
     if is_exact:
         return failed(
-            line, f"{texts[0][0][:30]!r} and {texts[1][0][:30]!r}", "a defect: report it, and speculate without it"
+            line, f"{texts[0][0][:30]!r} and {texts[1][0][:30]!r}", f"report this defect; decode plainly with {what}"
         )
-    return warned(line, "it differs: a near-tie, perhaps", "`specdec audit` tells near-ties from faults")
+    return warned(line, "it differs, perhaps by a near-tie", "run `specdec audit`: it tells near-ties from faults")

@@ -1,4 +1,4 @@
-"""`specdec doctor`: the deployment checklist of speculation, against what runs or a settings file."""
+"""`specdec doctor`: the checklist of a running deployment or of a settings file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from specdec.commands.views.tables import harmless
 from specdec.telemetry import setup_logging
 
 _STYLES = {FindingOutcome.PASS: "green", FindingOutcome.WARN: "yellow", FindingOutcome.FAIL: "bold red"}
-_ASKED, _AROUND = "What is asked", "What stands around it"
+_ASKED, _AROUND = "Requests", "Surroundings"
 
 
 def doctor(
@@ -45,7 +45,7 @@ def doctor(
         Path | None,
         typer.Option(
             "--settings",
-            help="Look at a file for `specdec up --config` instead of at what runs.",
+            help="Check a file for `specdec up --config` instead of a running deployment.",
             dir_okay=False,
             exists=True,
         ),
@@ -54,8 +54,8 @@ def doctor(
         bool,
         typer.Option(
             "--try-heads",
-            help="With --settings: load the target and let its heads guess, also with layer ids beside theirs; "
-            "up to a minute for a small model.",
+            help="With --settings: load the target and compare its heads' acceptance with that at neighbouring layer "
+            "ids; takes up to a minute for a small model.",
         ),
     ] = False,
     prompts: Annotated[
@@ -66,22 +66,22 @@ def doctor(
             rich_help_panel=_ASKED,
         ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts to use.", min=1, rich_help_panel=_ASKED)] = 4,
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1, rich_help_panel=_ASKED)] = 4,
     temperature: Annotated[
-        float, typer.Option(help="What your users sample at.", min=0, max=100, rich_help_panel=_ASKED)
+        float, typer.Option(help="Temperature of your users' requests.", min=0, max=100, rich_help_panel=_ASKED)
     ] = 1.0,
     max_tokens: Annotated[
-        int, typer.Option(help="Of each answer.", min=1, max=MOST_TOKENS, rich_help_panel=_ASKED)
+        int, typer.Option(help="Tokens of each answer.", min=1, max=MOST_TOKENS, rich_help_panel=_ASKED)
     ] = 64,
     concurrency: Annotated[
-        int, typer.Option(help="Requests at once at your busiest.", min=1, rich_help_panel=_ASKED)
+        int, typer.Option(help="Requests at once at your highest load.", min=1, rich_help_panel=_ASKED)
     ] = 8,
     prometheus: Annotated[
-        str | None, typer.Option(help="URL of the Prometheus that scrapes it.", rich_help_panel=_AROUND)
+        str | None, typer.Option(help="URL of the deployment's Prometheus.", rich_help_panel=_AROUND)
     ] = None,
     audit: Annotated[
         Path | None,
-        typer.Option(help="JSON that `specdec audit --report` wrote.", dir_okay=False, rich_help_panel=_AROUND),
+        typer.Option(help="JSON file of `specdec audit --report`.", dir_okay=False, rich_help_panel=_AROUND),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", envvar="SPECDEC_DOCTOR_JSON", help="Print the findings as JSON.")
@@ -93,10 +93,10 @@ def doctor(
     tls_key: connection.TlsKey = None,
     tls_cert: connection.TlsCert = None,
 ) -> None:
-    """Go through the checklist of a deployment: each line pass, warn or fail, what was measured, what to do.
+    """Check a deployment: each line is pass, warn or fail, with measurement and remedy.
 
-    It asks the deployment some questions, with and without speculation, for some ten seconds. The exit code is 1
-    where a line fails. An API key is read from SPECDEC_API_KEY.
+    The command sends requests with and without speculation for about ten seconds. The exit code is 1 if a line fails.
+    An API key is read from SPECDEC_API_KEY.
     """
     notes = Console(stderr=True, highlight=False)
     own = None if prompts is None else prompts_from(prompts)
@@ -106,13 +106,13 @@ def doctor(
             if try_heads:
                 setup_logging("doctor", "warning", "console")
                 progress.part("doctor")
-                progress.tell("the target loads, and its heads guess")
+                progress.tell("loading the target and trying its heads")
             target = str(section.get("target") or shipped_model("target"))
             draft = str(section.get("draft") or shipped_model("draft"))
             asked_of = None if own is None else own.prompts[:num_prompts]
             found = list(check_settings(section, target, draft, tries_heads=try_heads, prompts=asked_of))
     elif try_heads:
-        raise typer.BadParameter("needs --settings: what runs is not loaded again", param_hint="--try-heads")
+        raise typer.BadParameter("needs --settings: a running target is not loaded again", param_hint="--try-heads")
     else:
         settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
         with reported_errors(notes, address), Progress(notes) as progress:
@@ -125,7 +125,7 @@ def doctor(
 
 
 def _section(context: typer.Context, file: Path) -> dict[str, Any]:
-    """The section `up` of a file by parameters of that command. Raises typer.BadParameter for what is none."""
+    """The section `up` of a file, by that command's parameters. Raises typer.BadParameter."""
     group: Any = context.find_root().command
     section = read_config(file, "--settings").get("up", {})
     return expanded(by_parameter(group.get_command(context, "up"), file, "up", section, "--settings"))
@@ -143,7 +143,7 @@ class _Asked:
 
 
 async def examine(address: str, settings: ClientSettings, asked: _Asked, progress: Progress) -> list[Finding]:
-    """All lines about a deployment that runs. Raises the typed errors of `specdec.wire.errors`."""
+    """All lines about a running deployment. Raises the typed errors of `specdec.wire.errors`."""
     async with new_tenant(address, settings) as client:
         info, status = await client.model_info(), await client.status()
         found = [*check_replicas(info, status), *check_drafters(info, asked.temperature)]

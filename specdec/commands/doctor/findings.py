@@ -11,32 +11,32 @@ class FindingOutcome(StrEnum):
 
     PASS = "pass"
     WARN = "warn"
-    """It may cost speed or safety, or it could not be found out from here."""
+    """It may cost speed or safety, or it could not be checked."""
     FAIL = "fail"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What was found about one thing."""
+    """A line: a statement about the deployment, and whether it holds."""
 
     what: str
     outcome: FindingOutcome
     measured: str
-    """What was seen, with figures."""
+    """The observation, with figures."""
     do: str = ""
-    """What to do about it; empty where there is nothing to do."""
+    """The remedy; empty if none is needed."""
 
 
 def passed(what: str, measured: str) -> Finding:
-    """A line that is as it should be."""
+    """A line that passes."""
     return Finding(what=what, outcome=FindingOutcome.PASS, measured=measured)
 
 
 def warned(what: str, measured: str, do: str) -> Finding:
-    """A line to look at."""
+    """A line with a warning."""
     return Finding(what=what, outcome=FindingOutcome.WARN, measured=measured, do=do)
 
 
 def failed(what: str, measured: str, do: str) -> Finding:
-    """A line to mend."""
+    """A line that fails."""
     return Finding(what=what, outcome=FindingOutcome.FAIL, measured=measured, do=do)

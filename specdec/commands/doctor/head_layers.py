@@ -1,4 +1,4 @@
-"""Whether heads read the layers that they were trained on: tried on the target itself, before anything runs."""
+"""Check that heads read the layers that they were trained on, tried on the target before it is deployed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from specdec.engine.errors import EngineError
 
 _NUM_PROMPTS, _NUM_TOKENS = 8, 32
 _USELESS = 0.02
-"""A share of first guesses that any head beats that reads what it should."""
+"""Share of accepted first tokens that every head exceeds if it reads the right layers."""
 
 
 def check_head_layers(settings: TargetSettings, prompts: Sequence[Prompt] | None) -> Iterator[Finding]:
-    """A line for each head of a target's settings: its layer ids and their neighbours, each with its acceptance.
+    """Yield a line for each head of a target's settings, with the acceptance at its layer ids and their neighbours.
 
-    `prompts`: None takes those that `prompts_for` has for the target, texts or token ids.
-    Cost: loads the target, and decodes 32 tokens after each prompt up to five times for each head.
+    `prompts`: texts or token ids; None: those of `prompts_for`. Loads the target, and decodes 32 tokens after each
+    prompt up to five times for each head.
     """
     from tokenizers import Tokenizer
 
@@ -44,21 +44,23 @@ def check_head_layers(settings: TargetSettings, prompts: Sequence[Prompt] | None
     tokenizer = Tokenizer.from_str(files.tokenizer_json)
     token_ids = [tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt) for prompt in asked]
     for options in heads:
-        what = f"{options.method}: it reads the layers that it was trained on"
+        what = f"{options.method} reads the layers that it was trained on"
         try:
             verdict = try_head_layers(loaded, options, token_ids, _NUM_TOKENS)
         except (EngineError, HeadRefused) as error:
-            yield failed(what, str(error), "name a head that was made for this target")
+            yield failed(what, str(error), "name a head that was trained for this target")
             continue
         if verdict is None:
             yield passed(what, "the last hidden state")
             continue
-        told = "first guesses that are right: " + ", ".join(
+        measured = "first tokens accepted: " + ", ".join(
             f"{trial.acceptance:.0%} with {', '.join(map(str, trial.layer_ids))}" for trial in verdict.trials
         )
         if verdict.advised is not None:
-            yield warned(what, told, f"set layer_ids to {', '.join(map(str, verdict.advised))}")
+            yield warned(what, measured, f"set layer_ids to {', '.join(map(str, verdict.advised))}")
         elif verdict.trials[0].acceptance < _USELESS:
-            yield failed(what, told, "this head is of no use here, whichever ids near its own it reads")
+            yield failed(
+                what, measured, "use another head: this one is useless at its own and at neighbouring layer ids"
+            )
         else:
-            yield passed(what, told)
+            yield passed(what, measured)

@@ -1,4 +1,4 @@
-"""What a coordinator's own account of its replicas says."""
+"""Checks of the replicas, from the coordinator's report."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from specdec.config.drafter_options import HEAD_NAMES
 from specdec.v1 import coordinator_pb2 as api
 
 _LOOKING_UP = frozenset({"ngram", "suffix", "prediction", "lookahead"})
-"""Drafters that have no weights: they find what was there before."""
+"""Drafters without weights, which repeat earlier text."""
 _HIGH_TEMPERATURE = 0.9
+"""Temperature from which sampled text hardly repeats itself."""
 _FULL = 0.9
 """Share of KV blocks in use above which there is little room for drafts."""
 
 
 def check_replicas(info: api.GetModelInfoResponse, status: api.GetStatusResponse) -> Iterator[Finding]:
-    """The lines that need no request: states, tokenizers, contexts, versions, memory."""
+    """Yield the lines that need no request: states, tokenizers, contexts, versions, memory."""
     targets = [replica for replica in status.replicas if replica.role == "target"]
     drafts = [replica for replica in status.replicas if replica.role == "draft"]
     yield _states(status)
     if not drafts and not info.drafters:
         yield failed(
             "something drafts",
-            "no draft, and no drafters of the target's own",
-            "start a draft, or set drafters of targets",
+            "no draft, and no drafters in the target",
+            "start a draft, or set `drafters` of the targets",
         )
         return
     yield passed("something drafts", ", ".join(info.drafters) or "draft_model")
@@ -40,26 +41,26 @@ def check_replicas(info: api.GetModelInfoResponse, status: api.GetStatusResponse
 
 
 def check_drafters(info: api.GetModelInfoResponse, temperature: float) -> Iterator[Finding]:
-    """Lines about drafters for which what is known from elsewhere speaks against using them so."""
+    """Yield warnings about drafters that are known not to suit this use."""
     drafters = set(info.drafters)
     if drafters & HEAD_NAMES:
         heads = ", ".join(sorted(drafters & HEAD_NAMES))
-        do = "`specdec doctor --settings FILE --try-heads` tries them, and those beside them"
-        yield warned(f"{heads}: the layers are those of its training", "not from here", do)
+        do = "run `specdec doctor --settings FILE --try-heads`: it tries them and their neighbours"
+        yield warned(f"{heads}: the layers are those of its training", "not known from here", do)
     if "lookahead" in drafters and info.target.device.startswith("cpu"):
-        do = "leave lookahead out: it is for large GPUs with one session"
+        do = "remove lookahead: it is for large GPUs with one session"
         yield warned("rows are cheap enough for lookahead", "the target computes on a CPU", do)
     if drafters and drafters <= _LOOKING_UP and temperature >= _HIGH_TEMPERATURE:
         measured = f"{', '.join(sorted(drafters))} at temperature {temperature:g}"
-        do = "a draft model or a head beside them: sampled text hardly repeats what was there"
-        yield warned("what drafts suits the temperature", measured, do)
+        do = "add a draft model or a head: sampled text hardly repeats earlier text"
+        yield warned("drafters suit the temperature", measured, do)
 
 
 def _states(status: api.GetStatusResponse) -> Finding:
     bad = [f"{one.role} {one.address} {one.state}" for one in status.replicas if one.state != "ready"]
     if bad or status.degraded:
-        told = "; ".join([*bad, *status.degraded])
-        return failed("replicas are ready", told, "see `specdec models`, and the logs of these replicas")
+        measured = "; ".join([*bad, *status.degraded])
+        return failed("replicas are ready", measured, "see `specdec models`, and the logs of these replicas")
     return passed("replicas are ready", f"{len(status.replicas)} replicas")
 
 
@@ -68,13 +69,13 @@ def _tokenizers(info: api.GetModelInfoResponse, drafts: Sequence[api.ReplicaStat
     translating = [one.identity.draft_vocabulary for one in drafts if one.identity.HasField("draft_vocabulary")]
     others = [one.address for one in drafts if one.identity.tokenizer_digest not in ("", wanted)]
     if others:
-        return failed(what, f"{', '.join(others)} has another one", "set `target` of the draft, so that it translates")
+        return failed(what, f"{', '.join(others)} has another one", "set `target` of the draft: then it translates")
     if not wanted:
-        return warned(what, "the target has none to compare", "see that both models use the same token ids")
+        return warned(what, "the target has none to compare", "check that both models use the same token ids")
     if translating:
         least = min(translating, key=lambda one: one.num_shared)
-        shared = f"{least.num_shared} of {least.num_target} tokens are the draft's, too"
-        do = "a draft with the target's tokenizer is right more often; acceptance below says whether this one pays"
+        shared = f"the draft has {least.num_shared} of {least.num_target} tokens"
+        do = "use a draft with the target's tokenizer if the acceptance below does not pay"
         return warned(what, f"{len(translating)} of {len(drafts)} drafts translate ({least.method}): {shared}", do)
     return passed(what, f"{wanted[:12]}, {info.target.vocab_size} tokens")
 
@@ -84,17 +85,17 @@ def _contexts(info: api.GetModelInfoResponse, drafts: Sequence[api.ReplicaStatus
     longest, own = info.target.max_model_len, min(one.identity.max_model_len for one in drafts)
     if 0 < own < longest:
         measured = f"draft {own}, target {longest} tokens: longer sequences end without drafts"
-        return warned(what, measured, "set max_model_len of the target to it, or take a draft with a longer context")
+        return warned(what, measured, f"set the target's max_model_len to {own}, or use a draft with a longer context")
     return passed(what, f"{own} and {longest} tokens")
 
 
 def _memory(what: str, replicas: Sequence[api.ReplicaStatus]) -> Finding:
     shares = [one.load.kv_blocks_used / one.load.kv_blocks_total for one in replicas if one.load.kv_blocks_total]
     if not shares:
-        return warned(what, "no load was reported yet", "ask again when it has served something")
-    measured = f"{max(shares):.0%} of the fullest in use"
+        return warned(what, "no load was reported yet", "run the command again after some requests")
+    measured = f"{max(shares):.0%} in use at the fullest replica"
     if max(shares) > _FULL:
-        return warned(what, measured, "more blocks (num_blocks), fewer sessions, or more replicas")
+        return warned(what, measured, "set more blocks (num_blocks), allow fewer sessions, or add replicas")
     return passed(what, measured)
 
 
@@ -103,7 +104,7 @@ def _pinned(what: str, replicas: Sequence[api.ReplicaStatus]) -> Finding:
     kinds = {(one.identity.weights_digest, one.identity.numerics_id) for one in replicas if one.HasField("identity")}
     names = sorted({f"{one.identity.name}@{one.identity.revision or 'no revision'}" for one in replicas})
     if len(kinds) > 1:
-        do = "pin revision and dtype of all of a role: acceptance and, between targets, near-ties depend on them"
+        do = "pin revision and dtype for all replicas of a role: acceptance and targets' near-ties depend on them"
         return warned(what, f"{len(kinds)} kinds: {', '.join(names)}", do)
     digest = next(iter(kinds), ("", ""))[0]
     return passed(what, f"{', '.join(names)}, weights {digest[:12]}")
@@ -112,6 +113,6 @@ def _pinned(what: str, replicas: Sequence[api.ReplicaStatus]) -> Finding:
 def _numerics(info: api.GetModelInfoResponse) -> Finding:
     what = "output is the same to the last token"
     if not info.target.row_invariant:
-        do = "nothing, if near-ties may flip; else float32 on CPUs, or `deterministic` on GPUs"
+        do = "nothing if near-ties may differ; else use float32 on CPUs, or `deterministic` on GPUs"
         return warned(what, f"{info.target.numerics_id} is not row-invariant: equal up to near-ties", do)
     return passed(what, "row-invariant")

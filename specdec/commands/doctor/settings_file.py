@@ -1,4 +1,4 @@
-"""A settings file of `specdec up`, before anything runs: models that fit together, settings that are known."""
+"""Checks of a settings file of `specdec up`: known settings, and models that fit together."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def check_settings(
     tries_heads: bool = False,
     prompts: Sequence[Prompt] | None = None,
 ) -> Iterator[Finding]:
-    """The lines about the section `up` of a file; `target` and `draft` are the models where it names none.
+    """Yield the lines about the section `up` of a file; `target` and `draft` are its default models.
 
-    `tries_heads`: load the target and let its heads guess after `prompts` (`check_head_layers`).
+    `tries_heads`: load the target and try its heads on `prompts` (`check_head_layers`).
     """
     models = {"target": str(up.get("target", target)), "draft": str(up.get("draft", draft))}
     settings = {role: _values(up.get(f"{role}_set", ())) for role in ("target", "draft", "coordinator")}
@@ -47,8 +47,8 @@ def check_settings(
         try:
             checked[role] = kind(**{**needed, **settings[role]})
         except ValidationError as error:
-            told = "; ".join(_problem(problem) for problem in error.errors(include_url=False)[:_MOST_PROBLEMS])
-            yield failed(f"settings of the {role} are valid", told, "see docs/settings.md")
+            problems = "; ".join(_problem(problem) for problem in error.errors(include_url=False)[:_MOST_PROBLEMS])
+            yield failed(f"settings of the {role} are valid", problems, "see docs/settings.md")
         else:
             yield passed(f"settings of the {role} are valid", f"{len(settings[role])} set")
     yield from _models(models, has_draft=up.get("num_drafts", 1) != 0)
@@ -70,10 +70,10 @@ def _problem(problem: Mapping[str, Any]) -> str:
 
 
 def _policy(settings: TargetSettings) -> Finding:
-    what = "speculation stops where it does not pay"
+    what = "speculation stops when it does not pay"
     if settings.adaptive_speculation:
         return passed(what, "adaptive_speculation is on")
-    return warned(what, "adaptive_speculation is off", "turn it on, unless each load is known to be below break-even")
+    return warned(what, "adaptive_speculation is off", "switch it on, unless speculation pays at every load")
 
 
 def _heads(settings: TargetSettings) -> Iterator[Finding]:
@@ -87,18 +87,18 @@ def _heads(settings: TargetSettings) -> Iterator[Finding]:
         try:
             config = read_config(json.loads((Path(options.model) / "config.json").read_text("utf-8")))
         except (OSError, ValueError, HeadRefused) as error:
-            yield failed(what, str(error), "name the folder of a head whose format is known (docs/drafters.md)")
+            yield failed(what, str(error), "name a head's folder in a known format (docs/drafters.md)")
             continue
         ids = options.layer_ids or config.layer_ids
         if options.method in _READ_LAST_LAYER:
             yield passed(what, "it reads the target's last hidden state")
         elif ids is None:
-            do = "set layer_ids to what it was trained on: wrong ids show in acceptance only"
-            yield warned(what, "neither its config nor layer_ids names any: they are guessed", do)
+            do = "set layer_ids to those of its training: wrong ids show in acceptance only"
+            yield warned(what, "neither its config nor layer_ids names layers: they are guessed", do)
         else:
             source = "settings" if options.layer_ids else "its config"
-            told = f"{', '.join(map(str, ids))} (of {source}; k is what comes out of k layers)"
-            yield passed(what, f"{told}; RoPE by halves, as these formats have it")
+            named = ", ".join(map(str, ids))
+            yield passed(what, f"{named} (from {source}; k is the output of k layers); RoPE by halves")
 
 
 def _models(models: Mapping[str, str], *, has_draft: bool) -> Iterator[Finding]:
@@ -109,23 +109,26 @@ def _models(models: Mapping[str, str], *, has_draft: bool) -> Iterator[Finding]:
         try:
             folders[role] = find_model_files(model, None)[0]
         except ModelLoadError as error:
-            yield failed(f"the {role} is there", str(error), "name a folder or a hub id")
+            yield failed(f"the {role} exists", str(error), "name a folder or a hub id")
     if "target" not in folders or "draft" not in folders:
         return
     digests = {role: read_tokenizer(folder).digest for role, folder in folders.items()}
     what = "tokenizers are equal by content"
     if digests["target"] != digests["draft"]:
-        told = f"{digests['target'][:12]} and {digests['draft'][:12]}: the draft translates"
-        yield warned(what, told, "a draft with the target's tokenizer is right more often")
+        measured = f"{digests['target'][:12]} and {digests['draft'][:12]}: the draft translates"
+        yield warned(
+            what, measured, "use a draft with the target's tokenizer if there is one: more tokens are accepted"
+        )
     else:
         yield passed(what, digests["target"][:12])
     lengths = {role: _context(folder) for role, folder in folders.items()}
     what = "the draft's context is as long as the target's"
-    told = f"draft {lengths['draft']}, target {lengths['target']} tokens"
+    measured = f"draft {lengths['draft']}, target {lengths['target']} tokens"
     if None in lengths.values() or lengths["draft"] >= lengths["target"]:  # type: ignore[operator]
-        yield passed(what, told)
+        yield passed(what, measured)
     else:
-        yield warned(what, told, "set max_model_len of the target to it, or take a draft with a longer context")
+        do = f"set the target's max_model_len to {lengths['draft']}, or use a draft with a longer context"
+        yield warned(what, measured, do)
 
 
 def _context(folder: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""What stands around a deployment: Prometheus, its alerts, the report of an audit, keys of tenants."""
+"""Checks of a deployment's surroundings: Prometheus, its alerts, the report of an audit, tenants' keys."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ WATCHED = {
     "how late drafts are": "specdec_coordinator_draft_latency_seconds_count",
     "waiting for drafts": "specdec_target_hold_off_seconds_count",
 }
-"""What a dashboard of speculation cannot do without."""
+"""Metrics that monitoring of speculation needs."""
 ALERT = "SpecdecLowAcceptance"
 
 
 def check_prometheus(url: str | None) -> Iterator[Finding]:
-    """Whether a Prometheus scrapes what matters, and has the alert on acceptance; `url` None: not told which."""
+    """Check that Prometheus has the needed metrics and the alert on acceptance; `url` None: not given."""
     scraped, alerts = "metrics are scraped", "falling acceptance raises an alert"
     if url is None:
-        yield warned(scraped, "not asked", "name your Prometheus with --prometheus")
-        yield warned(alerts, "not asked", f"deploy/prometheus has the alert {ALERT}")
+        yield warned(scraped, "not checked", "name your Prometheus with --prometheus")
+        yield warned(alerts, "not checked", f"deploy/prometheus has the alert {ALERT}")
         return
     try:
         missing = [name for name, metric in WATCHED.items() if not _ask(url, "query", query=metric)["result"]]
         rules = [rule["name"] for group in _ask(url, "rules")["groups"] for rule in group["rules"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        yield failed(scraped, f"{url} does not answer as Prometheus does: {error}", "look at the URL")
+        yield failed(scraped, f"{url} does not answer as Prometheus does: {error}", "check the URL")
         return
     if missing:
         yield failed(
@@ -50,48 +50,48 @@ def check_prometheus(url: str | None) -> Iterator[Finding]:
 
 
 def check_audit(report: Path | None, info: api.GetModelInfoResponse) -> Finding:
-    """Whether an audit of these weights at a temperature above 0 has passed; `report` is its JSON."""
+    """Check that an audit of these weights at a temperature above 0 has passed; `report` is its JSON."""
     what, do = "an audit of sampling has passed", "run `specdec audit --report FOLDER`, and name its JSON with --audit"
     if report is None:
         return warned(what, "no report was given", do)
     try:
-        told = json.loads(report.read_text("utf-8"))
-        found, when, checkpoint = told["audit"], told["when"], told["checkpoint"]
-        audited = str(told.get("weights_digest", ""))
+        content = json.loads(report.read_text("utf-8"))
+        found, when, checkpoint = content["audit"], content["when"], content["checkpoint"]
+        audited = str(content.get("weights_digest", ""))
         is_lossless, speculated, num_tests = found["is_lossless"], found["speculated"], len(found["fits"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return failed(what, f"{report} is no report of an audit: {error!r}", do)
     measured = f"{checkpoint}, {when}, {num_tests} tests of sampling"
     if not is_lossless:
-        return failed(what, f"{measured}: it failed", "see the report; until it is mended, decode plainly")
+        return failed(what, f"{measured}: it failed", "see the report, and decode plainly meanwhile")
     if audited and info.target.weights_digest not in ("", audited):
-        return warned(what, f"{measured}: of other weights than those that are served", do)
+        return warned(what, f"{measured}: its weights are not the served ones", do)
     if not num_tests or speculated is False:
         return warned(what, f"{measured}; nothing sampled, or nothing speculated", do)
     return passed(what, measured)
 
 
 def check_tenants(info: api.GetModelInfoResponse, has_key: bool) -> Finding:
-    """Whether callers are told apart; what drafters remember is kept by tenant."""
+    """Check that an API key names the tenant; drafters' memories are per tenant."""
     what = "tenants are isolated"
     shares = "suffix" in info.drafters
     if has_key:
-        return passed(what, "an API key names the tenant; caches and what drafters remember are kept by tenant")
-    measured = "answers came without an API key"
+        return passed(what, "an API key names the tenant; caches and drafters' memories are per tenant")
+    measured = "the deployment answers without an API key"
     if shares:
-        measured += "; suffix remembers outputs of who has the same tenant"
-    return warned(what, measured, "give tenants keys (`specdec keys`), unless all callers are one")
+        measured += "; suffix proposes from earlier outputs of the same tenant"
+    return warned(what, measured, "give tenants keys (`specdec keys`), unless all callers may share a tenant")
 
 
 def check_draft_death() -> Finding:
-    """A tool that only asks cannot know."""
-    do = "stop a draft while a stream runs: it goes on, plainly (docs/protocol.md#failures)"
-    return warned("the death of a draft is tested", "not from here", do)
+    """A reminder: this command stops no service."""
+    do = "stop a draft while a stream runs; the stream must continue plainly (docs/protocol.md#failures)"
+    return warned("the loss of a draft was tested", "not known from here", do)
 
 
 def _ask(url: str, path: str, **query: str) -> Any:
     whole = f"{url.rstrip('/')}/api/v1/{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
     if not whole.startswith(("http://", "https://")):
-        raise ValueError("no http URL")
+        raise ValueError("not an http URL")
     with urllib.request.urlopen(whole, timeout=_TIMEOUT_S) as response:
         return json.loads(response.read(_MOST_BYTES))["data"]

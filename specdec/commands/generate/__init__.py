@@ -1,1 +1,1 @@
-"""`specdec generate`: a completion, streamed to the terminal."""
+"""`specdec generate`: streams a completion to the terminal."""

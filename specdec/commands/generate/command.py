@@ -1,4 +1,4 @@
-"""`specdec generate`: stream a completion, show where its tokens came from, compare with plain decoding."""
+"""`specdec generate`: stream a completion, show its tokens' origins, compare with plain decoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OUTPUT = "Output"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Display:
-    """What to show beside the text."""
+    """Output beside the text."""
 
     show_origin: bool = False
     compare: bool = False
@@ -52,7 +52,7 @@ def generate(
     ] = False,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Run it again without speculation; compare.", rich_help_panel=_OUTPUT),
+        typer.Option("--compare", help="Repeat the request without speculation, and compare.", rich_help_panel=_OUTPUT),
     ] = False,
     statistics: Annotated[
         bool, typer.Option(help="End with a table of the statistics.", rich_help_panel=_OUTPUT)
@@ -74,7 +74,7 @@ def generate(
     tls_cert: connection.TlsCert = None,
     **fields: Any,
 ) -> None:
-    """Complete a prompt, as it comes.
+    """Complete a prompt and stream the text.
 
     Text goes to standard output, everything else to standard error. An API key is read from SPECDEC_API_KEY.
     """
@@ -99,7 +99,7 @@ def generate(
 async def run_request(
     address: str, settings: ClientSettings, request: coordinator_pb2.GenerateRequest, display: Display
 ) -> None:
-    """Send the request and show what comes back. Raises the typed errors of `specdec.wire.errors`."""
+    """Send the request and show the answer. Raises the typed errors of `specdec.wire.errors`."""
     output, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     async with Client(address, settings) as client:
         if display.show_origin and not display.as_json:
@@ -138,7 +138,7 @@ async def _compare(
     if speculative.started is not None:
         plain_request.sampling.seed = speculative.started.seed
     plain = Completion()
-    # Shown to nobody, so that both runs do the same work on this side of the wire.
+    # The hidden view makes this client do the same work in both runs.
     hidden = Console(file=io.StringIO(), force_terminal=True, highlight=False)
     with (
         notes.status("the same request without speculation"),

@@ -1,4 +1,4 @@
-"""Writes a stream of chunks to the terminal as it comes."""
+"""Writes a stream of chunks to the terminal."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from specdec.v1 import coordinator_pb2
 
 
 class StreamView:
-    """Shows text on `output`, everything else on `notes`. Use as a context manager.
+    """Context manager that shows text on `output`, everything else on `notes`.
 
-    Choice 0 streams; the text of the others waits for its turn, so that choices never mix.
+    Choice 0 streams; later choices are held back until the earlier ones have ended.
     """
 
     def __init__(self, output: Console, notes: Console, *, show_origin: bool, as_json: bool = False) -> None:
@@ -70,7 +70,7 @@ class StreamView:
             self._held[delta.index].append_text(text)
 
     def _shown(self, text: str) -> str:
-        """A terminal must not be steered by what a model says; files get what it says."""
+        """Text for the output: a terminal gets no control characters of the model, a file the text as it is."""
         return harmless(text) if self._output.is_terminal else text
 
     def _advance(self) -> None:

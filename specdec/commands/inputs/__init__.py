@@ -1,1 +1,1 @@
-"""What several commands read: the configuration file, lists of numbers, files of prompts."""
+"""Inputs of several commands: the configuration file, lists of numbers, files of prompts."""

@@ -16,15 +16,14 @@ _COMMANDS = {"up", "generate", "models", "demo", "bench", "tune", "train", "debu
 
 
 def read_config(path: Path, param_hint: str = "--config") -> dict[str, dict[str, Any]]:
-    """Return a file's values by command and flag, with flags' names in either spelling.
+    """Return a file's values by command and flag; `-` and `_` in flags' names are equal.
 
     Args:
-        path: of the file; an empty one has no sections, and a section may be empty, too.
-        param_hint: the flag that named it, for messages.
+        path: the file; it and its sections may be empty.
+        param_hint: the flag that named the file, for messages.
 
     Raises:
-        typer.BadParameter: The file cannot be read, does not parse, is not made of sections, or names an unknown
-            command.
+        typer.BadParameter: the file is unreadable or malformed, has no sections, or names an unknown command.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -50,9 +49,9 @@ def read_config(path: Path, param_hint: str = "--config") -> dict[str, dict[str,
 def by_parameter(
     one: Any, path: Path, command: str, section: dict[str, Any], param_hint: str = "--config"
 ) -> dict[str, Any]:
-    """A section's values by the names of a command's (`one`) parameters.
+    """A section's values by the names of the parameters of a command (`one`).
 
-    Raises typer.BadParameter for what is no flag.
+    Raises typer.BadParameter for a name that is no flag.
     """
     parameters = one.params
     name_of = {

@@ -16,14 +16,14 @@ from specdec.commands.measuring.prompts import Prompts, PromptsInvalid, read_pro
 from specdec.wire.sampling_limits import RANGES
 
 MOST_TOKENS = 1_000_000
-"""Of an answer or a draft: what can be asked for. What a deployment grants is less, and it says so itself."""
+"""Tokens of an answer or a draft that a flag accepts; a deployment refuses more than its own limit."""
 
 
 def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
-    """Parse comma-separated numbers from 1 on. Raises typer.BadParameter."""
+    """Parse comma-separated whole numbers from 1. Raises typer.BadParameter."""
     numbers = _numbers(text, flag)
     if any(number < 1 or number != int(number) for number in numbers):
-        raise typer.BadParameter(f"{text!r}: whole numbers from 1 on are meant", param_hint=flag)
+        raise typer.BadParameter(f"{text!r} must be whole numbers from 1", param_hint=flag)
     return tuple(map(int, numbers))
 
 
@@ -31,7 +31,7 @@ def positive_numbers(text: str, flag: str) -> tuple[float, ...]:
     """Parse comma-separated numbers above 0. Raises typer.BadParameter."""
     found = _numbers(text, flag)
     if any(number <= 0 for number in found):
-        raise typer.BadParameter(f"{text!r}: numbers above 0 are meant", param_hint=flag)
+        raise typer.BadParameter(f"{text!r} must be numbers above 0", param_hint=flag)
     return found
 
 
@@ -48,9 +48,9 @@ def _numbers(text: str, flag: str) -> tuple[float, ...]:
     try:
         found = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no comma-separated list of numbers", param_hint=flag) from None
+        raise typer.BadParameter(f"{text!r} is not a comma-separated list of numbers", param_hint=flag) from None
     if not found or not all(map(math.isfinite, found)):
-        raise typer.BadParameter(f"{text!r} names no number", param_hint=flag)
+        raise typer.BadParameter(f"{text!r} must be finite numbers", param_hint=flag)
     return tuple(dict.fromkeys(found))
 
 
@@ -63,7 +63,7 @@ def prompts_from(path: Path) -> Prompts:
 
 
 def report_folder(folder: Path | None) -> Path | None:
-    """A folder for a report, which is made now; callback of an option. Raises typer.BadParameter where it cannot be."""
+    """Option callback: make the folder of a report. Raises typer.BadParameter if that is impossible."""
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -74,19 +74,19 @@ def report_folder(folder: Path | None) -> Path | None:
 
 
 def output_file(file: Path | None) -> Path | None:
-    """A file to be written, in a folder that is there; callback of an option. Raises typer.BadParameter for others."""
+    """Option callback: check that a file can be written. Raises typer.BadParameter."""
     if file is not None:
         if not file.parent.is_dir():
             raise typer.BadParameter(f"cannot write {file}: there is no folder {file.parent}")
         if not file.exists():
             _check_is_writable(file.parent, file)
         elif not os.access(file, os.W_OK):
-            raise typer.BadParameter(f"may not write to {file}")
+            raise typer.BadParameter(f"cannot write to {file}: no permission")
     return file
 
 
 def _check_is_writable(folder: Path, path: Path) -> None:
-    """Raises typer.BadParameter, naming `path`. Permissions do not tell: a file system may refuse whom they allow."""
+    """Raises typer.BadParameter, naming `path`. It writes, because a file system may refuse in spite of permissions."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

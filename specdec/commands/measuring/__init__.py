@@ -1,1 +1,1 @@
-"""Measuring a deployment: requests, the times of their tokens, figures, tables, plots, reports. Several commands do."""
+"""Measurement of a deployment, for several commands: requests, times of tokens, figures, tables, plots, reports."""

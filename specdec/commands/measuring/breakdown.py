@@ -1,6 +1,6 @@
-"""Acceptance taken apart: by kind of prompt, by position in the output, and by who proposed a token.
+"""Acceptance by kind of prompt, by position in the output, and by drafter.
 
-By kind from the statistics of all runs; the rest from the steps of runs that ask for them, which are not timed.
+Acceptance by kind comes from the statistics of all runs; the rest from untimed runs that ask for their steps.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from specdec.commands.measuring.tables import Table
 from specdec.v1 import common_pb2 as pb
 
 _FIRST_POSITIONS = 16
-"""Of the first bucket; each further one ends at twice as many."""
-_NOT_KNOWN = "not told"
-"""Who proposed a token, of servers that do not say."""
+"""Positions of the first bucket; each further bucket ends at twice as many."""
+_NOT_KNOWN = "unknown"
+"""Drafter of tokens whose server does not report it."""
 
 
 @dataclass(slots=True)
 class _Nodes:
-    """Proposed tokens, and what became of them."""
+    """Counts of proposed, verified and accepted tokens."""
 
     num_proposed: int = 0
     num_verified: int = 0
     num_accepted: int = 0
     verified_at: Counter[int] = field(default_factory=Counter)
-    """Steps that verified one at a depth."""
+    """Steps by depth at which they verified a token."""
     accepted_at: Counter[int] = field(default_factory=Counter)
 
     @property
     def accepted_share(self) -> float | None:
-        """Of those that were verified."""
+        """Accepted share of the verified tokens."""
         return self.num_accepted / self.num_verified if self.num_verified else None
 
     @property
     def by_depth(self) -> list[float | None]:
-        """From depth 1 on; None: nothing was verified there."""
+        """Acceptance by depth, from 1; None: no token was verified there."""
         deepest = max(self.verified_at, default=0)
         return [
             self.accepted_at[depth] / self.verified_at[depth] if self.verified_at[depth] else None
@@ -53,9 +53,8 @@ def breakdown_of(passes: Sequence[LoadRun], kinds: Sequence[str] = ()) -> dict[s
     """Rows `by_kind`, `by_position` and `by_drafter`, each of one load with speculation.
 
     Args:
-        passes: as `served.measure` leaves them; what was cut off counts as far as its requests ended.
-        kinds: one for each prompt, in the order in which they are asked; empty ones are told of no kind. Without any
-            there are no rows by kind.
+        passes: from `served.measure`; of an interrupted one, requests that ended count.
+        kinds: one for each prompt, in order; empty for a prompt without one. Without kinds there are no rows by kind.
     """
     loads = list(dict.fromkeys(one.load for one in passes if one.speculate))
     names = [kind for kind in dict.fromkeys(kinds) if kind] + ([""] if "" in kinds else [])
@@ -68,7 +67,7 @@ def breakdown_of(passes: Sequence[LoadRun], kinds: Sequence[str] = ()) -> dict[s
 
 
 def _told(passes: Sequence[LoadRun], load: Load) -> list[Stream]:
-    """Requests that ended, with their steps."""
+    """Ended requests of runs that asked for steps."""
     own = (one for one in passes if one.load == load and one.tells_steps)
     return [stream for one in own for stream in one.streams if stream.ended_s is not None]
 
@@ -119,7 +118,7 @@ def _position_rows(load: Load, told: Sequence[Stream]) -> Iterator[dict[str, Any
 
 
 def bucket_of(start: int) -> tuple[int, int]:
-    """First and last position, from 1 on, of the bucket that holds the output token of this index."""
+    """First and last position, from 1, of the bucket that holds the output token of this index."""
     first, last = 1, _FIRST_POSITIONS
     while start >= last:
         first, last = last + 1, 2 * last
@@ -148,7 +147,7 @@ def _drafter_rows(load: Load, told: Sequence[Stream]) -> Iterator[dict[str, Any]
 
 
 def _by_drafter(told: Sequence[Stream]) -> dict[str, _Nodes]:
-    """What each was the first to propose."""
+    """Counts by drafter of the tokens that it proposed first."""
     found: dict[str, _Nodes] = {}
     for tree in (step.tree for stream in told for step in stream.steps):
         names, depths = _proposers(tree), _depths(tree)
@@ -179,7 +178,7 @@ def _depths(tree: pb.StepTree) -> list[int]:
 
 
 def breakdown_tables(found: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> list[Table]:
-    """One for each part that has rows."""
+    """One table for each part that has rows."""
     kind = Table(
         f"Acceptance by kind of prompt, {title}",
         ("load", "kind", "requests", "tokens per verifying step", "of verified", "by depth 1, 2, ...",
@@ -190,7 +189,7 @@ def breakdown_tables(found: Mapping[str, Sequence[Mapping[str, Any]]], title: st
         kind.add(row["load"], row["kind"], row["num_requests"], row["mean_acceptance_length"],
                  percent(row["accepted_share"]), _in_order(row["acceptance_by_depth"]), row["decoding_speedup"],
                  shares)  # fmt: skip
-    kind.notes.append("Decoding speed-up: time from first to last tokens without speculation over that with it.")
+    kind.notes.append("Decoding speed-up: time from first to last token without speculation over the time with it.")
     position = Table(
         f"Acceptance by position, {title}",
         ("load", "output tokens", "verifying steps", "tokens per verifying step", "of verified"),
@@ -198,7 +197,7 @@ def breakdown_tables(found: Mapping[str, Sequence[Mapping[str, Any]]], title: st
     for row in found["by_position"]:
         position.add(row["load"], f"{row['first_position']} to {row['last_position']}", row["num_verify_steps"],
                      row["mean_acceptance_length"], percent(row["accepted_share"]))  # fmt: skip
-    position.notes.append("Steps count where their first token stands.")
+    position.notes.append("A step counts at the position of its first token.")
     drafter = Table(
         f"Acceptance by drafter, {title}",
         ("load", "drafter", "proposed", "verified", "accepted", "of verified", "of output", "by depth 1, 2, ...",
@@ -211,7 +210,7 @@ def breakdown_tables(found: Mapping[str, Sequence[Mapping[str, Any]]], title: st
                     _in_order(row["acceptance_by_depth"]), cost_ms,
                     cost_ms / accepted if cost_ms is not None and accepted else None)  # fmt: skip
     drafter.notes.append(
-        "A token that several proposed counts for the first of them. Cost: of the target's own drafters, without their "
+        "A token that several proposed counts for the first. Cost: calls of the target's own drafters, without their "
         "rows in its steps."
     )
     return [table for table in (kind, position, drafter) if table.rows]
@@ -222,7 +221,7 @@ def _in_order(shares: Sequence[float | None]) -> str:
 
 
 def breakdown_plots(found: Mapping[str, Sequence[Mapping[str, Any]]], note: str) -> dict[str, str]:
-    """By depth, a line for each kind or drafter; by position, a line for each load. As SVG by name."""
+    """SVG plots by name: acceptance by depth for each kind or drafter, and by position for each load."""
     plots: dict[str, str] = {}
     for part, key, words in (("by_kind", "kind", "kind of prompt"), ("by_drafter", "drafter", "drafter")):
         series = {

@@ -1,7 +1,7 @@
-"""A closed loop: so many requests run at any time, each that ends is followed by the next.
+"""A closed loop: a fixed number of requests run at any time; when one ends, the next begins.
 
-Requests that begin together end one by one, and the last ones decode in ever smaller batches; how long that takes
-depends on whose tokens were guessed well. A loop has no such end: its speed is that of full batches, prefills included.
+Requests that begin together end one by one, so the last ones decode in ever smaller batches, for a time that depends on
+their acceptance. A closed loop measures full batches only, prefills included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specdec.commands.measuring.requests import Prompt, Run, Sampling, make_requ
 
 @dataclass(slots=True)
 class LoopClock:
-    """When tokens came, and between which moments all places were taken."""
+    """Arrival times of tokens, and the time during which all places are taken."""
 
     at_once: int
     _arrived: list[tuple[float, int]] = field(default_factory=list)
@@ -30,7 +30,7 @@ class LoopClock:
         self._last_begun_s = now_s
 
     def arrived(self, num_tokens: int, now_s: float, *, is_first: bool) -> None:
-        """So many tokens of a request came, its first ones or others."""
+        """`num_tokens` tokens of a request arrived; `is_first` if they are its first ones."""
         self._num_begun += is_first
         if self._full_s is None:
             if self._num_begun == self.at_once:
@@ -40,7 +40,7 @@ class LoopClock:
 
     @property
     def tokens_per_s(self) -> float:
-        """From when all places had tokens to when the last request was sent. Raises ValueError when that is no time."""
+        """Speed from when all places had tokens until the last request was sent. Raises ValueError if that is none."""
         if self._full_s is None or self._last_begun_s <= self._full_s:
             raise ValueError("the last request was sent before all places had tokens: there must be more of them")
         num_tokens = sum(number for when_s, number in self._arrived if when_s <= self._last_begun_s)
@@ -50,7 +50,7 @@ class LoopClock:
 async def run_loop(
     address: str, prompts: Sequence[Prompt], sampling: Sampling, *, at_once: int, speculate: bool
 ) -> Run:
-    """Run requests, `at_once` at any time. Raises ValueError where there are too few of them for a loop."""
+    """Run requests, `at_once` at any time. Raises ValueError if there are too few of them for a loop."""
     requests = [make_request(prompt, sampling, seed, speculate=speculate) for seed, prompt in enumerate(prompts)]
     completions = [Completion() for _ in requests]
     waiting = iter(zip(requests, completions, strict=True))

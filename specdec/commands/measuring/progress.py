@@ -1,4 +1,4 @@
-"""What is being done, while it is done."""
+"""Progress of a command."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 
 _QUIET_S = 2.0
-"""Between two lines where no terminal shows a status that moves."""
+"""Least seconds between two lines where the output is no terminal."""
 
 
 class Progress:
-    """A status line on a terminal, a line now and then elsewhere. Use as a context manager."""
+    """Context manager with a status line on a terminal; elsewhere it prints a line every few seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -32,13 +32,13 @@ class Progress:
         self._status.stop()
 
     def part(self, name: str) -> None:
-        """From here on this is what is done."""
+        """Begin a part of the work."""
         self._part = name
         self._told_s = 0.0
         self.tell("starting")
 
     def tell(self, what: str) -> None:
-        """Say how far it is."""
+        """Report the state of the part."""
         line = escape(f"{self._part}: {what}" if self._part else what)
         if self._console.is_terminal:
             self._status.update(line)

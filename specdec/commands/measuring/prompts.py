@@ -1,4 +1,4 @@
-"""Prompts to measure with: from a file, those that lie beside the shipped pair, or a few texts of ordinary English."""
+"""Prompts to measure with: from a file, those of the shipped pair, or a few in English."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.engine.checkpoints.files import read_tokenizer
 
 _FIELDS = ("prompt", "text", "token_ids")
 _MOST_KIND = 40
-"""Characters: it stands in tables and plots."""
+"""Characters of a kind, which tables and plots show."""
 ENGLISH = (
     "The harbour was quiet that morning, and the fishermen who had come down before dawn stood in small groups by the",
     "To make a simple vegetable soup, begin by chopping two onions, three carrots and a stick of celery. Then",
@@ -28,30 +28,30 @@ ENGLISH = (
 
 
 class PromptsInvalid(ValueError):
-    """A file of prompts cannot be used; the message says why, and where in it."""
+    """A file of prompts is malformed; the message names the place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What is asked, and in words where it comes from."""
+    """Prompts, with their source in words."""
 
     source: str
     prompts: tuple[Prompt, ...]
     kinds: tuple[str, ...]
-    """Of each prompt, as its file says; empty: it does not."""
+    """The kind of each prompt; empty if its file has none."""
 
 
 def read_prompts(path: Path) -> Prompts:
     """Read a file of prompts.
 
     `.jsonl` has on each line a string, or an object with `prompt` or `text` (a string) or `token_ids` (a list), and
-    with its `kind` if that is told (a short text); `.json` has a list of such; any other file has a prompt per line.
-    Lines end with a line feed, and with nothing else that a text may hold.
+    optionally `kind` (a short text); `.json` has a list of these; any other file has a prompt per line. Only a line
+    feed ends a line.
 
     Raises PromptsInvalid.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # which some editors write
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except OSError as error:
         raise PromptsInvalid(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -74,13 +74,13 @@ def read_prompts(path: Path) -> Prompts:
 
 
 def prompts_for(tokenizer_digest: str) -> Prompts:
-    """Prompts for who brings none: the shipped pair's where the tokenizer is the shipped one, else ordinary English."""
+    """Default prompts: the shipped pair's if the tokenizer is the shipped one, else English ones."""
     pair = shipped_pair()
     if pair is not None and tokenizer_digest == read_tokenizer(pair / "target").digest:
         shipped = read_prompts(pair / "prompts.json")
-        source = f"{len(shipped.prompts)} that ship with the pair (prompts.json, Python source)"
+        source = f"{len(shipped.prompts)} of the shipped pair (prompts.json, Python source)"
         return dataclasses.replace(shipped, source=source)
-    words = f"{len(ENGLISH)} built-in texts of English; give your own with --prompts, for acceptance depends on them"
+    words = f"{len(ENGLISH)} built-in texts in English; acceptance depends on prompts, so give your own with --prompts"
     return Prompts(words, ENGLISH, ("",) * len(ENGLISH))
 
 
@@ -116,5 +116,5 @@ def _kind(entry: Any, where: str) -> str:
     if kind is None:
         return ""
     if not isinstance(kind, str) or not kind.isprintable() or not 0 < len(kind.strip()) <= _MOST_KIND:
-        raise PromptsInvalid(f"{where}: its kind is no text of 1 to {_MOST_KIND} printable characters")
+        raise PromptsInvalid(f"{where}: kind must be a text of 1 to {_MOST_KIND} printable characters")
     return kind.strip()

@@ -1,4 +1,4 @@
-"""The machine, and the files that results go to: JSON, Markdown, and plots."""
+"""Reports of measurements as JSON, Markdown and plots, with a description of the machine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ISA = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd")
 
 @dataclass(slots=True)
 class Report:
-    """Everything of one run: what was found, and how it is shown."""
+    """Results of one run, with their tables and plots."""
 
     pair: str
-    """Stands above every table and in every plot."""
+    """Heading of the page, and note in every plot."""
     facts: dict[str, object]
     console: Console
     results: dict[str, object] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Report:
     """SVG by name."""
 
     def add(self, name: str, result: object, tables: Sequence[Table], plots: Mapping[str, str] | None = None) -> None:
-        """Keep what a part has found; shows its tables."""
+        """Add the result of a part, and print its tables."""
         self.results[name] = result
         self.tables += tables
         self.plots |= plots or {}
@@ -42,7 +42,7 @@ class Report:
             table.print(self.console)
 
     def save(self, folder: Path, name: str) -> Path:
-        """Write NAME.json, NAME.md and NAME-PLOT.svg; returns the page. A name that is taken gets a number."""
+        """Write NAME.json, NAME.md and NAME-PLOT.svg, with a number if NAME.md exists; return the page."""
         folder.mkdir(parents=True, exist_ok=True)
         numbered = (f"{name}{suffix}" for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
         name = next(free for free in numbered if not (folder / f"{free}.md").exists())
@@ -61,7 +61,7 @@ class Report:
 
 
 def machine(cores: Sequence[int], device: str = "cpu") -> dict[str, object]:
-    """What the figures are measured on; `cores` are those that are used."""
+    """Description of the machine; `cores` are the used ones."""
     info: dict[str, object] = {
         **_cpu(),
         "num_cores": os.cpu_count(),

@@ -1,6 +1,6 @@
-"""Requests to a coordinator, and what came of them.
+"""Requests to a coordinator and their results.
 
-Every run is a tenant of its own: tenants share no cached prefixes, so every prompt is computed, whoever came first.
+Every run is its own tenant. Tenants share no cached prefixes, so every prompt is computed in every run.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What all requests of a measurement have in common."""
+    """Fields that all requests of a measurement share."""
 
     temperature: float = 0.0
     max_tokens: int = 128
-    """Every request decodes so many, whatever it says, unless `stop_at_eos`."""
+    """Tokens that every request decodes, past end-of-sequence tokens unless `stop_at_eos`."""
     stop_at_eos: bool = False
     max_draft_tokens: int | None = None
-    """Per step; None: the deployment's."""
+    """Draft tokens per step; None: the deployment's setting."""
     verify_mode: str | None = "coupled"
-    """None: the deployment's."""
+    """None: the deployment's mode."""
     model: str = ""
-    """Name of what is asked; empty: what is served."""
+    """Name of the model; empty: the served one."""
     with_steps: bool = False
-    """Whether each step is told of, which costs time of its own."""
+    """Whether the answer reports each step, which takes time."""
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether speculation may change no token. Where the mode is the deployment's it is not known, and so false."""
+        """Whether speculation may change no token; false if the deployment's mode is used, which is unknown here."""
         return self.verify_mode == "coupled" or self.temperature == 0
 
 
@@ -54,12 +54,12 @@ class Run:
 
     @property
     def token_ids(self) -> list[list[int]]:
-        """Of every request."""
+        """Output tokens of every request."""
         return [completion.choices[0].token_ids for completion in self.completions]
 
 
 def make_request(prompt: Prompt, sampling: Sampling, seed: int, *, speculate: bool) -> api.GenerateRequest:
-    """A request whose output depends on these alone."""
+    """A request whose output depends on these arguments only."""
     request = api.GenerateRequest(model=sampling.model)
     if isinstance(prompt, str):
         request.prompt = prompt
@@ -80,7 +80,7 @@ def make_request(prompt: Prompt, sampling: Sampling, seed: int, *, speculate: bo
 
 @asynccontextmanager
 async def new_tenant(address: str, settings: ClientSettings | None = None) -> AsyncIterator[Client]:
-    """A connected client for whom nothing is cached. With an API key the tenant is the key's, and prompts may be."""
+    """A connected client whose tenant has no cached prompts; with an API key the tenant is the key's, and may have."""
     settings = settings or ClientSettings()
     if settings.api_key is None:
         metadata = (*settings.metadata, ("specdec-tenant", f"bench-{secrets.token_hex(8)}"))
@@ -91,7 +91,7 @@ async def new_tenant(address: str, settings: ClientSettings | None = None) -> As
 
 
 async def run_group(address: str, prompts: Sequence[Prompt], sampling: Sampling, *, speculate: bool) -> Run:
-    """Run requests at once. One alone is timed from its first tokens to its last; several from their start."""
+    """Run requests at once. A single one is timed from first to last token; several from their start."""
     requests = [make_request(prompt, sampling, seed, speculate=speculate) for seed, prompt in enumerate(prompts)]
     async with new_tenant(address) as client:
         began_s = time.perf_counter()

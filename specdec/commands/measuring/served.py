@@ -1,4 +1,4 @@
-"""The benchmark of a deployment: loads, with and without speculation in turns, and what is kept of each pass."""
+"""Benchmark of a deployment: passes of each load, with and without speculation in turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many requests at once, or so many per second at random times (Poisson): one of both."""
+    """A number of requests at once, or a rate of requests per second at random times (Poisson); the other is 0."""
 
     concurrency: int = 0
     rate: float = 0.0
@@ -35,39 +35,39 @@ class LoadRun:
     repeat: int
     streams: list[Stream] = field(default_factory=list)
     elapsed_s: float | None = None
-    """From its start to its last end; None: it was interrupted."""
+    """Seconds from its start to its last end; None: it was interrupted."""
     tells_steps: bool = False
-    """Its requests ask for their steps: for what became of proposals, and not for times."""
+    """Whether its requests ask for steps; such a pass is not timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What to measure."""
+    """Prompts, loads and repeats of a benchmark."""
 
     prompts: Sequence[Prompt]
     sampling: Sampling
     loads: Sequence[Load]
     speculation: Sequence[bool]
-    """True: with; both in turns give the speed-up."""
+    """Kinds of passes, True with speculation; both give the speed-up."""
     repeats: int = 3
     num_requests: int | None = None
-    """Of a pass of a closed loop; None: four for each place, and each prompt once."""
+    """Requests of a closed loop's pass; None: one per prompt, at least four per place."""
     seconds: float = 20.0
-    """How long requests arrive, in a pass of an open loop."""
+    """Seconds of arrivals in an open loop's pass."""
     late_s: float = 60.0
-    """How long after its last arrival requests of an open loop are waited for."""
+    """Seconds after the last arrival until an open loop's requests are cancelled."""
     tells_steps: bool = False
-    """With speculation: after all others, one more run of each load tells its steps."""
+    """Whether an untimed pass of each load with speculation follows that asks for steps."""
 
     def requests_at_once(self, concurrency: int) -> int:
-        """Of a pass."""
+        """Number of requests of a closed loop's pass."""
         return self.num_requests or max(4 * concurrency, len(self.prompts))
 
 
 async def warm_up(address: str, settings: ClientSettings, wishes: LoadPlan) -> None:
     """Ask once of each kind, for the first tokens of an answer.
 
-    Raises the typed errors of `specdec.wire.errors`: what fails here would fail always.
+    Raises the typed errors of `specdec.wire.errors`, because every later request would fail too.
     """
     async with new_tenant(address, settings) as client:
         for speculate in wishes.speculation:
@@ -87,10 +87,10 @@ async def measure(
     passes: list[LoadRun],
     tell: Callable[[str], None] = lambda what: None,
 ) -> None:
-    """Run every load as often as wished, with and without speculation in an order that flips.
+    """Run the passes of every load; the order of those with and without speculation alternates.
 
-    `passes` gets each as it begins, and so has what there is when this is cancelled. Requests that fail are counted,
-    and end nothing. Raises the typed errors of `specdec.wire.errors` when the coordinator is not there any more.
+    Each pass is added to `passes` when it begins, so a cancelled run leaves its results. Failed requests are counted.
+    Raises the typed errors of `specdec.wire.errors` when the coordinator is gone.
     """
     for repeat, (number, load) in itertools.product(range(wishes.repeats), enumerate(wishes.loads)):
         order = wishes.speculation if (repeat + number) % 2 == 0 else wishes.speculation[::-1]
@@ -109,7 +109,7 @@ async def _run(
     address: str, settings: ClientSettings, wishes: LoadPlan, one: LoadRun, tell: Callable[[str], None]
 ) -> None:
     load = one.load
-    # Every pass of a load, with and without speculation, has the same arrivals, prompts and seeds.
+    # Passes with and without speculation have equal arrivals, prompts and seeds.
     times_s = poisson(load.rate, wishes.seconds, seed=one.repeat) if load.rate else []
     count = len(times_s) if load.rate else wishes.requests_at_once(load.concurrency)
     requests = [
@@ -119,7 +119,7 @@ async def _run(
     for request in requests:
         request.with_steps = one.tells_steps
     kind = "with speculation" if one.speculate else "plain"
-    which = "telling its steps" if one.tells_steps else f"run {one.repeat + 1} of {wishes.repeats}"
+    which = "with steps" if one.tells_steps else f"run {one.repeat + 1} of {wishes.repeats}"
     num_ended = 0
 
     def show() -> None:

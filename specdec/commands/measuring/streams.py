@@ -1,8 +1,8 @@
-"""One request and when its tokens come; many of them, at once or when they come.
+"""Timed requests, in a closed or an open loop.
 
-A closed loop keeps a number of requests under way; an open loop sends each when it is due, whatever the server manages.
-TTFT is the time from when a request was due to its first tokens; an ITL is a gap between two chunks over the tokens of
-the later one, once for each of them.
+A closed loop keeps a number of requests running; an open loop sends each when it is due, however busy the server is.
+TTFT is the time from a request's due time to its first tokens. ITL, for each token of a chunk, is the time since the
+chunk before, divided by the number of tokens.
 """
 
 from __future__ import annotations
@@ -20,39 +20,38 @@ from specdec.wire.errors import SpecdecError
 
 @dataclass(slots=True)
 class Stream:
-    """What came of one request. Times in seconds."""
+    """Tokens and times of one request. `due_s` and `ended_s` are readings of time.perf_counter()."""
 
     first_s: float | None = None
-    """After it was due."""
+    """Seconds from its due time to its first tokens."""
     gaps_s: list[float] = field(default_factory=list)
-    """One for each token after the first chunk."""
+    """Seconds per token, for each token after the first chunk."""
     token_ids: list[int] = field(default_factory=list)
     due_s: float = 0.0
-    """Of the clock."""
     ended_s: float | None = None
-    """Of the clock; None: it failed, or was not waited for."""
+    """None: it failed, or was cancelled."""
     lag_s: float = 0.0
-    """How late this client sent it."""
+    """Seconds by which this client sent it late."""
     failure: str = ""
-    """Code and reason; empty: none is known."""
+    """Code and reason; empty: no failure is known."""
     finished: api.GenerateFinished | None = None
     """Usage and statistics."""
     steps: list[api.DecodingStep] = field(default_factory=list)
-    """Where the request asks for them."""
+    """Its steps, if the request asks for them."""
 
     @property
     def num_tokens(self) -> int:
-        """That have come."""
+        """Number of tokens until now."""
         return len(self.token_ids)
 
     @property
     def whole_s(self) -> float | None:
-        """From when it was due to its end."""
+        """Seconds from its due time to its end."""
         return None if self.ended_s is None else self.ended_s - self.due_s
 
 
 async def run_stream(client: Client, request: api.GenerateRequest, due_s: float, stream: Stream) -> None:
-    """Send a request when it is due, and note when its tokens come, or how it failed."""
+    """Send a request when it is due, and record the times of its tokens, or its failure."""
     await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
     stream.due_s, stream.lag_s = due_s, time.perf_counter() - due_s
     last_s = 0.0
@@ -88,9 +87,9 @@ async def closed_loop(
     streams: list[Stream],
     on_end: Callable[[], None] = lambda: None,
 ) -> None:
-    """Send requests in their order, each when one of `concurrency` places is free.
+    """Send requests in order, each when one of `concurrency` places is free.
 
-    `streams` gets one of each as it is sent, and so has what there is when this is cancelled.
+    A stream is added to `streams` when its request is sent, so a cancelled loop leaves its results.
     """
     waiting = iter(requests)
 
@@ -112,9 +111,10 @@ async def open_loop(
     streams: list[Stream],
     on_end: Callable[[], None] = lambda: None,
 ) -> float:
-    """Send each request at its time, in seconds from now; returns when now was, by the clock.
+    """Send each request at its time, in seconds from now; return the clock's reading of now.
 
-    What has not ended `late_s` after the last is due is cancelled, and its stream has neither an end nor a failure.
+    Requests that have not ended `late_s` after the last one is due are cancelled; their streams have neither an end nor
+    a failure.
     """
     start_s = time.perf_counter() + 0.05
     streams += [Stream(due_s=start_s + at_s) for at_s in times_s]
@@ -133,14 +133,14 @@ async def open_loop(
 
 
 async def _all(runs: Sequence[Coroutine[object, object, None]]) -> None:
-    """Run them together; whatever ends this one ends them."""
+    """Run coroutines together; a cancellation cancels all."""
     async with asyncio.TaskGroup() as group:
         for run in runs:
             group.create_task(run)
 
 
 def poisson(rate: float, seconds: float, seed: int) -> list[float]:
-    """Arrival times from 0 on; at least one."""
+    """Arrival times in seconds from 0; at least one."""
     rng = random.Random(seed)
     times = [0.0]
     while (following := times[-1] + rng.expovariate(rate)) < seconds:

@@ -26,7 +26,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def percentiles(values: Sequence[float], wanted: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
-    """By name (`p50`); nothing where there are no values."""
+    """Percentiles by name (`p50`); empty without values."""
     ordered = sorted(values)
     if not ordered:
         return {}
@@ -36,7 +36,7 @@ def percentiles(values: Sequence[float], wanted: Sequence[int] = (50, 90, 99)) -
 def rows_of(passes: Sequence[LoadRun]) -> list[dict[str, Any]]:
     """One row for each load with speculation, and one without, in the order in which they were first run.
 
-    Runs that tell their steps are not timed, and are left out.
+    Passes that ask for steps are left out, because they are not timed.
     """
     passes = [one for one in passes if not one.tells_steps]
     keys = list(dict.fromkeys((one.load, one.speculate) for one in passes))
@@ -47,7 +47,7 @@ def rows_of(passes: Sequence[LoadRun]) -> list[dict[str, Any]]:
 def _row(load: Load, speculate: bool, passes: Sequence[LoadRun]) -> dict[str, Any]:
     own = [one for one in passes if one.load == load and one.speculate is speculate]
     whole = [one for one in own if one.elapsed_s]
-    # What an interruption cut off neither ended nor failed.
+    # An interrupted request neither ended nor failed.
     streams = [s for one in own for s in one.streams if one.elapsed_s is not None or s.ended_s is not None or s.failure]
     ended = [stream for stream in streams if stream.ended_s is not None]
     failures = Counter(stream.failure or NOT_WAITED_FOR for stream in streams if stream.ended_s is None)
@@ -83,7 +83,7 @@ def _ms(seconds: Sequence[float | None]) -> dict[str, float]:
 
 
 def acceptance(stats: Sequence[api.SpeculationStats]) -> dict[str, Any]:
-    """Acceptance over many requests, from what the coordinator says at their ends."""
+    """Acceptance over many requests, from the coordinator's statistics."""
     steps = sum(s.num_steps for s in stats)
     verify_steps = sum(s.num_verify_steps for s in stats)
     proposed, accepted = sum(s.num_proposed for s in stats), sum(s.num_accepted for s in stats)
@@ -102,7 +102,7 @@ def acceptance(stats: Sequence[api.SpeculationStats]) -> dict[str, Any]:
 
 
 def _against_plain(own: Sequence[LoadRun], plain: Sequence[LoadRun]) -> dict[str, Any]:
-    """The ratio of each run and the plain one beside it, and how many requests gave the same tokens."""
+    """Ratio of each pass to the plain one of the same repeat, and the number of requests with equal tokens."""
     other = {one.repeat: one for one in plain if one.elapsed_s}
     pairs = [(one, other[one.repeat]) for one in own if one.elapsed_s and one.repeat in other]
     ratios = [ratio for fast, slow in pairs if (ratio := _ratio(fast, slow)) is not None]
@@ -118,7 +118,7 @@ def _against_plain(own: Sequence[LoadRun], plain: Sequence[LoadRun]) -> dict[str
 
 
 def _ratio(fast: LoadRun, slow: LoadRun) -> float | None:
-    """Of throughput in a closed loop; of median times of requests in an open one, whose throughput is the load's."""
+    """Ratio of throughputs in a closed loop; of median request times in an open one, whose throughput is its rate."""
     if fast.load.rate:
         ours, theirs = (_ms([s.whole_s for s in one.streams]).get("p50") for one in (fast, slow))
         return theirs / ours if ours and theirs else None
@@ -127,7 +127,7 @@ def _ratio(fast: LoadRun, slow: LoadRun) -> float | None:
 
 
 def tables_of(rows: Sequence[dict[str, Any]], title: str) -> list[Table]:
-    """Speed and times by load; acceptance where there was speculation; failures where there were any."""
+    """Tables of speed and times by load, and of acceptance and failures if there are any."""
     speed = Table(
         f"Speed, {title}",
         ("load", "speculation", "runs", "requests", "failed", "tokens/s", "requests/s", "speed-up"),
@@ -155,21 +155,22 @@ def tables_of(rows: Sequence[dict[str, Any]], title: str) -> list[Table]:
         for why, count in row["failures"].items():
             failed.add(*name, why, count)
     speed.notes.append(
-        "Medians and quartiles of the runs. Speed-up: tokens/s over those of the plain run beside it; at a rate, the "
-        "plain run's median time of a request over this one's."
+        "Medians and quartiles of the runs. Speed-up: tokens/s over those of the plain run of the same repeat; at a "
+        "rate, the plain run's median request time over this run's."
     )
     times.notes.append(
-        "TTFT: from when a request was due to its first tokens. ITL: between chunks, over the tokens of the later one. "
-        "whole: from when it was due to its end."
+        "TTFT: from the due time of a request to its first tokens. ITL: time between chunks per token of the later "
+        "one. whole: from the due time to the end."
     )
     accepted.notes.append(
-        "By depth: of those that were verified at it. The target verifies what is likely, so deep shares may rise."
+        "By depth: accepted share of the tokens verified there. The target verifies likely tokens only, so the share "
+        "may rise with depth."
     )
     return [speed, times, *([accepted] if accepted.rows else []), *([failed] if failed.rows else [])]
 
 
 def percent(share: float | None) -> str | None:
-    """Text of a share; None for none."""
+    """A share as text; None stays None."""
     return None if share is None else f"{share:.0%}"
 
 

@@ -1,7 +1,7 @@
-"""Plots as SVG, which GitHub shows as they are: bars, and lines over a number.
+"""Plots as SVG, which GitHub shows: bars, and lines over a number.
 
-A library would bring forty megabytes for two kinds of plot, and write every letter as a path. Colours are told apart by
-those who do not see all of them, and the background is white on dark pages, too.
+A library would take 40 MB for two kinds of plot, and draw every letter as a path. The colours can be told apart by
+colour-blind readers; the background is white on dark pages too.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class PlotPoint:
 
     @staticmethod
     def of(x: float, spread: Mapping[str, float]) -> PlotPoint:
-        """From what `report.spread` gives."""
+        """A point from the result of `figures.spread`."""
         return PlotPoint(x, spread["median"], spread["q1"], spread["q3"])
 
 
 def bars(title: str, note: str, unit: str, points: Mapping[str, PlotPoint]) -> str:
-    """Return one bar for each name, with its quartiles; `x` of the points means nothing."""
+    """Return one bar for each name, with its quartiles; `x` of the points is ignored."""
     most = max((point.high for point in points.values()), default=0.0) or 1.0
     scale = (_WIDTH - _LABELS - 90) / most
     parts = []

@@ -11,25 +11,25 @@ from rich.console import Console
 from rich.markup import escape
 
 _WIDE = 120
-"""Columns of a terminal from which there is room to spare."""
+"""Columns of a terminal from which tables are padded."""
 
 
 @dataclass(slots=True)
 class Table:
-    """Rows of text under a title. Numbers stand on the right."""
+    """Rows of text under a title; all columns but the first are right-aligned."""
 
     title: str
     columns: Sequence[str]
     rows: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Sentences below it."""
+    """Sentences below the table."""
 
     def add(self, *cells: object) -> None:
-        """Append a row; see `cell` for what becomes of values."""
+        """Append a row; `cell` formats the values."""
         self.rows.append([cell(value) for value in cells])
 
     def print(self, console: Console) -> None:
-        """Show it on a terminal; no word is cut in two where all columns have room for their longest one."""
+        """Print the table; words are broken only if the longest words of all columns do not fit."""
         padding = 1 if console.width >= _WIDE else 0
         table = rich.table.Table(
             title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding)
@@ -46,7 +46,7 @@ class Table:
         console.print()
 
     def _widths(self, room: int) -> Sequence[int | None]:
-        """Of columns that fit into so many characters by breaking lines between words; None: as they come."""
+        """Widths with which the columns fit into `room` characters without broken words; None: rich decides."""
         texts = list(zip(self.columns, *self.rows, strict=True))
         wanted = [max(map(len, column)) for column in texts]
         widths = [max(len(word) for text in column for word in text.split()) for column in texts]
@@ -58,7 +58,7 @@ class Table:
         return widths
 
     def markdown(self) -> str:
-        """As GitHub shows it."""
+        """The table as Markdown."""
         lines = [f"### {self.title}", "", _line(self.columns)]
         lines.append(_line(["---", *["---:"] * (len(self.columns) - 1)]))
         lines += [_line([text.replace("|", "\\|") for text in row]) for row in self.rows]
@@ -66,7 +66,7 @@ class Table:
 
 
 def cell(value: object) -> str:
-    """Text of a value: three digits of a number, the median of a spread with its quartiles, a dash for nothing."""
+    """A value as text: a number with three digits, a spread as median with quartiles, a dash for None."""
     match value:
         case None:
             return "-"

@@ -1,1 +1,1 @@
-"""`specdec train`: makes a draft or a head for a target, from the target's continuations of your prompts."""
+"""`specdec train`: trains a draft or a head for a target on the target's continuations of your prompts."""

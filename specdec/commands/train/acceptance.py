@@ -1,8 +1,9 @@
-"""How many tokens of a drafter its target takes, by depth, over texts that it has not learned from.
+"""Acceptance of a drafter by depth, over held-out texts.
 
-Over the target's own text a chain of guesses is taken up to depth k where it is at every depth: of coupled
-verification that is the product of the probabilities that the draft draws the target's token, given this token; of the
-ratio test the product of those that the token is the draft's. Their mean over places is what serving counts.
+A chain is accepted up to depth k if every token of it is. Along the target's own text that has a probability: in
+coupled verification the product of the probabilities that the draft draws the target's token, given that token; in the
+ratio test the product of those that the token comes from the draft. Their mean over places is the acceptance in
+serving.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ _AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAcceptance:
-    """At one temperature. Lists are by depth."""
+    """Acceptance at one temperature. Lists are by depth."""
 
     temperature: float
     num_places: int
     coupled: list[float] = field(default_factory=list)
-    """Share of places from which all guesses up to this depth are taken; at temperature 0 the only such figure."""
+    """Share of places from which all tokens up to this depth are accepted, in coupled verification."""
     ratio: list[float] = field(default_factory=list)
-    """The same of the ratio test, a chain token by token."""
+    """The same share by the ratio test, token by token; equal to `coupled` at temperature 0."""
 
     @property
     def tokens_per_step(self) -> float:
-        """Of coupled verification of a chain as deep as there are figures, the target's own token included."""
+        """Tokens per step of coupled verification with the longest chain, the target's own token included."""
         return 1 + sum(self.coupled)
 
     def as_json(self) -> dict[str, Any]:
@@ -48,7 +49,7 @@ class MeasuredAcceptance:
 
 
 def acceptance(trainee: Trainee, target: TargetParts, states: States, num_depths: int) -> list[MeasuredAcceptance]:
-    """Of the held-out texts, by the temperatures that they were made at."""
+    """Acceptance on the held-out texts, one entry per temperature."""
     temperatures = sorted({states.texts[number].temperature for number in states.numbers(held_out=True)})
     trainee.module.eval()
     return [_at(trainee, target, states, num_depths, temperature) for temperature in temperatures]
@@ -65,7 +66,7 @@ def _at(
     for first in range(0, len(numbers), _AT_ONCE):
         batch = states.batch(numbers[first : first + _AT_ONCE], target.device)
         length = batch.token_ids.shape[1]
-        # Places from which a whole chain is of the output, and known.
+        # Places from which a whole chain lies in the output.
         places = torch.arange(length, device=target.device)[None, :]
         begun = places + trainee.lead + 1 >= batch.prompt_lengths[:, None]
         whole = begun & (places + trainee.lead + num_depths < batch.lengths[:, None])
@@ -94,7 +95,7 @@ def _at(
 def _taken(
     probs: torch.Tensor, logits: torch.Tensor, columns: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of rows the shares [R] in which the draft has the target's token, coupled and by the ratio test."""
+    """Probabilities [R] that the draft's token is the target's, coupled and by the ratio test."""
     known = columns >= 0
     if temperature == 0:
         same = (logits.argmax(-1) == columns).float()
@@ -105,7 +106,7 @@ def _taken(
 
 
 def columns_of(trainee: Trainee, target: TargetParts) -> torch.Tensor:
-    """For each of the target's ids [V] where the drafter has it, or -1."""
+    """The drafter's column of each of the target's ids [V], or -1."""
     if trainee.target_ids is None:
         return torch.arange(target.vocab_size, device=target.device)
     columns = torch.full((target.vocab_size,), -1, dtype=torch.int64, device=target.device)

@@ -1,4 +1,4 @@
-"""Files of a run: the checkpoint that it is for, and the state from which it goes on after a stop."""
+"""Files of a run: the checkpoint, and the state from which an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import nn
 from specdec.commands.train.recipe import Recipe, TrainingRefused
 
 RECIPE_KEY = "specdec_training"
-"""In a config.json: what the checkpoint was made with. Other engines pass over it."""
+"""Key of the recipe in a config.json, which other engines ignore."""
 
 
 def write_checkpoint(
     folder: Path, config: dict[str, Any], tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, recipe: Recipe
 ) -> None:
-    """Write config.json, with the recipe, and model.safetensors; numbers with a point become `dtype`."""
+    """Write config.json, with the recipe, and model.safetensors; floating-point tensors become `dtype`."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {
         name: (value.to(dtype) if value.is_floating_point() else value).detach().cpu().contiguous()
@@ -35,7 +35,7 @@ def write_checkpoint(
 
 
 def add_recipe(folder: Path, recipe: Recipe) -> None:
-    """Record in a folder's config.json what it was made with."""
+    """Write the recipe into a folder's config.json."""
     file = folder / "config.json"
     config = {**json.loads(file.read_text(encoding="utf-8")), RECIPE_KEY: recipe.as_json()}
     config[RECIPE_KEY]["initial_draft"] = recipe.initial_draft and Path(recipe.initial_draft).name
@@ -43,7 +43,7 @@ def add_recipe(folder: Path, recipe: Recipe) -> None:
 
 
 def save_state(file: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Write all that a run goes on from, whole or not at all."""
+    """Write the state of a run atomically."""
     part = file.with_suffix(".part")
     learned = {name: value for name, value in module.named_parameters() if value.requires_grad}
     torch.save(
@@ -59,9 +59,9 @@ def save_state(file: Path, step: int, module: nn.Module, optimizer: torch.optim.
 
 
 def load_state(file: Path, module: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> int:
-    """Take up what `save_state` wrote; returns the steps done, 0 where there is no file.
+    """Load the state of `save_state`; return the number of finished steps, 0 without a file.
 
-    Raises TrainingRefused: the file is of another recipe.
+    Raises TrainingRefused if the file has another recipe.
     """
     if not file.is_file():
         return 0

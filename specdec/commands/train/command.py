@@ -1,4 +1,4 @@
-"""`specdec train`: make a drafter for a target, on one's own prompts, and say what it is worth."""
+"""`specdec train`: train a drafter for a target on your prompts, and report its acceptance and speed."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ def _address(value: str | None) -> str | None:
 
 
 def train(
-    kind: Annotated[Literal["eagle3", "dspark", "medusa", "draft_model"], typer.Argument(help="What to make.")],
+    kind: Annotated[Literal["eagle3", "dspark", "medusa", "draft_model"], typer.Argument(help="Kind of drafter.")],
     prompts: Annotated[
-        Path, typer.Option(help="File of prompts as your users send them, as for `specdec bench`.", dir_okay=False)
+        Path, typer.Option(help="File of prompts like your users', as for `specdec bench`.", dir_okay=False)
     ],
     out: Annotated[Path, typer.Option(help="Folder for the checkpoint and its report.", file_okay=False)],
     target: TargetModel = None,
     held_out: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts to measure on. [default: each tenth of --prompts]",
+            help="File of prompts to measure on. [default: every tenth of --prompts]",
             dir_okay=False,
             rich_help_panel=_TEXTS,
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each output.", min=8, rich_help_panel=_TEXTS)] = 128,
     temperature: Annotated[
-        str, typer.Option(help="Of the target's outputs: what you serve at.", rich_help_panel=_TEXTS)
+        str, typer.Option(help="Temperatures of the target's outputs: those of your users.", rich_help_panel=_TEXTS)
     ] = "1,0",
     address: Annotated[
         str | None,
         typer.Option(
-            help="A running service that has the target, to make the outputs. [default: they are made here]",
+            help="Coordinator that serves the target, to make the outputs. [default: this process makes them]",
             metavar="HOST:PORT",
             callback=_address,
             rich_help_panel=_TEXTS,
@@ -64,19 +64,19 @@ def train(
     ] = None,
     loss: Annotated[
         Literal["kl", "tv", "lk", "lk_alpha", "coupled"],
-        typer.Option(help="What is made small; `coupled` is the acceptance itself."),
+        typer.Option(help="Loss to minimise; `coupled` is minus the log of the acceptance."),
     ] = "kl",
-    steps: Annotated[int, typer.Option(help="Batches to learn from.", min=1)] = 400,
-    batch: Annotated[int, typer.Option(help="Texts of a batch.", min=1)] = 8,
-    learning_rate: Annotated[float, typer.Option(help="At its highest.", min=1e-7, max=1.0)] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Of outputs, weights and order.", min=0)] = 0,
+    steps: Annotated[int, typer.Option(help="Number of training batches.", min=1)] = 400,
+    batch: Annotated[int, typer.Option(help="Texts per batch.", min=1)] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Highest learning rate.", min=1e-7, max=1.0)] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Seed of outputs, weights and order.", min=0)] = 0,
     depth: Annotated[
-        int, typer.Option(help="Tokens ahead that it learns to draft.", min=1, max=16, rich_help_panel=_DRAFTER)
+        int, typer.Option(help="Tokens that it learns to draft ahead.", min=1, max=16, rich_help_panel=_DRAFTER)
     ] = 4,
     draft_vocab_size: Annotated[
         int | None,
         typer.Option(
-            help="Tokens that a head can name, the most frequent ones. [default: all]",
+            help="Number of tokens that a head can propose: the most frequent ones. [default: all]",
             min=2,
             rich_help_panel=_DRAFTER,
             show_default=False,
@@ -85,49 +85,54 @@ def train(
     layer_ids: Annotated[
         str | None,
         typer.Option(
-            help="Layers that eagle3 and dspark read; k is what comes out of k layers.",
+            help="Layers that eagle3 and dspark read; k is the output of k layers.",
             rich_help_panel=_DRAFTER,
             metavar="K,...",
         ),
     ] = None,
-    layers: Annotated[int, typer.Option(help="Of a draft, of dspark, or of each Medusa head.", min=1, max=64)] = 1,
-    hidden_size: Annotated[int, typer.Option(help="Of a draft.", min=16, rich_help_panel=_DRAFTER)] = 256,
+    layers: Annotated[
+        int, typer.Option(help="Layers of a draft, of dspark, or of each Medusa head.", min=1, max=64)
+    ] = 1,
+    hidden_size: Annotated[int, typer.Option(help="Hidden size of a draft.", min=16, rich_help_panel=_DRAFTER)] = 256,
     intermediate_size: Annotated[
-        int | None, typer.Option(help="Of the MLP.", min=1, rich_help_panel=_DRAFTER, show_default=False)
+        int | None, typer.Option(help="Width of the MLP.", min=1, rich_help_panel=_DRAFTER, show_default=False)
     ] = None,
     markov_rank: Annotated[
-        int, typer.Option(help="Of what a token of dspark hears of the one before.", min=0, rich_help_panel=_DRAFTER)
+        int,
+        typer.Option(
+            help="Rank of dspark's correction of a token by the one before it.", min=0, rich_help_panel=_DRAFTER
+        ),
     ] = 64,
     initial_draft: Annotated[
-        Path | None, typer.Option(help="A draft to go on from.", file_okay=False, rich_help_panel=_DRAFTER)
+        Path | None, typer.Option(help="Draft to continue training from.", file_okay=False, rich_help_panel=_DRAFTER)
     ] = None,
     reduced_precision: Annotated[
-        bool, typer.Option("--reduced-precision", help="Compute in bfloat16: faster where the machine has it.")
+        bool, typer.Option("--reduced-precision", help="Compute in bfloat16, which some machines do faster.")
     ] = False,
-    device: Annotated[str, typer.Option(help="Where to train.", metavar="cpu|cuda")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the training.", metavar="cpu|cuda")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1, max=256)] = 1,
     work: Annotated[
         Path | None,
-        typer.Option(help="Folder for what a stopped run goes on from. [default: OUT-work]", file_okay=False),
+        typer.Option(help="Folder for texts, hidden states and the run's state. [default: OUT-work]", file_okay=False),
     ] = None,
 ) -> None:
-    """Make a small draft or a head (EAGLE-3, DSpark, Medusa) for a target, in a format of other engines.
+    """Train a small draft or a head (EAGLE-3, DSpark, Medusa) for a target, in a format of other engines.
 
-    The target answers the prompts; the drafter learns from what it computed of prompts and answers. Acceptance on
-    prompts that are held out is told before and after, with the speed that it comes to here. Stop it and start it
-    again: it goes on.
+    The target answers the prompts; the drafter learns from the target's hidden states or probabilities. The report has
+    acceptance on held-out prompts before and after, and the speed on this machine. An interrupted run continues with
+    the same command.
     """
     asked_prompts = prompts_from(prompts).prompts
     asked_held_out = () if held_out is None else prompts_from(held_out).prompts
     sampled_at = temperatures(temperature, "--temperature")
     ids = () if layer_ids is None else whole_numbers(layer_ids, "--layer-ids")
     if initial_draft is not None and kind != "draft_model":
-        raise typer.BadParameter("only a draft_model goes on from a draft", param_hint="--initial-draft")
+        raise typer.BadParameter("only draft_model continues from a draft", param_hint="--initial-draft")
     if ids and kind not in ("eagle3", "dspark"):
         raise typer.BadParameter("only eagle3 and dspark read layers", param_hint="--layer-ids")
     if draft_vocab_size is not None and kind == "draft_model":
-        raise typer.BadParameter("a draft names all tokens", param_hint="--draft-vocab-size")
-    # Torch is loaded by those only who train.
+        raise typer.BadParameter("a draft_model proposes all tokens", param_hint="--draft-vocab-size")
+    # These import torch, which takes seconds.
     from specdec.commands.train.continued import ContinuationTask, ServingCoordinator
     from specdec.commands.train.recipe import Recipe
 
@@ -170,7 +175,7 @@ def train(
         except OSError as error:
             raise ClusterFailed(f"{error.filename or out}: {error.strerror or error}") from error
         except KeyboardInterrupt:
-            notes.print("Stopped: the same command goes on from here.", style="dim")
+            notes.print("Stopped: the same command continues from here.", style="dim")
             raise
 
 
@@ -232,7 +237,7 @@ def _show(
     console = Console(highlight=False)
     for old, new in zip(before, after, strict=True):
         table = make_table(
-            f"Temperature {new.temperature:g}: accepted up to this depth, on {new.num_places} places that are held out",
+            f"Temperature {new.temperature:g}: accepted up to this depth, at {new.num_places} held-out places",
             "depth",
             "before",
             "after, coupled",
@@ -256,4 +261,4 @@ def _show(
         console.print(table)
     use = f"specdec up --draft {out}" if recipe.kind == "draft_model" else f"specdec up --drafter {recipe.kind}={out}"
     console.print(escape(f"Use it: {use}"), soft_wrap=True)
-    console.print(escape(f"What the run went by is in {work}, and may be removed."), style="dim", soft_wrap=True)
+    console.print(escape(f"The folder {work} may be removed."), style="dim", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Prompts with what the target says to each: by its own engine, or by a service that has it."""
+"""The target's continuations of prompts, by its own engine or by a service."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ContinuationTask:
 
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
-    """Prompts to measure on; empty: each tenth of the others."""
+    """Prompts to measure on; empty: every tenth of the others."""
     temperatures: tuple[float, ...]
-    """Of outputs that are learned from, each prompt at one of them in turn, and measured on, each at all."""
+    """Temperatures; a training prompt is continued at one of them in turn, a held-out one at all."""
     max_tokens: int
     seed: int
 
@@ -48,10 +48,10 @@ def make_texts(
     tell: Tell,
     service: ServingCoordinator | None = None,
 ) -> list[Text]:
-    """Texts of these prompts, kept in the folder `work`: an interrupted run asks nothing twice that it has whole.
+    """Continue the prompts, or read the texts that an earlier run kept in the folder `work`.
 
-    Raises TrainingRefused: a prompt fits no text, the folder holds other texts, or the service has other tokens.
-    The typed errors of `specdec.wire.errors` where a service fails.
+    Raises TrainingRefused if a prompt does not fit, the folder holds other texts, or the service refuses the tokens;
+    and the typed errors of `specdec.wire.errors`.
     """
     tokenizer = Tokenizer.from_str(runner.tokenizer_json) if runner.tokenizer_json else None
 
@@ -63,7 +63,7 @@ def make_texts(
         held_out = [prompt for number, prompt in enumerate(learned) if is_held_out(number)]
         learned = [prompt for number, prompt in enumerate(learned) if not is_held_out(number)]
     if not learned or not held_out:
-        raise TrainingRefused("there are too few prompts: ten are needed, or one beside others that are held out")
+        raise TrainingRefused("too few prompts: at least ten are needed, or one with --held-out")
     origin: dict[str, object] = {
         "learned": learned,
         "held_out": held_out,
@@ -111,7 +111,7 @@ def _ids(prompt: Prompt, tokenizer: Tokenizer | None, runner: ModelRunner) -> li
     else:
         ids = list(tokenizer.encode(prompt).ids)
     if not ids or max(ids) >= runner.vocab_size:
-        raise TrainingRefused("a prompt has no token, or one that the target does not know")
+        raise TrainingRefused("a prompt has no token, or a token id outside the target's vocabulary")
     return ids
 
 

@@ -1,4 +1,4 @@
-"""A whole training run: texts, hidden states, the loop, the checkpoint, and what it is worth."""
+"""A whole training run: texts, hidden states, the loop, the checkpoint and its acceptance."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SAMPLED_TEXTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A target that trains drafters: its engine, and its weights that they share."""
+    """A target for training: its engine, and the weights that drafters share."""
 
     runner: ModelRunner
     engine: Engine
@@ -44,12 +44,12 @@ class Loaded:
 
     @property
     def for_heads(self) -> HeadTarget:
-        """The same, for a head to sit on."""
+        """The target as heads use it."""
         return HeadTarget(self.runner, self.engine, Sampler(self.runner.vocab_size, self.runner.device))
 
 
 def load_target(model: str, device: str, num_threads: int) -> Loaded:
-    """Load a target. Raises EngineError; HeadRefused where its embedding or its head is not in its files."""
+    """Load a target. Raises EngineError, or HeadRefused if its files lack the embedding or the head."""
     directory, _ = find_model_files(model, None)
     settings = EngineSettings(model=model, device=device, num_threads=num_threads)
     runner = ModelRunner.load(settings)
@@ -82,13 +82,13 @@ def load_target(model: str, device: str, num_threads: int) -> Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run came to."""
+    """Result of a run."""
 
     trainee: Trainee
     before: list[MeasuredAcceptance]
     after: list[MeasuredAcceptance]
     coverage: float
-    """Of the outputs learned from, the share of tokens that the drafter can name."""
+    """Share of the training outputs' tokens that the drafter can propose."""
 
     def as_json(self) -> dict[str, Any]:
         """For a report."""
@@ -102,12 +102,12 @@ class Trained:
 def run(
     loaded: Loaded, texts: Sequence[Text], recipe: Recipe, out: Path, work: Path, tell: Tell, on_step: OnStep
 ) -> Trained:
-    """Train over texts and write the checkpoint to `out`; what the run needs to go on lies in `work`.
+    """Train on texts and write the checkpoint to `out`; `work` keeps hidden states and the run's state.
 
     Raises TrainingRefused, TapRefused and EngineError.
     """
     if not any(text.is_held_out for text in texts):
-        raise TrainingRefused("there is no text to measure on: ten prompts are needed, or some that are held out")
+        raise TrainingRefused("no held-out text: at least ten prompts are needed, or --held-out")
     check_logits(loaded.engine, loaded.runner, loaded.parts.lm_head, texts[0].prompt_ids[:64])
     states = record_states(loaded.engine, loaded.runner, texts, loaded.parts.taps(recipe), work, tell)
     return learn(loaded.parts, states, recipe, out, work / "state.pt", tell, on_step)
@@ -116,10 +116,7 @@ def run(
 def learn(
     target: TargetParts, states: States, recipe: Recipe, out: Path, state_file: Path, tell: Tell, on_step: OnStep
 ) -> Trained:
-    """The same over states that are there, of the layers that the recipe reads; `state_file` is of this run alone.
-
-    Raises TrainingRefused.
-    """
+    """Train on recorded states of the recipe's layers; `state_file` belongs to this run. Raises TrainingRefused."""
     target_ids, coverage = _frequent(states.texts, recipe.draft_vocab_size, target.vocab_size)
     trainee = make_trainee(recipe, target, target_ids, states)
     tell("acceptance before training")
@@ -132,7 +129,7 @@ def learn(
 
 
 def make_trainee(recipe: Recipe, target: TargetParts, target_ids: torch.Tensor | None, states: States) -> Trainee:
-    """A drafter as it is before its first step, the same for the same seed. Raises TrainingRefused."""
+    """A drafter before its first step; equal seeds give equal weights. Raises TrainingRefused."""
     ids = None if target_ids is None else target_ids.to(target.device)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
@@ -149,7 +146,7 @@ def make_trainee(recipe: Recipe, target: TargetParts, target_ids: torch.Tensor |
 
 
 def _frequent(texts: Sequence[Text], num: int | None, vocab_size: int) -> tuple[torch.Tensor | None, float]:
-    """The most frequent tokens of the outputs that are learned from, in order of their ids, and their share of them."""
+    """The most frequent tokens of the training outputs, in order of their ids, and their share of these outputs."""
     if num is None or num >= vocab_size:
         return None, 1.0
     counts = Counter(token for text in texts if not text.is_held_out for token in text.output_ids)
@@ -159,5 +156,5 @@ def _frequent(texts: Sequence[Text], num: int | None, vocab_size: int) -> tuple[
 
 
 def write_report(out: Path, report: dict[str, Any]) -> None:
-    """Write what a run was and came to beside its checkpoint."""
+    """Write a run's report into the folder of its checkpoint."""
     (out / "training_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which layers of the target a head was made for, found by trying: formats count them differently, and files err."""
+"""Trials of a head's layer ids and their neighbours: formats count layers differently, and files may be wrong."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _BETTER = 1.5
-"""By how much acceptance must rise for other ids to be believed, and"""
+"""Factor by which other ids must raise acceptance to be advised."""
 _ENOUGH = 0.02
-"""how high it must be."""
+"""Acceptance that other ids must reach to be advised."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTrial:
-    """Ids, and what came of them."""
+    """Layer ids and their acceptance."""
 
     layer_ids: tuple[int, ...]
     acceptance: float
-    """Share of first guesses that are right."""
+    """Share of first tokens that the target accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerVerdict:
-    """All that was tried, the head's own ids first."""
+    """All trials, the head's own ids first."""
 
     trials: tuple[LayerTrial, ...]
 
@@ -33,16 +33,17 @@ class LayerVerdict:
 
     @property
     def advised(self) -> tuple[int, ...] | None:
-        """Other ids that are clearly better; None: those of the head are right, or none is."""
+        """Other ids that are clearly better; None if there are none."""
         own, best = self.trials[0], self.best
         is_better = best.acceptance >= _ENOUGH and best.acceptance > _BETTER * own.acceptance
         return best.layer_ids if best is not own and is_better else None
 
 
 def neighbouring_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:
-    """Ids worth a trial in the place of these: all one higher, all one lower, and what is taken where a head says none.
+    """Other ids to try: all one higher, all one lower, and the defaults for heads that name none.
 
-    Ids are those of `specdec.engine.tap`, of a target of `num_layers` layers. None is there twice, nor those given.
+    Ids are those of `specdec.engine.tap`, for a target of `num_layers` layers; all results differ, also from
+    `layer_ids`.
     """
     found: list[tuple[int, ...]] = []
     shifted = [tuple(each + by for each in layer_ids) for by in (1, -1)]
@@ -57,9 +58,6 @@ def neighbouring_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> list[
 def try_layer_ids(
     layer_ids: tuple[int, ...], num_layers: int, accept: Callable[[tuple[int, ...]], float]
 ) -> LayerVerdict:
-    """Try a head's own ids and their neighbours; `accept` gives the acceptance with ids.
-
-    Where a head's own ids are as good as any neighbour's, that says nothing against the head's training.
-    """
+    """Try a head's own ids and their neighbours; `accept` gives the acceptance with given ids."""
     tried = [layer_ids, *neighbouring_layer_ids(layer_ids, num_layers)]
     return LayerVerdict(tuple(LayerTrial(ids, accept(ids)) for ids in tried))

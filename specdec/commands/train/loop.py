@@ -1,4 +1,4 @@
-"""The loop: batches in an order that the seed fixes, AdamW, a cosine. Stopped and started again, it goes on."""
+"""The training loop: batches in an order fixed by the seed, AdamW, a cosine schedule; it continues after a stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAVE_EVERY_S = 30.0
 _BETAS = (0.9, 0.95)
 
 OnStep = Callable[[int, float], None]
-"""Told how many steps are done, and the loss of the last one."""
+"""Called with the number of finished steps and the loss of the last one."""
 
 
 def train(
@@ -27,13 +27,13 @@ def train(
 ) -> None:
     """Train on the texts that are not held out.
 
-    Goes on from `state_file`, which is written every half minute and at the end. On one machine with one number of
-    threads equal recipes over equal texts give equal weights, however often the run was stopped in between. Raises
-    TrainingRefused: there is no text to learn from, or the file is of another run.
+    It continues from `state_file`, which is written every half minute and at the end. On one machine with one number of
+    threads, equal recipes and texts give equal weights, however often the run was stopped. Raises TrainingRefused if
+    there is no training text, or the file belongs to another run.
     """
     numbers = states.numbers(held_out=False)
     if not numbers:
-        raise TrainingRefused("there is no text to learn from: give more prompts")
+        raise TrainingRefused("no training text: give more prompts")
     learned = [value for value in trainee.module.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=recipe.learning_rate, betas=_BETAS, weight_decay=recipe.weight_decay)
     done = load_state(state_file, trainee.module, optimizer, recipe)
@@ -62,7 +62,7 @@ def train(
 def batch_loss(trainee: Trainee, target: TargetParts, batch: TextBatch, recipe: Recipe) -> torch.Tensor:
     """Loss of a batch, a mean over places of each depth, and over depths with falling weights.
 
-    A head that says how sure it is learns that beside its tokens, with the same weight.
+    A head's confidence is learned with the same weight as its tokens.
     """
     probs = target_probs(trainee, target, batch, 1.0)
     total, weights = batch.finals.new_zeros(()), 0.0
@@ -82,14 +82,14 @@ def batch_loss(trainee: Trainee, target: TargetParts, batch: TextBatch, recipe: 
 
 
 def target_probs(trainee: Trainee, target: TargetParts, batch: TextBatch, temperature: float) -> torch.Tensor:
-    """The target's probabilities [B, T, D] of the token after each, of those tokens that the drafter can name."""
+    """The target's probabilities [B, T, D] of the next token, for the tokens that the drafter can propose."""
     with torch.no_grad():
         probs = ((batch.finals @ target.lm_head.T).float() / temperature).softmax(-1)
         return probs if trainee.target_ids is None else probs[..., trainee.target_ids]
 
 
 def rate(step: int, recipe: Recipe) -> float:
-    """Of the learning rate: up in a line, then down along a cosine."""
+    """Share of the learning rate at a step: linear warm-up, then a cosine down to zero."""
     warmup = max(1, round(recipe.warmup_share * recipe.num_steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -97,7 +97,7 @@ def rate(step: int, recipe: Recipe) -> float:
 
 
 def _chosen(numbers: list[int], recipe: Recipe, step: int) -> list[int]:
-    """Texts of a step: each once in an epoch, in an order that seed and epoch alone decide."""
+    """Texts of a step: each once per epoch, in an order fixed by seed and epoch."""
     size = min(recipe.batch_sequences, len(numbers))
     per_epoch = len(numbers) // size
     epoch, place = divmod(step, per_epoch)

@@ -1,4 +1,4 @@
-"""How far a draft is from its target, row by row, and how often its guesses are taken.
+"""Losses of a draft against its target, and its acceptance, row by row.
 
 With p of the target and q of the draft, both after temperature:
 
@@ -6,11 +6,11 @@ With p of the target and q of the draft, both after temperature:
     coupled       sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)
 
 The second is the probability that both draw the same token with the same noise (Daliri, Musco, Suresh,
-arXiv:2408.07978). In the order of p / q falling its inner sum is (p of all up to i) / p_i + (q of all after i) / q_i: a
-sort and two running sums in the place of all pairs.
+arXiv:2408.07978). Sorted by falling p / q, its inner sum is (p of all up to i) / p_i + (q of all after i) / q_i, so a
+sort and two running sums replace all pairs.
 
-A draft may know fewer tokens than the target. Then p has the columns of those it knows, unscaled, and what they lack to
-one lies on tokens that it never guesses.
+A draft may know fewer tokens than the target. Then p has the columns of those tokens, unscaled; the rest of the
+probability lies on tokens that the draft never proposes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ LossName = Literal["kl", "tv", "lk", "lk_alpha", "coupled"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
 _TINY = 1e-30
 _LK_DECAY = 3.0
-"""Of the share of KL in the hybrid, as the overlap grows."""
+"""Rate at which KL's weight in `lk` falls as the overlap grows."""
 _LEAST_SURE = 1e-6
 
 
 def coupled_acceptance(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
     """Probability [R] that target [R, D] and draft [R, D] draw the same token with the same noise.
 
-    Differentiable in both, but where two ratios are equal, and there continuous. Cost: a sort of each row.
+    It is continuous in both, and differentiable except where two ratios are equal. It sorts each row.
     """
     order = (target_probs.clamp_min(_TINY).log() - draft_probs.clamp_min(_TINY).log()).argsort(-1, descending=True)
     p, q = target_probs.gather(-1, order), draft_probs.gather(-1, order)
@@ -85,9 +85,9 @@ def loss_of(name: LossName, target_probs: torch.Tensor, draft_logits: torch.Tens
 
 
 def confidence_loss(confidence: torch.Tensor, target_probs: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy [R], in nats, of what a head says of its tokens' chances [R] against their coupled acceptance.
+    """Cross-entropy [R], in nats, of a head's confidence [R] against the coupled acceptance of its tokens.
 
-    That of draft logits [R, D] against the target's probabilities [R, D], which it does not move.
+    The acceptance comes from draft logits [R, D] and the target's probabilities [R, D], without gradients.
     """
     with torch.no_grad():
         share = coupled_acceptance(target_probs, draft_logits.float().softmax(-1))

@@ -1,4 +1,4 @@
-"""The target's hidden states over texts, computed once by its engine and kept in a file, and batches of them."""
+"""The target's hidden states over texts, computed once by its engine and kept in a file; batches of them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from specdec.engine.model.runner import ModelRunner
 from specdec.engine.tap import FINAL
 
 _MAX_DIFFERENCE, _MAX_HALF_DIFFERENCE = 0.05, 1.0
-"""Between log-probabilities of the engine and those made of final states; in half precision."""
+"""Largest differences of log-probabilities, from the engine and from final states, in float32 and in half precision."""
 
 
 @dataclass(slots=True)
 class TextBatch:
-    """Some texts side by side, filled up at the end."""
+    """Texts side by side, padded at the end."""
 
     token_ids: torch.Tensor
     """[B, T] int64."""
     taps: torch.Tensor
-    """[B, T, layers, Ht], of the layers that the head reads."""
+    """[B, T, layers, Ht], states of the layers that the head reads."""
     finals: torch.Tensor
-    """[B, T, Ht], what the target's own head reads."""
+    """[B, T, Ht], input of the target's own head."""
     lengths: torch.Tensor
     """[B] int64, tokens of each text."""
     prompt_lengths: torch.Tensor
@@ -45,11 +45,11 @@ class States:
     texts: list[Text]
     layer_ids: tuple[int, ...]
     rows: torch.Tensor
-    """[tokens of all texts, layers + 1, Ht], the last one `FINAL`; a mapped file."""
+    """[tokens of all texts, layers + 1, Ht], the last layer is `FINAL`; a mapped file."""
     starts: list[int]
 
     def batch(self, numbers: Sequence[int], device: torch.device) -> TextBatch:
-        """The texts of these numbers."""
+        """A batch of the texts with these numbers."""
         texts = [self.texts[number] for number in numbers]
         lengths = [len(text.token_ids) for text in texts]
         longest = max(lengths)
@@ -68,7 +68,7 @@ class States:
         )
 
     def numbers(self, *, held_out: bool, temperature: float | None = None) -> list[int]:
-        """Of the texts that are held out, or of the others; with a temperature, of those made at it."""
+        """Numbers of the held-out or of the other texts; with a temperature, only of texts made at it."""
         return [
             number
             for number, text in enumerate(self.texts)
@@ -79,9 +79,9 @@ class States:
 def record_states(
     engine: Engine, runner: ModelRunner, texts: Sequence[Text], layer_ids: tuple[int, ...], folder: Path, tell: Tell
 ) -> States:
-    """States of all texts in the target's dtype, from files of an earlier call where they are whole.
+    """States of all texts in the target's dtype, from the files of an earlier call if they are complete.
 
-    Cost: a prefill of each text, and layers + 1 times the hidden size of disk for each token. Raises TapRefused: the
+    Cost: a prefill of each text, and on disk layers + 1 times the hidden size per token. Raises TapRefused if the
     target does not hand out these layers.
     """
     ids = (*layer_ids, FINAL)
@@ -101,7 +101,7 @@ def record_states(
         for number, text in enumerate(texts):
             if number % 50 == 0:
                 tell(f"hidden states: text {number} of {len(texts)}")
-            # A salt that nobody had before: what a prefix cache has is not computed, and then not handed out.
+            # A new salt: states are handed out only for computed tokens, and cached ones are not computed.
             seq = engine.add(text.token_ids, num_prompt_tokens=len(text.token_ids), cache_salt=secrets.token_bytes(16))
             while seq.num_pending_tokens:
                 out = engine.step()
@@ -119,9 +119,9 @@ def record_states(
 
 
 def check_logits(engine: Engine, runner: ModelRunner, lm_head: torch.Tensor, token_ids: Sequence[int]) -> None:
-    """Make sure that the target's logits are its final states times `lm_head` [V, Ht], as training takes them to be.
+    """Check that the target's logits are its final states times `lm_head` [V, Ht], which training assumes.
 
-    Raises TrainingRefused where they are not, as in models that scale or cap them.
+    Raises TrainingRefused if they are not, as in models that scale or cap logits.
     """
     seq = engine.add(token_ids, num_prompt_tokens=len(token_ids), cache_salt=secrets.token_bytes(16))
     engine.tap_ids = (FINAL,)
@@ -136,4 +136,4 @@ def check_logits(engine: Engine, runner: ModelRunner, lm_head: torch.Tensor, tok
     known = out.logits[-1, : runner.vocab_size].log_softmax(-1)
     difference = float((made[: runner.vocab_size].log_softmax(-1) - known).abs().max())
     if difference > (_MAX_DIFFERENCE if runner.dtype == torch.float32 else _MAX_HALF_DIFFERENCE):
-        raise TrainingRefused("the target's logits are not its final states times its head, which training rests on")
+        raise TrainingRefused("the target scales or caps its logits, which training does not support")

@@ -1,4 +1,4 @@
-"""What is trained on: the user's prompts, each gone on with by the target."""
+"""Training texts: the user's prompts with the target's continuations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.engine.sequence import Sequence as EngineSequence
 from specdec.wire.sampling_params import SamplingParams
 
 AT_ONCE = 32
-"""Continuations that are made side by side."""
+"""Continuations that run at once."""
 _HELD_OUT_EVERY = 10
 
 Tell = Callable[[str], None]
@@ -24,22 +24,22 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt and what the target said to it."""
+    """A prompt with the target's continuation."""
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     temperature: float
     is_held_out: bool
-    """Only measured on, never learned from."""
+    """Whether it is used for measuring only."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All of it."""
+        """Prompt and output."""
         return self.prompt_ids + self.output_ids
 
 
 def is_held_out(number: int) -> bool:
-    """Whether the prompt of this number is measured on where the user names no others: each tenth."""
+    """Whether the prompt of this number is held out if the user names no held-out prompts: every tenth."""
     return number % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
 
 
@@ -53,10 +53,9 @@ def continuations(
     seed: int,
     tell: Tell,
 ) -> list[list[int]]:
-    """What the target says to each prompt: up to `max_tokens` tokens, fewer at its end of sequence.
+    """The target's continuation of each prompt: up to `max_tokens` tokens, fewer after an end of sequence.
 
-    The prompt of number i has the seed `seed` + i, and the tokens are those that a service would give. Raises
-    TrainingRefused where a prompt does not fit.
+    Prompt i has the seed `seed` + i, and the tokens equal a service's. Raises TrainingRefused if a prompt does not fit.
     """
     sampler = Sampler(runner.vocab_size, runner.device)
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -91,7 +90,7 @@ def continuations(
 
 
 def save_texts(path: Path, texts: Sequence[Text], origin: dict[str, object]) -> None:
-    """Write texts, and what they were made from, whole or not at all."""
+    """Write texts and their origin atomically."""
     content = {"origin": origin, "texts": [asdict(text) for text in texts]}
     part = path.with_suffix(".part")
     part.write_text(json.dumps(content), encoding="utf-8")
@@ -99,7 +98,7 @@ def save_texts(path: Path, texts: Sequence[Text], origin: dict[str, object]) -> 
 
 
 def read_texts(path: Path, origin: dict[str, object]) -> list[Text] | None:
-    """Read what `save_texts` wrote; None where there is nothing. Raises TrainingRefused for another origin."""
+    """Read the file of `save_texts`; None if there is none. Raises TrainingRefused for another origin."""
     if not path.is_file():
         return None
     content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What the loop and the report know of a drafter in training, whatever its kind."""
+"""Interface of a drafter in training, for the loop and the report."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from specdec.commands.train.states import TextBatch
 
 @dataclass(slots=True)
 class Guesses:
-    """What is drafted so many tokens ahead, from all places of all texts."""
+    """Drafts at one depth from all places of all texts."""
 
     depth: int
     logits: torch.Tensor
-    """[B, N, D]: from the place n, the last token whose states are known, of the token at n + 1 + lead + depth."""
+    """[B, N, D]: from place n, the last token with known states, logits of the token at n + 1 + lead + depth."""
     confidence: torch.Tensor | None = None
-    """[B, N]: how likely it says that its token is to be taken, from 0 to 1; None: it does not say."""
+    """[B, N]: estimated probability of acceptance; None: the drafter gives none."""
 
 
 class Trainee(Protocol):
@@ -31,23 +31,23 @@ class Trainee(Protocol):
     module: nn.Module
     """Its weights; those that need a gradient are learned."""
     lead: int
-    """How many tokens after the last one with states are given: one for heads, none for a draft."""
+    """Number of known tokens after the last one with states: one for heads, none for a draft."""
     target_ids: torch.Tensor | None
-    """[D] int64: the target's ids of the tokens that it can name; None: all, in order."""
+    """[D] int64: the target's ids of the tokens that it can propose; None: all, in order."""
 
     def guesses(self, batch: TextBatch, num_depths: int) -> Iterator[Guesses]:
         """Of each depth in turn, over the target's own tokens. In training, only the depths that are learned."""
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint, in a format of other engines."""
+        """Write a checkpoint in a format of other engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetParts:
-    """What a drafter in training takes from its target, on the device of the training, in float32."""
+    """Weights and sizes of the target, on the training's device, in float32."""
 
     name: str
-    """Of its folder or repository, for configs."""
+    """Name of its folder or repository, for configs."""
     directory: Path
     architecture: str
     lm_head: torch.Tensor
@@ -60,7 +60,7 @@ class TargetParts:
     rms_norm_eps: float
     rope_theta: float
     dtype: torch.dtype
-    """Of checkpoints."""
+    """Data type of checkpoints."""
 
     @property
     def hidden_size(self) -> int:
@@ -69,11 +69,11 @@ class TargetParts:
 
     @property
     def device(self) -> torch.device:
-        """Where it trains."""
+        """Device of the training."""
         return self.lm_head.device
 
     def taps(self, recipe: Recipe) -> tuple[int, ...]:
-        """The layers that a head reads, by the ids of `specdec.engine.tap`; none of kinds that read final states."""
+        """The layers that a head reads, by the ids of `specdec.engine.tap`; none if it reads final states."""
         if recipe.kind not in ("eagle3", "dspark"):
             return ()
         count = self.num_layers

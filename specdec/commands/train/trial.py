@@ -1,4 +1,4 @@
-"""A head tried on a target's own answers, as it is served but alone: what it guesses, and how long that takes."""
+"""Trial of a head along a target's own answers: its tokens, and the time of its calls."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Trial:
     guessed: int | None
     """Its first token; None: it offered none."""
     actual: int
-    """The target's."""
+    """The target's token."""
     elapsed_s: float
 
 
 def trials(
     loaded: Loaded, head: Head, prompt: Sequence[int], num_tokens: int, *, num_drafted: int, salt: bytes
 ) -> Iterator[Trial]:
-    """A draft for each of the target's next tokens, greedily after a prompt: a chain of `num_drafted` tokens.
+    """Draft a chain of `num_drafted` tokens before each of the target's greedy tokens after a prompt.
 
-    `salt` must be another one in every call, as what a prefix cache has is not computed, and hands out no states.
-    Raises EngineError where the engine has no room for one sequence.
+    `salt` must be new in every call, because cached tokens hand out no states. Raises EngineError if the engine has no
+    room for one sequence.
     """
     engine, runner = loaded.engine, loaded.runner
     params = SamplingParams(temperature=0.0, seed=_SEED, max_tokens=num_tokens)
@@ -83,7 +83,7 @@ def trials(
 def first_guess_share(
     loaded: Loaded, options: HeadOptions, prompts: Sequence[Sequence[int]], num_tokens: int, salt: bytes = b""
 ) -> float:
-    """How often a head's first guess is the target's greedy token. Raises HeadRefused, TapRefused and EngineError."""
+    """Share of a head's first tokens that are the target's greedy ones. Raises HeadRefused, TapRefused, EngineError."""
     head = make_head(options, loaded.for_heads)
     found = [
         trial.guessed == trial.actual
@@ -96,9 +96,9 @@ def first_guess_share(
 def try_head_layers(
     loaded: Loaded, options: HeadOptions, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> LayerVerdict | None:
-    """Try a head's layer ids and their neighbours on so many tokens after each prompt.
+    """Try a head's layer ids and their neighbours on `num_tokens` tokens after each prompt.
 
-    None for heads that read the last state only. Raises as `first_guess_share` does.
+    Returns None for a head that reads the last state only. Raises as `first_guess_share` does.
     """
     own = make_head(options, loaded.for_heads).layer_ids
     if own == (FINAL,):

@@ -1,4 +1,4 @@
-"""What a drafter's acceptance comes to in tokens per second, with step times measured where it was trained."""
+"""Tokens per second from a drafter's acceptance and step times measured on the training's machine."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ _CANDIDATES = 8
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Median times of one session. Lists are by depth, from one token on."""
+    """Median times of one session. Lists are by the length of the chain, from 1."""
 
     plain_ms: float
-    """Of a step of the target that decodes plainly."""
+    """Milliseconds of the target's plain step."""
     verify_ms: list[float]
-    """Of a step that verifies a chain of so many tokens."""
+    """Milliseconds of a step that verifies the chain."""
     draft_ms: list[float]
-    """Of drafting it before that, as the target does with a head of its own."""
+    """Milliseconds of drafting the chain before the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of chains of one length."""
+    """Predicted speed with chains of one length."""
 
     num_draft_tokens: int
     tokens_per_step: float
     tokens_per_s: float
     speedup: float
-    """Over plain decoding."""
+    """Ratio to plain decoding."""
 
 
 def speeds(accepted: Sequence[float], costs: StepCosts) -> list[Speed]:
-    """By length of the chain: tokens of a step over what drafting and the step take.
+    """Speeds by length of the chain: tokens of a step over the time of drafting and the step.
 
-    `accepted` is by depth the share of steps in which all up to it are taken. Nothing outside of steps is counted.
+    `accepted` is, by depth, the share of steps that accept all tokens up to it. Time outside of steps is not counted.
     """
     found, tokens = [], 1.0
     for num, (share, verify_ms, draft_ms) in enumerate(
@@ -60,7 +60,7 @@ def speeds(accepted: Sequence[float], costs: StepCosts) -> list[Speed]:
 
 
 def measured_costs(loaded: Loaded, recipe: Recipe, out: Path) -> StepCosts:
-    """Time the target's steps, and drafting with the checkpoint in `out` as it is served. Raises EngineError."""
+    """Measure the target's steps, and drafting with the checkpoint in `out`. Raises EngineError."""
     settings = loaded.runner.settings
     depths = range(1, recipe.num_depths + 1)
     target = _steps(settings.model, settings.device, settings.num_threads, [1, *(num + 1 for num in depths)])
@@ -73,7 +73,7 @@ def measured_costs(loaded: Loaded, recipe: Recipe, out: Path) -> StepCosts:
 
 
 def worth_json(costs: StepCosts, results: Sequence[MeasuredAcceptance]) -> dict[str, Any]:
-    """For a report: the costs, and speeds by temperature."""
+    """The costs, and speeds by temperature, as JSON."""
     return {
         "costs": {name: _rounded(value) for name, value in asdict(costs).items()},
         "predicted": {
@@ -107,7 +107,7 @@ def _options(recipe: Recipe, out: Path, num: int) -> HeadOptions:
 
 
 def _draft_ms(loaded: Loaded, options: HeadOptions, num: int) -> float:
-    """Median time in which a head takes in a token and drafts a chain, in a session of one."""
+    """Median milliseconds in which a head reads a token and drafts a chain, with one session."""
     length = min(_CONTEXT, loaded.runner.max_model_len // 2)
     prompt = [(7 * place) % loaded.runner.vocab_size for place in range(length)]
     head = make_head(options, loaded.for_heads)

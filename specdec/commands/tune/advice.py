@@ -1,4 +1,4 @@
-"""From measurements to settings: what to set, whether to speculate at all, and why not."""
+"""Advice from measurements: whether to speculate, with which settings, and why not."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from specdec.commands.tune.prediction import (
 )
 
 PAYS = 1.0
-"""A speed-up above it is worth having."""
+"""Speed-up above which speculation pays."""
 _LOW_ACCEPTANCE = 0.5
+"""Acceptance below which it is named as a cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,19 +31,19 @@ class LoadPoint:
     load: int
     predicted: float
     measured: float | None = None
-    """None: it was not."""
+    """None: not measured."""
     between_ms: tuple[float, float] | None = None
-    """What passed between steps as served, with speculation and without; None: it was not measured."""
+    """Milliseconds between steps in serving, with speculation and without; None: not measured."""
 
     @property
     def known(self) -> float:
-        """What was measured counts for more than what was predicted."""
+        """The measured speed-up, else the predicted one."""
         return self.predicted if self.measured is None else self.measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What `specdec tune` says."""
+    """Advice of `specdec tune`."""
 
     choice: SettingsChoice
     points: Sequence[LoadPoint]
@@ -58,7 +59,7 @@ def advise(
     verified: Mapping[tuple[float, int], float],
     between_ms: Mapping[tuple[float, int], tuple[float, float]] | None = None,
 ) -> Advice:
-    """Whether to speculate with a choice, by the speed-ups that were measured (`verified`) or else predicted.
+    """Advise whether to speculate with a choice, by measured speed-ups (`verified`), else by predicted ones.
 
     Mappings are by temperature and load.
     """
@@ -74,7 +75,7 @@ def advise(
         for load in loads
     ]
     pays = [point for point in points if point.known > PAYS]
-    # One setting for all: on the whole it must not lose.
+    # One setting serves all loads, so the product over them must gain.
     speculate = bool(pays) and math.prod(point.known for point in points) > PAYS
     reasons = []
     if pays:
@@ -84,23 +85,24 @@ def advise(
         if speculate:
             reasons.append(f"Speculation pays: {ratio}, {place}.")
         else:
-            reasons.append(f"It pays {place} ({ratio}), and loses more elsewhere.")
+            reasons.append(f"Speculation pays {place} ({ratio}), and loses more elsewhere.")
     for point in points:
         if point not in pays:
             causes = "; ".join(why_not(measured, choice, point))
             where = f"{_at_once(point.load)} at temperature {point.temperature:g}"
-            reasons.append(f"It does not pay with {where} ({point.known:.2f} times plain{_told(point)}): {causes}.")
+            loss = f"{point.known:.2f} times plain{_told(point)}"
+            reasons.append(f"Speculation does not pay with {where} ({loss}): {causes}.")
     return Advice(choice=choice, points=points, speculate=speculate, reasons=reasons)
 
 
 def why_not(measured: Measurements, choice: SettingsChoice, point: LoadPoint) -> list[str]:
-    """Why speculation does not pay at a point: every cause that counts there, with its numbers."""
+    """Causes why speculation does not pay at a point, with numbers."""
     load, temperature = point.load, point.temperature
     choice = best_length(measured, choice, temperature, load)
     now = predict(measured, choice, temperature, load)
     acceptance = agreement_share(measured.outputs[temperature], choice.mode)
     step_ms, draft_ms = measured.target.of(load, 1), now.draft_ratio * measured.target.of(load, 1)
-    # What was measured may be less than predicted: then all that was predicted is scaled by what is missing.
+    # All predictions are scaled by the ratio of measured to predicted speed-up.
     missing = point.known / now.expected
     found = []
 
@@ -111,21 +113,21 @@ def why_not(measured: Measurements, choice: SettingsChoice, point: LoadPoint) ->
         )
     if acceptance < _LOW_ACCEPTANCE:
         found.append(
-            f"acceptance too low: {acceptance:.0%} of its tokens are right: rounds of {choice.draft_tokens} commit "
-            f"{now.tokens_per_round:.2f} tokens"
+            f"acceptance too low: {acceptance:.0%} of draft tokens are accepted, so rounds of {choice.draft_tokens} "
+            f"commit {now.tokens_per_round:.2f} tokens"
         )
     alone = predict(measured, choice, temperature, 1)
     if load > 1 and (now.verify_ratio > 1.1 * alone.verify_ratio or now.expected < 0.9 * alone.expected):
         found.append(
             f"batch too large: verifying makes a step {now.verify_ratio:.2f} times as long (alone: "
-            f"{alone.verify_ratio:.2f} times), as the device is busy already"
+            f"{alone.verify_ratio:.2f} times), because the device is busy already"
         )
     if missing < 1 and now.expected > PAYS:
         with_it, plain = point.between_ms or (0.0, 0.0)
         numbers = f" ({with_it:.3g} ms a step, plain {plain:.3g})" if with_it > plain else ""
         found.append(
-            f"step too short: a target step takes {step_ms:.3g} ms, and what passes between processes for a proposal"
-            f"{numbers} costs more than it saves"
+            f"step too short: a target step takes {step_ms:.3g} ms, and messages between processes{numbers} cost more "
+            "than a proposal saves"
         )
     if not found:
         found.append(

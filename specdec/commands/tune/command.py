@@ -1,4 +1,4 @@
-"""`specdec tune`: measure a pair on one's own prompts, say what to set and why, and write it down."""
+"""`specdec tune`: measure a pair on your prompts, advise settings with reasons, and write them to files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from specdec.engine.settings import EngineSettings
 _LOG_WIDTH = 200
 _MOST_AT_ONCE: int = EngineSettings.model_fields["max_batch_seqs"].default
 _NAME = "specdec-tune"
-_ASKED = "What is asked"
+_ASKED = "Requests"
 
 
 def tune(
@@ -49,33 +49,39 @@ def tune(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts as your users send them, as for `specdec bench`. "
-            "[default: the shipped ones for the shipped pair, else a few of English]",
+            help="File of prompts like your users', as for `specdec bench`. "
+            "[default: the shipped prompts for the shipped pair, else a few in English]",
             dir_okay=False,
             rich_help_panel=_ASKED,
         ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts of the file to use.", min=1, rich_help_panel=_ASKED)] = 8,
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1, rich_help_panel=_ASKED)] = 8,
     max_tokens: Annotated[
         int, typer.Option(help="Tokens of each answer.", min=8, max=MOST_TOKENS, rich_help_panel=_ASKED)
     ] = 64,
-    temperature: Annotated[str, typer.Option(help="What you serve at.", rich_help_panel=_ASKED)] = "0,1",
+    temperature: Annotated[
+        str, typer.Option(help="Temperatures of your users' requests.", rich_help_panel=_ASKED)
+    ] = "0,1",
     concurrency: Annotated[
-        str, typer.Option(help="Requests at once that you expect.", rich_help_panel=_ASKED)
+        str, typer.Option(help="Expected numbers of requests at once.", rich_help_panel=_ASKED)
     ] = "1,4,8",
-    verify_mode: Annotated[Literal["coupled", "rejection", "any"], typer.Option(help="Modes to choose from.")] = "any",
+    verify_mode: Annotated[
+        Literal["coupled", "rejection", "any"], typer.Option(help="Verification modes to choose from.")
+    ] = "any",
     placement: Annotated[
         PlacementWish,
         typer.Option(
-            help="A draft service with cores of its own, or a draft that the target runs in turns with itself. "
-            "auto tries both on CPU, and advises the faster one.",
+            help="apart: a draft service with its own cores; together: the target runs the draft in turns with "
+            "itself. On CPU auto tries both and advises the faster one; on GPUs it is apart.",
         ),
     ] = "auto",
-    repeats: Annotated[int, typer.Option(help="Runs of each kind that verify the pick; 0: none.", min=0)] = 2,
+    repeats: Annotated[
+        int, typer.Option(help="Runs with and without speculation that check the advice; 0: none.", min=0)
+    ] = 2,
     out: Annotated[
         Path,
         typer.Option(
-            help="Where the settings go: for up here, for the chart to NAME.chart.yaml.",
+            help="File for `specdec up --config`; the chart's values go to NAME.chart.yaml.",
             dir_okay=False,
             callback=output_file,
         ),
@@ -84,11 +90,11 @@ def tune(
         Path | None, typer.Option(help="Folder for JSON, a page and plots.", file_okay=False, callback=report_folder)
     ] = None,
 ) -> None:
-    """Measure step times and acceptance of a pair here, and say what to set: draft length, width, heads, mode, place.
+    """Measure step times and acceptance of a pair on this machine, and advise settings.
 
-    Says whether to speculate at all, and if not, why not. The pick is run against plain decoding before it is advised.
-    Use the file with `specdec up --config FILE`, and the one for the chart with `helm install -f FILE`. Stop other work
-    on the machine first: it measures time.
+    The advice says whether to speculate, with which draft length, width, heads, mode and placement, or why not. Its
+    speed is compared with plain decoding first. Use the files with `specdec up --config FILE` and `helm install -f
+    FILE`. Stop other work on the machine before, because the command measures time.
     """
     sampled_at = temperatures(temperature, "--temperature")
     loads = whole_numbers(concurrency, "--concurrency")
@@ -105,7 +111,7 @@ def tune(
         shared = None if digests[0] == digests[1] else _shared(target_model, draft_model)
         used = own or prompts_for(digests[0])
         if shared is not None:
-            notes.print(f"tokenizers: the draft's is another one; {shared}", markup=False, soft_wrap=True)
+            notes.print(f"tokenizers: the draft's differs; {shared}", markup=False, soft_wrap=True)
         notes.print(f"prompts: {used.source}; {min(num_prompts, len(used.prompts))} are used", markup=False)
         questions = Questions(
             target_model=target_model,
@@ -132,7 +138,7 @@ def tune(
 
 
 def _shared(target_model: str, draft_model: str) -> str:
-    """What a draft with another tokenizer has of the target's tokens. Raises ClusterFailed if it would draft text."""
+    """The share of the target's tokens that a draft has, in words. Raises ClusterFailed if it would draft text."""
     try:
         vocabulary = shared_of_files(target_model, draft_model)
         method = method_for(vocabulary, "auto")
@@ -141,10 +147,9 @@ def _shared(target_model: str, draft_model: str) -> str:
     has = f"it has {vocabulary.num_shared} of the target's {vocabulary.num_named} tokens ({vocabulary.share:.0%})"
     if method == "text":
         raise ClusterFailed(
-            f"{draft_model} has another tokenizer than {target_model}: {has}, so that it drafts text. What it proposes "
-            "at a place then depends on how its text before that is cut into the target's tokens, and is not told by "
-            "the target's own tokens, which is how pairs are tuned. Run it with specdec up, and measure it with "
-            "specdec bench"
+            f"{draft_model} has another tokenizer than {target_model}: {has}, so it drafts text. Its proposals then "
+            "depend on how its own text is cut into the target's tokens, so the target's outputs do not show its "
+            "acceptance. Run it with specdec up, and measure it with specdec bench"
         )
     return f"{has} and drafts those"
 
@@ -183,7 +188,7 @@ def _show(questions: Questions, tuned: Tuned, source: str, folder: Path | None, 
             style="bold",
         )
     else:
-        output.print("\nDo not speculate with this pair here.", style="bold")
+        output.print("\nDo not speculate with this pair on this machine.", style="bold")
     for reason in advice.reasons:
         output.print(f"- {escape(reason)}", soft_wrap=True)
     if folder is not None:

@@ -1,4 +1,4 @@
-"""What is measured of a pair: times of steps by their rows, and how often the draft is right on real outputs."""
+"""Measurements of a pair: step times by rows, and agreement of the draft with the target's outputs."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Milliseconds of a step by sequences and by rows of each."""
+    """Milliseconds of a step by number of sequences and rows per sequence."""
 
     ms: dict[int, dict[int, float]]
 
     @property
     def sequences(self) -> list[int]:
-        """Numbers of sequences that were measured, rising."""
+        """Measured numbers of sequences, ascending."""
         return sorted(self.ms)
 
     def of(self, num_sequences: int, num_rows: int) -> float:
-        """Time of a step over so many sequences with so many rows each, between what was measured and beyond it."""
+        """Milliseconds of a step over `num_sequences` with `num_rows` each, inter- or extrapolated."""
         points = [(count, _between(sorted(rows.items()), num_rows)) for count, rows in sorted(self.ms.items())]
         return _between(points, num_sequences)
 
 
 def _between(points: Sequence[tuple[int, float]], x: float) -> float:
-    """Straight lines through the points; the last one goes on."""
+    """Linear interpolation; the last line is extended."""
     if len(points) == 1:
         return points[0][1]
     right = min(max(1, bisect.bisect_left([at for at, _ in points], x)), len(points) - 1)
@@ -37,41 +37,39 @@ def _between(points: Sequence[tuple[int, float]], x: float) -> float:
 class Agreement:
     """Draft and target on one output of the target at one temperature, token by token.
 
-    Given the target's own tokens before it, so a draft token counts at a depth only after all before it were right,
-    which is exactly when it can be accepted.
+    Each draft token follows the target's own tokens, as in serving, where it can be accepted only after these.
     """
 
     ranks: tuple[int, ...]
-    """Coupled mode: place of the target's token in the draft's order with the same noise, 0 for its guess; -1: further
-    down than anybody looks."""
+    """Coupled mode: rank from 0 of the target's token in the draft's order with the same noise; -1: too low."""
     overlaps: tuple[float, ...]
-    """Rejection mode: how likely the draft's token is accepted, sum of min(p, q)."""
+    """Rejection mode: probability that the draft's token is accepted, the sum of min(p, q)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """What a round of speculation gives, on average over all outputs."""
+    """Averages over the rounds of all outputs."""
 
     tokens: float
-    """Committed by one target step."""
+    """Tokens committed by one target step."""
     whole: float
-    """Share of rounds whose draft tokens all held, or that ended on a runner-up: the draft goes on from what it has."""
+    """Share of rounds that end on a drafted token: all are accepted, or a runner-up is; the draft then continues."""
     survival: tuple[float, ...]
     """Share of rounds in which the draft token at depth 1, 2, ... was accepted."""
 
 
 def rounds(outputs: Sequence[Agreement], mode: str, draft_tokens: int, num_siblings: int = 0) -> Rounds:
-    """Walk through the outputs as speculation would, `draft_tokens` at a time.
+    """Walk through the outputs in rounds of `draft_tokens`, as speculation does.
 
-    In rejection mode whether a token is accepted is drawn; what is returned are the expectations over those draws.
-    Rounds begin where rounds end, so runs of easy and hard tokens count as often as they are met.
+    In rejection mode acceptance is random, and the result is the expectation. Each round begins at the end of the one
+    before, so easy and hard passages count as often as in serving.
     """
     num_tokens = sum(len(output.ranks) for output in outputs)
     num_rounds = whole = 0.0
     reached = [0.0] * draft_tokens
     for output in outputs:
         length = len(output.ranks)
-        weight = [0.0] * (length + draft_tokens + 3)  # how likely a round begins there
+        weight = [0.0] * (length + draft_tokens + 3)  # probability that a round begins at a token
         weight[0] = 1.0
         for start in range(length):
             if not (begins := weight[start]):
@@ -104,6 +102,6 @@ def _accepted(output: Agreement, mode: str, at: int) -> float:
 
 
 def agreement_share(outputs: Sequence[Agreement], mode: str) -> float:
-    """How often the draft's token is accepted, over all tokens."""
+    """Share of tokens at which the draft's token is accepted."""
     shares = [_accepted(output, mode, at) for output in outputs for at in range(len(output.ranks))]
     return sum(shares) / len(shares) if shares else 0.0

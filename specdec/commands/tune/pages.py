@@ -1,4 +1,4 @@
-"""Tables and plots of what was measured, predicted and verified."""
+"""Tables and plots of measurements, predictions and advice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROWS = (1, 2, 4, 8, 16)
 
 
 def curves(measured: Measurements, choice: SettingsChoice, loads: Sequence[int]) -> dict[float, dict[int, list[float]]]:
-    """Predicted speed-ups by temperature, load and fixed draft length from 1 on, the rest as chosen."""
+    """Predicted speed-ups by temperature, load and fixed draft length from 1; other settings as chosen."""
     longest = dataclasses.replace(choice, draft_tokens=DRAFT_TOKENS[-1])
     return {
         temperature: {load: curve(measured, longest, temperature, load) for load in loads}
@@ -34,7 +34,7 @@ def curves(measured: Measurements, choice: SettingsChoice, loads: Sequence[int])
 
 
 def tables_of(measured: Measurements, advice: Advice) -> list[Table]:
-    """Step times, acceptance, the curve, and predictions beside measurements."""
+    """Tables of step times, acceptance, speed-up by draft length, and predictions beside measurements."""
     steps = Table("Steps, ms", ("sequences", *(f"target, {num} rows each" for num in _ROWS), "draft"))
     for count in measured.target.sequences:
         steps.add(count, *(measured.target.of(count, num) for num in _ROWS), measured.draft.of(count, 1))
@@ -60,9 +60,9 @@ def tables_of(measured: Measurements, advice: Advice) -> list[Table]:
         parts = (used.draft_tokens, made.draft_ratio, made.verify_ratio, made.tokens_per_round)
         checked.add(f"{point.temperature:g}", point.load, point.predicted, point.measured, *parts)
     checked.notes.append(
-        "K: draft tokens of a round that pay there, up to the limit. c: a draft step over a target step of one row; "
-        "v: a target step over the round's rows over one of one row; E: tokens of a round. Measured: of the time per "
-        "token, medians of alternating runs."
+        "K: most draft tokens of a round that pay. c: time of a draft step relative to a target step of one row. v: "
+        "time of a target step over the round's rows, relative to one row. E: tokens per round. Measured: medians of "
+        "alternating runs, by time per token."
     )
     return [steps, accepted, by_length, checked]
 
@@ -97,7 +97,7 @@ def plots_of(measured: Measurements, advice: Advice, note: str) -> dict[str, str
 
 
 def results(measured: Measurements, advice: Advice) -> dict[str, Any]:
-    """All of it, for JSON."""
+    """All results, for JSON."""
     loads = sorted({point.load for point in advice.points})
     choice = advice.choice
     picked = {name: getattr(choice, name) for name in ("draft_tokens", "num_siblings", "max_heads", "mode")}

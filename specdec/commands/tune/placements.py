@@ -1,4 +1,4 @@
-"""Tunes a pair for each place that its draft may have, and orders what came of it by speed."""
+"""Tunes a pair for each placement of its draft, and orders the results by speed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PlacementWish = Literal["auto", "apart", "together"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What was found for a placement."""
+    """Result for a placement."""
 
     where: ProbePlacement
     measured: Measurements
     advice: Advice
     tokens_per_s: float
-    """While decoding, following the advice: geometric mean over temperatures and loads; predicted if not measured."""
+    """Decoding speed with the advice, measured or else predicted: geometric mean over temperatures and loads."""
 
 
 def tune_placements(
@@ -35,9 +35,9 @@ def tune_placements(
     repeats: int,
     tell: Callable[[str], None],
 ) -> list[Tuned]:
-    """Measure, pick, and verify with so many `repeats` (0: not at all), for each placement; the fastest first.
+    """Measure, choose, and verify with `repeats` runs (0: none), for each placement; the fastest comes first.
 
-    `auto` tries both where the engines are on CPU. On GPUs a draft is apart unless that is asked for.
+    `auto` tries both placements on CPU, and only apart on GPUs.
 
     Raises ClusterFailed and the typed errors of `specdec.wire.errors`.
     """
@@ -77,7 +77,7 @@ def _tuned(
 
 
 def speed(measured: Measurements, advice: Advice, tokens_per_s: Mapping[tuple[float, int], float]) -> float:
-    """Tokens per second as advised, by those that were decoded with speculation at each temperature and load."""
+    """Tokens per second with the advice, from the speeds with speculation at each temperature and load."""
     rates = []
     for point in advice.points:
         rate = tokens_per_s.get((point.temperature, point.load))
@@ -88,5 +88,5 @@ def speed(measured: Measurements, advice: Advice, tokens_per_s: Mapping[tuple[fl
 
 
 def apart(found: Sequence[Tuned]) -> Tuned:
-    """The one whose draft has a device or cores of its own, as pods have; the only one if there is no other."""
+    """The result with the draft apart, as in pods; the first result if there is none."""
     return next((one for one in found if one.where.placement == "apart"), found[0])

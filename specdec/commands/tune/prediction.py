@@ -1,9 +1,9 @@
-"""Speed-up of speculation from step times and agreement: serial, hidden, and what lies between.
+"""Predicted speed-up of speculation, from step times and agreement.
 
-A round commits E tokens. Serial, it takes the K steps of the draft and then the target's step over its rows; hidden, it
-takes the longer of both, as the draft works on the next round meanwhile. The draft can do that only where it goes on
-from what it has: after a verdict that it did not foresee, it begins anew. So a round is hidden as often as verdicts
-are foreseen. Plain decoding takes the target's step over one row. What lies outside of steps is added to each alike.
+A round commits E tokens. A serial round takes the draft's K steps and then the target's step over the round's rows; a
+hidden round takes the longer of both, because the draft works on the next round meanwhile. The draft can do that only
+if the verdict is one that it drafted for, so the share of such verdicts is the share of hidden rounds. Plain decoding
+takes the target's step over one row. The time outside of steps is added to all.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ DRAFT_TOKENS = tuple(range(1, 17))
 SIBLINGS = (0, 1, 2)
 MODES = ("coupled", "rejection")
 _OTHER_MODE_GAIN = 1.1
+"""Ratio to coupled mode's speed-up above which rejection mode is chosen."""
 _ENOUGH = 0.99
-"""Of the best mean: what is that good, and simpler, is taken."""
+"""Share of the best mean speed-up at which a simpler choice is taken."""
 _CHEAP_ROW = 1.5
+"""Ratio of a draft step of two rows to one row below which a second head pays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """Of one pair on one machine."""
+    """Measurements of one pair on one machine."""
 
     target: StepTimes
     draft: StepTimes
-    """One row of each sequence; a tree with two heads is two sequences."""
+    """Steps of one row per sequence; a tree with two heads is two sequences."""
     outputs: Mapping[float, Sequence[Agreement]]
-    """By temperature."""
+    """Agreement by temperature."""
     is_parallel: bool = True
-    """Draft and target run at the same time: each has its own device, or cores."""
+    """Whether draft and target run at the same time, on their own devices or cores."""
     outside_ms: Mapping[int, float] = field(default_factory=dict)
-    """Of a step of plain decoding, by requests at once: what passes between steps of the engine."""
+    """Milliseconds between the engine's steps in plain decoding, by requests at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsChoice:
-    """What may be set."""
+    """Settings that are tuned."""
 
     draft_tokens: int
     num_siblings: int = 0
@@ -51,13 +53,13 @@ class SettingsChoice:
 
     @property
     def num_rows(self) -> int:
-        """Of the target's step, of each session."""
+        """Rows of the target's step per session."""
         return 1 + self.draft_tokens * (1 + self.num_siblings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedPrediction:
-    """Speed-ups over plain decoding, and what they are made of."""
+    """Speed-ups over plain decoding, and their parts."""
 
     serial: float
     hidden: float
@@ -71,7 +73,7 @@ class SpeedPrediction:
 
 
 def predict(measured: Measurements, choice: SettingsChoice, temperature: float, load: int) -> SpeedPrediction:
-    """Of a choice at a temperature with so many requests at once."""
+    """Prediction for a choice at a temperature with `load` requests at once."""
     num_siblings = choice.num_siblings if choice.mode == "coupled" else 0
     one_round = rounds(measured.outputs[temperature], choice.mode, choice.draft_tokens, num_siblings)
     outside = _outside_ms(measured.outside_ms, load)
@@ -81,7 +83,7 @@ def predict(measured: Measurements, choice: SettingsChoice, temperature: float, 
     plain = step + outside
     serial = one_round.tokens * plain / (choice.draft_tokens * draft + verify + outside)
     hidden = one_round.tokens * plain / (max(choice.draft_tokens * draft, verify) + outside)
-    # Times add up, speeds do not.
+    # Times are averaged, not speeds.
     share = one_round.whole if measured.is_parallel else 0.0
     return SpeedPrediction(
         serial=serial,
@@ -95,14 +97,14 @@ def predict(measured: Measurements, choice: SettingsChoice, temperature: float, 
 
 
 def _outside_ms(outside_ms: Mapping[int, float], load: int) -> float:
-    """Of the nearest load that was measured."""
+    """Time outside of steps at the nearest measured load."""
     if not outside_ms:
         return 0.0
     return outside_ms[min(outside_ms, key=lambda known: abs(known - load))]
 
 
 def curve(measured: Measurements, choice: SettingsChoice, temperature: float, load: int) -> list[float]:
-    """Expected speed-ups by draft length from 1 to the choice's, where every round has just that length."""
+    """Expected speed-ups by draft length from 1 to the choice's, if every round has that length."""
     lengths = DRAFT_TOKENS[: choice.draft_tokens]
     return [
         predict(measured, dataclasses.replace(choice, draft_tokens=num), temperature, load).expected for num in lengths
@@ -112,7 +114,8 @@ def curve(measured: Measurements, choice: SettingsChoice, temperature: float, lo
 def best_length(measured: Measurements, choice: SettingsChoice, temperature: float, load: int) -> SettingsChoice:
     """What a limit on the draft length comes to: in coupled mode the target verifies no more of it than pays.
 
-    In rejection mode nothing but positions may decide, so that the length is the limit.
+    In coupled mode the target verifies only as many tokens as pay. In rejection mode every round has the limit's
+    length, because only positions may decide.
     """
     if choice.mode == "rejection":
         return choice
@@ -121,14 +124,15 @@ def best_length(measured: Measurements, choice: SettingsChoice, temperature: flo
 
 
 def expected_speedup(measured: Measurements, choice: SettingsChoice, temperature: float, load: int) -> float:
-    """With a choice as limit, see `best_length`."""
+    """Expected speed-up with a choice as limit (`best_length`)."""
     return predict(measured, best_length(measured, choice, temperature, load), temperature, load).expected
 
 
 def pick(measured: Measurements, loads: Sequence[int], modes: Sequence[str]) -> SettingsChoice:
     """The choice with the highest geometric mean of speed-ups over all temperatures and loads, and the shortest draft.
 
-    Another mode than coupled only where that gains a tenth, for coupled promises the tokens of plain decoding.
+    Among nearly equal ones the shortest draft is chosen; rejection mode only if it gains a tenth, because coupled mode
+    keeps the tokens of plain decoding.
     """
     found = {mode: _pick_in(measured, loads, mode) for mode in modes}
     usual, bar = found.get("coupled", found[modes[0]])
@@ -158,7 +162,8 @@ def _pick_in(measured: Measurements, loads: Sequence[int], mode: str) -> tuple[S
 def candidates(measured: Measurements, mode: str) -> list[SettingsChoice]:
     """Every width worth a thought, at the longest draft.
 
-    A second head pays where two rows cost the draft little more than one, and it does not take turns with the target.
+    A second head pays if two rows cost the draft little more than one, and the draft does not take turns with the
+    target.
     """
     second_row = measured.draft.of(2, 1) / measured.draft.of(1, 1)
     heads = 2 if measured.is_parallel and second_row < _CHEAP_ROW else 1

@@ -1,7 +1,7 @@
-"""Measures one model in a process of its own: `python -m specdec.commands.tune.probe`, with its task as JSON on stdin.
+"""Measures one model in its own process: `python -m specdec.commands.tune.probe`, with the task as JSON on stdin.
 
-It writes lines to standard error while it works, and at the end one line of JSON to standard output: `{"error": ...}`,
-or what `measure` returns. It runs on the cores that its starter gave it.
+It writes progress to standard error, and at the end one line of JSON to standard output: `{"error": ...}`, or the
+result of `measure`. It runs on its parent's choice of cores.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ from specdec.wire.sampling_params import SamplingParams
 CONTEXT = 256
 _WARMUP, _REPEATS, _MOST_S = 3, 15, 1.0
 _NUM_RANKS, _NUM_SPARSE, _NUM_TARGET_TOP = 8, 64, 128
-"""How far down the draft's order is looked; tokens of the draft's distribution, as served; of the target's."""
+"""Searched ranks of the draft's order; tokens kept of the draft's distribution, as in serving; and of the target's."""
 _AT_ONCE = 8
 _MOST_PROMPT = 1024
-"""Tokens of a prompt that are looked at: its last."""
+"""Last tokens of a prompt that are used."""
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Times of steps, and outputs (a target) or agreement with outputs (a draft).
+    """Measure step times, and outputs (of a target) or agreement with outputs (of a draft).
 
-    The task has `settings` (of the engine), `sequences` and `rows` (numbers to time), `candidates` (drawn per row), and
-    may have `prompts`, `temperatures` and `max_tokens`, or `outputs`, which a target's probe returned. A draft whose
-    tokenizer is another one has `target_model`: its steps and its agreement are those of the tokens that both have.
-    Raises EngineError.
+    The task has `settings` (of the engine), `sequences` and `rows` (numbers to measure), `candidates` (drawn per row),
+    and optionally `prompts`, `temperatures` and `max_tokens`, or a target's `outputs`. A draft with another tokenizer
+    has `target_model`: its steps and its agreement are then those of the shared tokens. Raises EngineError.
     """
     settings = EngineSettings(**task["settings"])
     _tell(f"loading {settings.model}")
@@ -74,7 +73,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _translate(engine: Engine, runner: ModelRunner, target_model: str) -> int:
-    """Have a draft's engine take and give a target's ids, as it does where it serves; returns how many these are."""
+    """Make a draft's engine use a target's ids, as in serving; return their number."""
     try:
         own = Side(TokenBytes(runner.tokenizer_json), runner.vocab_size, tuple(runner.eos_token_ids))
     except TokenizerRefused as error:
@@ -90,14 +89,14 @@ def _translate(engine: Engine, runner: ModelRunner, target_model: str) -> int:
 
 
 def _with_room(settings: EngineSettings, task: dict[str, Any]) -> EngineSettings:
-    """KV blocks for what is measured, so that a deployment may run beside it."""
+    """Settings with just enough KV blocks, so that a deployment may run at the same time."""
     longest = 2048 if settings.max_model_len is None else settings.max_model_len
     tokens = max(max(task["sequences"]) * (CONTEXT + 128), _AT_ONCE * longest)
     return settings.model_copy(update={"num_blocks": tokens // settings.block_size + 64})
 
 
 def _outputs(engine: Engine, runner: ModelRunner, task: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the model says to each prompt at each temperature."""
+    """The model's output for each prompt at each temperature."""
     tokenizer = Tokenizer.from_str(runner.tokenizer_json)
     max_tokens = task["max_tokens"]
     room = runner.max_model_len - max_tokens - 1
@@ -106,7 +105,7 @@ def _outputs(engine: Engine, runner: ModelRunner, task: dict[str, Any]) -> list[
     prompts = [tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt) for prompt in task["prompts"]]
     for number, prompt in enumerate(prompts, 1):
         if not prompt or max(prompt) >= runner.vocab_size:
-            raise EngineError(f"prompt {number} is not made of tokens that the model knows")
+            raise EngineError(f"prompt {number} has no token, or a token id outside the model's vocabulary")
         if len(prompt) > room:
             raise EngineError(
                 f"prompt {number} has {len(prompt)} tokens, which leave no room for {max_tokens} more in a context of "
@@ -164,7 +163,7 @@ def _ranked(
 def _agreement(
     engine: Engine, runner: ModelRunner, num_ids: int, outputs: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Where the target's tokens stand in this model's order, given the same tokens before them."""
+    """Ranks of the target's tokens in this model's order, given the same tokens before them."""
     found = []
     for number, output in enumerate(outputs):
         _tell(f"draft: agreement with output {number + 1} of {len(outputs)}")
@@ -193,7 +192,7 @@ def _agreement(
 def _prompt_logits(
     engine: Engine, num_ids: int, tokens: Sequence[int], first: int
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Positions that logits are for, and the logits, of all tokens from `first` on."""
+    """Yield positions and their logits, for all tokens from `first`."""
     seq = engine.add(tokens, num_prompt_tokens=len(tokens), prompt_logits=True, prompt_logits_from=first)
     while seq.num_pending_tokens:
         out = engine.step()
@@ -209,7 +208,7 @@ def _prompt_logits(
 
 
 def _overlap(logits: torch.Tensor, temperature: float, target: Sequence[Sequence[float]]) -> float:
-    """Sum of min(p, q), q truncated as it is drawn from in rejection mode; p beyond what was kept counts as zero."""
+    """Sum of min(p, q); q is truncated as in rejection mode, and p is zero beyond the kept tokens."""
     q, ids = torch.softmax(logits / temperature, 0).topk(min(_NUM_SPARSE, len(logits)))
     q = q / q.sum()
     p = dict(zip(target[0], target[1], strict=True))
@@ -219,7 +218,7 @@ def _overlap(logits: torch.Tensor, temperature: float, target: Sequence[Sequence
 def _step_ms(
     engine: Engine, runner: ModelRunner, num_ids: int, num_sequences: int, num_rows: int, num_candidates: int
 ) -> float:
-    """Median time of a step, and of drawing from it, over sequences that each verify `num_rows` - 1 draft tokens."""
+    """Median milliseconds of a step with sampling, for sequences that each verify `num_rows` - 1 draft tokens."""
     _tell(f"steps over {num_sequences} sequences with {num_rows} rows each")
     length = min(CONTEXT, runner.max_model_len // 2)
     sequences = [
@@ -263,7 +262,7 @@ def _tell(what: str) -> None:
 
 
 def main() -> None:
-    """Do one task; exit with 1 when it failed."""
+    """Do one task; exit with 1 if it fails."""
     task = json.loads(sys.stdin.read())
     try:
         answer = measure(task)

@@ -1,4 +1,4 @@
-"""Measures both models of a pair, one after the other, each where `specdec up` would run it."""
+"""Measures both models of a pair, one after the other, each on the cores or device that `specdec up` gives it."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from specdec.commands.up.plan import Placement
 ROWS = (1, 2, 4, 8, 16, 33)
 _SEQUENCES = (1, 2, 4, 8, 16)
 _WORTH = 1.03
-"""Fewer cores do as well when a step on them takes no more than so many times as long."""
+"""Ratio of step times up to which half of the cores are enough."""
 _END_LINES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbePlacement:
-    """Where the engines run. Cores are empty where the device is no CPU."""
+    """Devices and cores of the engines; on other devices than CPU cores are empty."""
 
     target_device: str
     draft_device: str
     target_cores: tuple[int, ...]
     draft_cores: tuple[int, ...]
     shared_cores: tuple[int, ...] = ()
-    """Of everything but the engines."""
+    """Cores of all processes but the engines."""
     placement: Placement = "apart"
 
     @property
     def is_parallel(self) -> bool:
-        """Whether the draft computes while the target does, undisturbed by what relays between them."""
+        """Whether the draft computes at the same time as the target, undisturbed by the processes between them."""
         if self.placement == "together":
             return False
         if self.target_device != "cpu":
@@ -51,7 +51,7 @@ class ProbePlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """What is asked of the models."""
+    """Models, prompts and loads to measure."""
 
     target_model: str
     draft_model: str
@@ -60,11 +60,11 @@ class Questions:
     max_tokens: int
     loads: Sequence[int]
     is_translated: bool = False
-    """The draft has another tokenizer, and drafts tokens that both have."""
+    """Whether the draft has another tokenizer, and drafts shared tokens."""
 
 
 def places(device: str, placement: Placement = "apart") -> ProbePlacement:
-    """As `specdec up` would choose them. Raises ClusterFailed when the device is not there."""
+    """The devices and cores that `specdec up` would choose. Raises ClusterFailed if there is no such device."""
     try:
         devices = plan_devices(device, 0 if device == "cpu" else count_gpus())
     except ValueError as error:
@@ -88,9 +88,9 @@ def measure_pair(
 ) -> tuple[Measurements, ProbePlacement]:
     """Measure steps and agreement; the places come back with the target on fewer cores where those do as well.
 
-    Agreement does not depend on places, and is taken from what is `known` of the pair elsewhere.
+    Agreement does not depend on places, so it is taken from `known`, the measurements at other places.
 
-    Raises ClusterFailed with what the engine said.
+    Raises ClusterFailed with the engine's error.
     """
     sequences = sorted({*_SEQUENCES[: 1 + sum(count < max(questions.loads) for count in _SEQUENCES)], *questions.loads})
     task: dict[str, Any] = {"sequences": sequences, "rows": ROWS, "candidates": 1}
@@ -154,7 +154,7 @@ def run_probe(task: Mapping[str, Any], cores: Sequence[int], tell: Callable[[str
             stdout=answers,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a terminal's Ctrl-C is for this process, which ends the other
+            start_new_session=True,  # a terminal's Ctrl-C reaches this process only, which ends the child
         )
         said: list[str] = []
         try:

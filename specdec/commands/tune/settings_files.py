@@ -1,4 +1,4 @@
-"""The files that advice becomes: one for `specdec up --config FILE`, one for `helm install -f FILE`."""
+"""Advice as files: one for `specdec up --config FILE`, one for `helm install -f FILE`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from specdec.commands.tune.prediction import SettingsChoice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentFacts:
-    """What does not come from the advice."""
+    """Parts of the files that are not advice."""
 
     target_model: str
     draft_model: str
     device: str
     target_cores: tuple[int, ...] = ()
-    """Of the engine; none: the device is no CPU."""
+    """Cores of the engine; empty on other devices than CPU."""
     draft_cores: tuple[int, ...] = ()
     placement: str = "apart"
-    """Or `together`: the target runs the draft, on its own cores."""
+    """apart, or together: the target runs the draft on its own cores."""
     is_translated: bool = False
-    """The draft's tokenizer is not the target's."""
+    """Whether the draft's tokenizer differs from the target's."""
 
 
 def role_settings(choice: SettingsChoice) -> dict[str, dict[str, Any]]:
@@ -35,7 +35,7 @@ def role_settings(choice: SettingsChoice) -> dict[str, dict[str, Any]]:
         "target": {"max_draft_tokens": draft_tokens},
         "draft": {
             "max_draft_tokens": draft_tokens,
-            # So that a block that is accepted whole finds its successor under way.
+            # After a fully accepted block the next one is then being drafted already.
             "max_ahead_tokens": min(64, 2 * draft_tokens + 1),
             "num_siblings": choice.num_siblings,
             "max_heads": choice.max_heads,
@@ -68,7 +68,7 @@ def up_file(advice: Advice, deployment: DeploymentFacts) -> str:
 
 
 def chart_file(advice: Advice, deployment: DeploymentFacts) -> str:
-    """YAML for `helm install -f FILE`. Pods have cores of their own, so it names threads only."""
+    """YAML for `helm install -f FILE`. Pods have their own cores, so it sets threads only."""
     settings = role_settings(advice.choice)
     if deployment.target_cores:
         settings["target"]["num_threads"] = len(deployment.target_cores)
@@ -78,7 +78,7 @@ def chart_file(advice: Advice, deployment: DeploymentFacts) -> str:
         values: dict[str, dict[str, Any]] = {"target": {"settings": settings["target"]}, "draft": {"enabled": False}}
     else:
         values = {role: {"settings": own} for role, own in settings.items()}
-        if deployment.is_translated:  # up finds that out by itself
+        if deployment.is_translated:  # `specdec up` detects this itself
             values["draft"]["asksTarget"] = True
     return _commented(advice, values)
 

@@ -1,4 +1,4 @@
-"""Runs the settings that were picked, against plain decoding in the same deployment, in turns."""
+"""Runs the chosen settings and plain decoding in the same deployment, in turns."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What the deployment did."""
+    """Measurements of the deployment. Pairs are temperature and requests at once."""
 
     speedups: Mapping[tuple[float, int], float]
-    """By temperature and requests at once: medians of the ratios of neighbouring runs."""
+    """Medians of the ratios of neighbouring runs."""
     outside_ms: Mapping[int, float]
     """By requests at once: see `Measurements`."""
     between_ms: Mapping[tuple[float, int], tuple[float, float]]
-    """By temperature and requests at once: what passed between steps, with speculation and without, per step."""
+    """Milliseconds between steps, with speculation and without."""
     tokens_per_s: Mapping[tuple[float, int], float]
-    """By temperature and requests at once: decoded with speculation, all requests together."""
+    """Decoding speed of all requests together, with speculation."""
 
 
 def verify(
@@ -49,7 +49,7 @@ def verify(
     tell: Callable[[str], None],
     log_dir: Path | None = None,
 ) -> Verified:
-    """Start what the settings file would start, and measure. Raises ClusterFailed and `specdec.wire.errors`."""
+    """Start the deployment of the settings file, and measure. Raises ClusterFailed and `specdec.wire.errors`."""
     settings: dict[str, dict[str, Any]] = role_settings(choice)
     own_cores = {"target": where.target_cores, "draft": where.draft_cores if where.placement == "apart" else ()}
     for role, cores in own_cores.items():
@@ -86,7 +86,7 @@ def verify(
     speedups = {point: ratio for point, own in points.items() if (ratio := decoding_speedup(own)) is not None}
     if not speedups:
         failures = sorted({stream.failure for one in every for stream in one.streams if stream.failure})
-        raise ClusterFailed(f"no request of the verifying run ended: {'; '.join(failures) or 'no reason is known'}")
+        raise ClusterFailed(f"every request of the verifying run failed: {'; '.join(failures) or 'no reason is known'}")
     return Verified(
         speedups=speedups,
         outside_ms={load: outside_ms(every, load, measured) for load in questions.loads},
@@ -105,7 +105,7 @@ async def _measure(address: str, wishes: LoadPlan, passes: list[LoadRun], tell: 
 
 
 def decoding_speedup(passes: Sequence[LoadRun]) -> float | None:
-    """Median over neighbours of the plain run's time per token after the first chunk over the other's."""
+    """Median ratio of the plain run's to the other run's time per token after the first chunk, over pairs of runs."""
     ms = {(one.repeat, one.speculate): _ms_per_token(one) for one in passes}
     ratios = [
         slow / fast
@@ -121,7 +121,7 @@ def _ms_per_token(one: LoadRun) -> float | None:
 
 
 def _tokens_per_s(passes: Sequence[LoadRun]) -> float | None:
-    """Median over the passes with speculation."""
+    """Median speed of the passes with speculation."""
     found = [
         1e3 * one.load.concurrency / ms for one in passes if one.speculate and (ms := _ms_per_token(one)) is not None
     ]
@@ -129,7 +129,7 @@ def _tokens_per_s(passes: Sequence[LoadRun]) -> float | None:
 
 
 def outside_ms(passes: Sequence[LoadRun], load: int, measured: Measurements) -> float:
-    """What a plain step takes as served beyond the engine's own time for it."""
+    """Milliseconds of a plain step in serving beyond the engine's own time."""
     plain = _stats(passes, load, False)
     steps = sum(stats.num_steps for stats in plain)
     if not steps:
@@ -154,5 +154,5 @@ def _between_ms(passes: Sequence[LoadRun], load: int, speculate: bool) -> float:
 
 
 def with_outside(measured: Measurements, verified: Verified) -> Measurements:
-    """The measurements with what lies outside of steps."""
+    """The measurements with the time outside of steps."""
     return dataclasses.replace(measured, outside_ms=verified.outside_ms)

@@ -43,7 +43,7 @@ _STYLES = ("green", "cyan", "magenta", "yellow", "blue")
 _CHECK_S = 0.2
 TargetModel = Annotated[
     str | None,
-    typer.Option("--target", help="Folder or hub id. (default: the shipped one)", show_default=False),
+    typer.Option("--target", help="Target model: folder or hub id. (default: the shipped one)", show_default=False),
 ]
 DraftModel = Annotated[
     str | None,

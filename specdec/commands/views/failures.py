@@ -1,20 +1,19 @@
-"""Why a call failed, as an exit code and in plain words. Imports no gRPC: the probe of an HTTP service needs none."""
+"""Causes of failed calls, as exit codes and in words. It imports no gRPC, which the health check over HTTP omits."""
 
 from __future__ import annotations
 
 _CONNECT_FAILURES = {
-    "Connection refused": "nothing listens there",
+    "Connection refused": "no server listens there",
     "Domain name not found": "there is no such host",
     "errors resolving": "the host's name cannot be resolved",
-    "Socket closed": "the server closed the connection: it wants TLS, or a client certificate that it accepts (its log "
+    "Socket closed": "the server closed the connection: it needs TLS, or a client certificate that it accepts (its log "
     "says which)",
     "WRONG_VERSION_NUMBER": "the server does not speak TLS",
-    "CERTIFICATE_VERIFY_FAILED": "the server's certificate does not come from an authority that is trusted "
-    "here (--tls-ca)",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not from a trusted authority (--tls-ca)",
     "Hostname Verification": "the server's certificate is not for this host name",
-    "Failed parsing HTTP/2": "what listens there is no gRPC server",
+    "Failed parsing HTTP/2": "the server there does not speak gRPC",
 }
-"""What gRPC says of a connection that does not come about, and what it means."""
+"""Causes in plain words, by a part of gRPC's message."""
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -32,9 +31,9 @@ EXIT_CODES = {
     "UNAUTHENTICATED": 11,
     "PERMISSION_DENIED": 11,
 }
-"""By the name of gRPC's status."""
+"""Exit codes by the name of gRPC's status."""
 
 
 def connect_failure(message: str) -> str | None:
-    """Return why gRPC could not connect, in plain words; None when that is not what its message is about."""
+    """Return why gRPC could not connect, in plain words; None if its message has another subject."""
     return next((words for sign, words in _CONNECT_FAILURES.items() if sign in message), None)

@@ -28,12 +28,12 @@ ORIGIN_STYLES = {
     common_pb2.ORIGIN_FORCED: "blue",
 }
 ORIGIN_MEANINGS = {
-    common_pb2.ORIGIN_DRAFT: "guessed by the draft, accepted",
-    common_pb2.ORIGIN_RECOVERED: "the target's token where the draft was wrong",
-    common_pb2.ORIGIN_BONUS: "the target's token after a proposal that was right to its end",
+    common_pb2.ORIGIN_DRAFT: "an accepted token of the draft",
+    common_pb2.ORIGIN_RECOVERED: "the target's token in place of a rejected one",
+    common_pb2.ORIGIN_BONUS: "the target's token after a fully accepted proposal",
     common_pb2.ORIGIN_DECODE: "decoded without a proposal",
     common_pb2.ORIGIN_PREFILL: "first token",
-    common_pb2.ORIGIN_FORCED: "all that a constraint allowed",
+    common_pb2.ORIGIN_FORCED: "the only token that a constraint allowed",
 }
 DRAFTER_STYLES = {
     "ngram": "blue",
@@ -48,18 +48,18 @@ DRAFTER_STYLES = {
     "dflash": "bright_green",
     "dspark": "bright_green",
 }
-"""Of accepted tokens that no draft model proposed."""
+"""Colours of accepted tokens by the target's own drafter that proposed them."""
 HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 def legend() -> Text:
-    """Return one line per origin: its name in its colour, and what it means; drafters' names are on one."""
+    """Return one line per origin: its name in its colour and its meaning, and a line of drafters' names."""
     text = Text()
     for origin, meaning in ORIGIN_MEANINGS.items():
         text.append(f"  {ORIGIN_NAMES[origin]:<10}", style=ORIGIN_STYLES[origin])
         text.append(f"{meaning}\n", style="dim")
         if origin == common_pb2.ORIGIN_DRAFT:
-            text.append("            the same, by a drafter of the target's own:", style="dim")
+            text.append("            the same by the target's own drafters:", style="dim")
             for name, style in DRAFTER_STYLES.items():
                 text.append(f" {name}", style=style)
             text.append("\n")
@@ -81,8 +81,8 @@ class _Pending:
 class OriginPainter:
     """Splits one choice's text into spans of one origin each.
 
-    Text may come later than its tokens (held back for a stop string, or half a character), so tokens whose
-    text has not come yet are remembered. All text is returned exactly once, in order.
+    Text may arrive later than its tokens (it may begin a stop string, or end inside a character), so tokens wait here
+    for their text. All text is returned exactly once, in order.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def make_pairs(title: str) -> Table:
 
 
 def make_table(title: str, *columns: str) -> Table:
-    """Return an empty table in the style of all of them: first column left, others right."""
+    """Return an empty table in the common style: first column left-aligned, others right-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
@@ -72,7 +72,7 @@ def statistics_table(completion: Completion) -> Table:
         table.add_row("draft accepted", f"{stats.num_accepted} of {stats.num_proposed} verified{share}")
         table.add_row("  by depth", acceptance_by_depth(stats))
         table.add_row("acceptance length", f"{stats.mean_acceptance_length:.2f} tokens per verifying step, on average")
-        table.add_row("proposal at hand", f"{stats.hit_rate:.0%} of steps")
+        table.add_row("steps with a proposal", f"{stats.hit_rate:.0%}")
         table.add_row("draft wasted", str(stats.num_wasted))
     for record in stats.drafters:
         table.add_row(
@@ -82,7 +82,7 @@ def statistics_table(completion: Completion) -> Table:
         )
     if usage.HasField("accepted_prediction_tokens"):
         taken, refused = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
-        table.add_row("prediction", f"{taken} tokens taken over, {refused} tried in vain")
+        table.add_row("prediction", f"{taken} tokens accepted, {refused} rejected")
     if stats.num_suspended_steps:
         table.add_row("draft suspended", f"{stats.num_suspended_steps} steps: plain decoding was measured to be faster")
     table.add_section()
@@ -96,7 +96,7 @@ def statistics_table(completion: Completion) -> Table:
 
 
 def origin_counts(completion: Completion) -> Text:
-    """Return how many tokens came from where, in the origins' colours."""
+    """Return the number of tokens by origin, in the origins' colours."""
     counts = Counter(token.origin for choice in completion.choices.values() for token in choice.tokens)
     parts = [
         Text(f"{name} {counts[origin]}", style=ORIGIN_STYLES[origin])
@@ -131,9 +131,9 @@ def comparison_table(speculative: Completion, plain: Completion) -> Table:
 
 
 def equality_line(speculative: Completion, plain: Completion) -> Text:
-    """Return whether both runs gave the same tokens, and if not, where they part."""
+    """Return whether both runs gave the same tokens, and if not, where they begin to differ."""
     if speculative.identity == plain.identity:
-        return Text(f"The tokens are equal: all {plain.num_tokens} of them.", style="bold green")
+        return Text(f"All {plain.num_tokens} tokens are equal.", style="bold green")
     for index in sorted(speculative.choices | plain.choices):
         ours = speculative.choices[index].token_ids if index in speculative.choices else []
         theirs = plain.choices[index].token_ids if index in plain.choices else []
@@ -145,7 +145,7 @@ def equality_line(speculative: Completion, plain: Completion) -> Text:
 
 
 def replicas_table(status: coordinator_pb2.GetStatusResponse) -> Table:
-    """Return what is loaded where, with each replica's state and load; reasons for a state come below."""
+    """Return each replica with its model, state and load."""
     table = make_table("Replicas", "role", "address", "state", "model", "place", "run+wait", "KV blocks")
     for column in table.columns[:3]:
         column.no_wrap, column.justify = True, "left"
@@ -178,20 +178,20 @@ def coordinators_table(status: coordinator_pb2.GetStatusResponse) -> Table:
 
 
 def replica_details(status: coordinator_pb2.GetStatusResponse) -> Text:
-    """Return why replicas are in the state they are in, one line for each that says so."""
+    """Return the reason for each replica's state, one line for each that reports one."""
     lines = [f"{replica.address}: {replica.detail}" for replica in status.replicas if replica.detail]
     return cell("\n".join(lines), style="yellow")
 
 
 def model_table(info: coordinator_pb2.GetModelInfoResponse) -> Table:
-    """Return what is served and its limits."""
+    """Return the served model and its limits."""
     table = make_pairs("Served")
     target = f"{info.target.name} ({info.target.architecture}, {parameters(info.target)} parameters)"
     table.add_row("model", cell(target))
     if info.HasField("draft"):
         draft = f"{info.draft.name} ({parameters(info.draft)} parameters)"
     else:
-        draft = "none: the target's own drafters propose" if info.drafters else "none: decodes plainly"
+        draft = "none: the target's own drafters propose" if info.drafters else "none: decoding is plain"
     table.add_row("draft", cell(draft))
     if info.draft.HasField("draft_vocabulary"):
         table.add_row("  its tokenizer", cell(vocabulary(info.draft.draft_vocabulary)))
@@ -207,10 +207,10 @@ def model_table(info: coordinator_pb2.GetModelInfoResponse) -> Table:
 
 
 def vocabulary(shared: common_pb2.DraftVocabulary) -> str:
-    """Return how a draft with another tokenizer takes and gives the target's tokens, and how many it has."""
+    """Return how a draft with another tokenizer drafts, and how many of the target's tokens it has."""
     share = f" ({shared.num_shared / shared.num_target:.0%})" if shared.num_target else ""
     how = {"intersection": "drafts those tokens", "text": "drafts text"}.get(shared.method, shared.method)
-    return f"another than the target's: has {shared.num_shared} of {shared.num_target} tokens{share}, {how}"
+    return f"differs from the target's: has {shared.num_shared} of {shared.num_target} tokens{share}, {how}"
 
 
 def parameters(identity: common_pb2.ModelIdentity) -> str:

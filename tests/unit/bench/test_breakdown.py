@@ -60,7 +60,7 @@ def test_of_targets_that_do_not_say_who_proposed_it_is_not_told() -> None:
     silent.steps[1].tree.ClearField("drafters")
     silent.steps[1].tree.ClearField("proposed_by")
     (row,) = breakdown_of([told(silent)])["by_drafter"]
-    assert (row["drafter"], row["num_verified"], row["num_accepted"]) == ("not told", 3, 2)
+    assert (row["drafter"], row["num_verified"], row["num_accepted"]) == ("unknown", 3, 2)
 
 
 def test_steps_count_at_the_position_of_their_first_token_and_plain_ones_nowhere() -> None:

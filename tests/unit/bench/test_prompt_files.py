@@ -42,10 +42,10 @@ def test_each_form_is_read(tmp_path: Path, name: str, text: str, prompts: tuple[
         ("p.json", '{"prompt": "x"}', "holds no list"),
         ("p.json", 100_000 * "[", "nested too deeply"),
         ("p.jsonl", '"good"\n"bad \\ud800"\n', "line 2 has half of a surrogate pair at character 4"),
-        ("p.jsonl", '"good"\n{"prompt": "x", "kind": 3}\n', "line 2: its kind is no text"),
-        ("p.jsonl", '{"prompt": "x", "kind": " "}\n', "line 1: its kind"),
-        ("p.jsonl", '{"prompt": "x", "kind": "two\\nlines"}\n', "line 1: its kind"),
-        ("p.json", '[{"prompt": "x", "kind": "' + 41 * "k" + '"}]', "entry 1: its kind"),
+        ("p.jsonl", '"good"\n{"prompt": "x", "kind": 3}\n', "line 2: kind must be a text"),
+        ("p.jsonl", '{"prompt": "x", "kind": " "}\n', "line 1: kind"),
+        ("p.jsonl", '{"prompt": "x", "kind": "two\\nlines"}\n', "line 1: kind"),
+        ("p.json", '[{"prompt": "x", "kind": "' + 41 * "k" + '"}]', "entry 1: kind"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_place(tmp_path: Path, name: str, text: str, why: str) -> None:

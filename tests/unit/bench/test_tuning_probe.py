@@ -74,7 +74,7 @@ def test_files_say_of_tokens_what_the_loaded_models_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "why"),
     [
-        ([5, 10**8], "prompt 2 is not made of tokens that the model knows"),
+        ([5, 10**8], "prompt 2 has no token, or a token id outside the model's vocabulary"),
         ([5] * 4000, "prompt 2 has 4000 tokens, which leave no room for 32 more in a context of 2048"),
     ],
     ids=["unknown token", "too long"],

@@ -124,14 +124,14 @@ def test_requests_that_fail_are_named_and_the_rest_is_measured(
         (("--model", "missing"), 3, "MODEL_NOT_FOUND"),
         (("--temperature", "3"), 2, "must be in [0, 2]"),
         (("--temperature", "-1"), 2, "greater than or equal to"),
-        (("--concurrency", "0"), 2, "from 1 on"),
-        (("--concurrency", "-4"), 2, "from 1 on"),
-        (("--concurrency", "many"), 2, "no comma-separated list"),
+        (("--concurrency", "0"), 2, "whole numbers from 1"),
+        (("--concurrency", "-4"), 2, "whole numbers from 1"),
+        (("--concurrency", "many"), 2, "not a comma-separated list"),
         (("--rate", "-2"), 2, "above 0"),
-        (("--rate", "nan"), 2, "names no number"),
+        (("--rate", "nan"), 2, "must be finite numbers"),
         (("--rate", "1e9"), 2, "more than 100000 requests"),
         (("--rate", "1", "--seconds", "inf"), 2, "more than 100000 requests"),
-        (("--concurrency", ""), 2, "names no number"),
+        (("--concurrency", ""), 2, "must be finite numbers"),
         (("--concurrency", "1000000"), 2, "more than 100000 requests"),
         (("--concurrency", "1,8", "--requests", "7"), 2, "7 is below --concurrency 8"),
         (("--temperature", "nan"), 2, "--temperature"),
@@ -158,4 +158,4 @@ def test_an_address_where_nothing_listens_is_named() -> None:
     address = f"127.0.0.1:{free_port()}"
     result = bench(address)
     assert result.exit_code == 6
-    assert f"cannot connect to {address}: nothing listens there" in result.stderr
+    assert f"cannot connect to {address}: no server listens there" in result.stderr

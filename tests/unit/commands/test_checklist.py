@@ -71,7 +71,7 @@ def test_one_that_does_not_fit_is_told_of(bad: api.ReplicaStatus, line: str, out
     [
         (["draft_model", "ngram"], 1.0, []),
         (["ngram", "suffix"], 0.0, []),
-        (["ngram", "suffix"], 1.0, ["what drafts suits the temperature"]),
+        (["ngram", "suffix"], 1.0, ["drafters suit the temperature"]),
         (["lookahead", "draft_model"], 0.0, ["rows are cheap enough for lookahead"]),
         (["eagle3"], 1.0, ["eagle3: the layers are those of its training"]),
     ],
@@ -101,10 +101,10 @@ def test_a_settings_file_is_held_against_models_and_known_settings() -> None:
         ({"draft_set": ["max_heads=nine"]}, "settings of the draft are valid", FindingOutcome.FAIL),
         ({"target_set": ["no_such=1"]}, "settings of the target are valid", FindingOutcome.FAIL),
         ({"target_set": ["drafters=magic"]}, "settings of the target are valid", FindingOutcome.FAIL),
-        ({"draft": "/nowhere"}, "the draft is there", FindingOutcome.FAIL),
+        ({"draft": "/nowhere"}, "the draft exists", FindingOutcome.FAIL),
         (
             {"target_set": ["adaptive_speculation=false"]},
-            "speculation stops where it does not pay",
+            "speculation stops when it does not pay",
             FindingOutcome.WARN,
         ),
     ],

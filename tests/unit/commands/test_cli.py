@@ -200,7 +200,11 @@ def test_a_malformed_flag_is_named_and_nothing_is_sent(command: Command, argumen
         (["x", "--temperature", "3"], 2, ["INVALID_ARGUMENT", "sampling.temperature: must be in [0, 2]"]),
         (["x", "--model", "missing"], 3, ["NOT_FOUND (MODEL_NOT_FOUND)", "model 'missing' is not served"]),
         (["overload"], 5, ["RESOURCE_EXHAUSTED (OVERLOADED)", "try again in 2.5 s"]),
-        (["x", "--address", "127.0.0.1:1"], 6, ["UNAVAILABLE", "cannot connect to 127.0.0.1:1: nothing listens there"]),
+        (
+            ["x", "--address", "127.0.0.1:1"],
+            6,
+            ["UNAVAILABLE", "cannot connect to 127.0.0.1:1: no server listens there"],
+        ),
     ],
 )
 def test_a_servers_error_is_told_with_its_field_and_code(
@@ -341,7 +345,7 @@ def test_the_variable_of_the_json_flag_is_named_after_the_flag(command: Command,
 def test_health_says_what_is_wrong_with_the_connection(command: Command) -> None:
     result = command("health", "--address", "127.0.0.1:1")
     assert result.exit_code == 6
-    assert result.stderr == "127.0.0.1:1: UNAVAILABLE: nothing listens there\n"
+    assert result.stderr == "127.0.0.1:1: UNAVAILABLE: no server listens there\n"
 
 
 def test_another_service_at_the_address_is_told_apart_from_a_coordinator(command: Command) -> None:

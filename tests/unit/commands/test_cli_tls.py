@@ -76,11 +76,11 @@ def test_an_authority_of_ones_own_stands_in_for_those(command: SecureCommand) ->
 def test_a_server_of_an_authority_that_is_not_trusted_is_not_talked_to(command: SecureCommand) -> None:
     result = command("--tls", *command.pair, trusted=command.other_authority)
     assert result.returncode == 6
-    assert "does not come from an authority that is trusted here (--tls-ca)" in result.stderr
+    assert "is not from a trusted authority (--tls-ca)" in result.stderr
     assert result.stderr.startswith("error: UNAVAILABLE\n"), "gRPC's own log lines are left out"
 
 
 def test_without_tls_a_server_that_wants_it_is_told_apart(command: SecureCommand) -> None:
     result = command(trusted=command.authority)
     assert result.returncode == 6
-    assert "it wants TLS" in result.stderr
+    assert "it needs TLS" in result.stderr

@@ -23,7 +23,7 @@ def shown(table: Table) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("info", "told"),
     [
-        (api.GetModelInfoResponse(), "none: decodes plainly"),
+        (api.GetModelInfoResponse(), "none: decoding is plain"),
         (api.GetModelInfoResponse(drafters=["ngram"]), "none: the target's own drafters propose"),
         (api.GetModelInfoResponse(draft=pb.ModelIdentity(name="small", num_parameters=900)), "small (900 parameters)"),
     ],

@@ -69,17 +69,17 @@ def test_each_node_has_its_state_and_rank_and_the_reason() -> None:
     assert nodes[1].target_prob == pytest.approx(0.25)
     assert nodes[4].target_prob is None
     assert [node.why for node in nodes[1:]] == [
-        "the target took 'three' (p 0.12), guess 2 of 2 here, at 0.20",
+        "the target's token is 'three' (p 0.12), proposal 2 of 2 here, with score 0.20",
         "it is the target's token",
-        "what it follows was rejected",
-        "not worth its row in the step",
+        "its parent was rejected",
+        "its expected gain was below the cost of a row",
     ]
 
 
 def test_a_token_that_nobody_guessed_is_said_to_be_so() -> None:
     tree = pb.StepTree(token_ids=[1], parents=[-1], scores=b"\xcc", verified=[0], logprobs=[-2.0])
     (node,) = explain(choice_of((2, 0.9), tree=tree), TEXTS).steps[1].nodes
-    assert node.why == "the target took 'two' (p 0.90), which nobody proposed here"
+    assert node.why == "the target's token is 'two' (p 0.90), which was not proposed here"
 
 
 def test_who_proposed_a_node_is_told_where_the_target_tells_it() -> None:

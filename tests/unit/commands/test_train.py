@@ -33,8 +33,8 @@ def refusal(*arguments: str) -> str:
 def test_what_does_not_go_with_a_kind_is_refused(prompts: Path, tmp_path: Path) -> None:
     usual = ("--prompts", str(prompts), "--out", str(tmp_path / "out"))
     assert "only eagle3 and dspark read layers" in refusal("medusa", *usual, "--layer-ids", "1,2,3")
-    assert "a draft names all tokens" in refusal("draft_model", *usual, "--draft-vocab-size", "20")
-    assert "only a draft_model goes on from a draft" in refusal("eagle3", *usual, "--initial-draft", "x")
+    assert "a draft_model proposes all tokens" in refusal("draft_model", *usual, "--draft-vocab-size", "20")
+    assert "only draft_model continues from a draft" in refusal("eagle3", *usual, "--initial-draft", "x")
     assert "HOST:PORT" in refusal("eagle3", *usual, "--address", "nowhere")
     assert "eagle7" in refusal("eagle7", *usual)
 
@@ -52,7 +52,7 @@ def test_too_few_prompts_and_tokens_that_the_target_has_not_are_refused(tmp_path
     file.write_text("[[1, 2, 3]]")
     assert "too few prompts" in refusal(*usual)
     file.write_text(json.dumps([[1, 2, 4000]] * 20))
-    assert "the target does not know" in refusal(*usual)
+    assert "outside the target's vocabulary" in refusal(*usual)
     file.write_text(json.dumps(["a text"] * 20))
     assert "no tokenizer" in refusal(*usual)
 

@@ -11,6 +11,8 @@ import torch
 from specdec.engine.engine import Engine
 from specdec.engine.errors import SequenceStateError
 from specdec.engine.outputs import StepOutput
+from specdec.engine.runner import PassObserver
+from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
 from tests.support.engine.engine_steps import PROMPT, assert_next_logits_are_fresh, prefilled
@@ -44,6 +46,34 @@ def test_what_is_launched_is_known_to_be_done_without_being_collected() -> None:
     assert engine.launch()
     assert [engine.is_done() for _ in range(4)] == [False, False, True, True]
     engine.collect()
+
+
+class Noting(PassObserver):
+    def __init__(self, device: LateDevice) -> None:
+        self.events: list[object] = []
+        self._device = device
+
+    def pass_chosen(self, sequences: list[Sequence]) -> None:
+        self.events.append(("chosen", [seq.seq_id for seq in sequences], self._device.num_launched))
+
+    def blocks_copied(self, pairs: list[tuple[int, int]]) -> None:
+        self.events.append(("copied", len(pairs)))
+
+    def pass_begins(self, items: list[ScheduledItem]) -> None:
+        self.events.append(("begins", [item.seq.seq_id for item in items], self._device.num_launched))
+
+
+def test_an_observer_is_told_of_a_pass_in_order_and_before_it_is_launched() -> None:
+    engine, device = late_exact_engine()
+    parent = prefilled(engine)
+    child, observer, num_before = engine.fork(parent), Noting(device), device.num_launched
+    engine.append(child, [7])
+    assert engine.launch({child.seq_id}, observer)
+    engine.collect()
+    ids = [child.seq_id]
+    assert observer.events == [("chosen", ids, num_before), ("copied", 1), ("begins", ids, num_before)]
+    assert not engine.launch({child.seq_id}, observer)
+    assert len(observer.events) == 3, "nothing could run"
 
 
 def test_nothing_to_run_launches_nothing() -> None:

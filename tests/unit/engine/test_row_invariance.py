@@ -44,13 +44,18 @@ def runners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def all_ways(runner: ModelRunner) -> dict[str, play.Log]:
-    return {
+    """All of them with one thread, and with as many as divide no model's heads; with others, the first five."""
+    ways = {
         "alone": play.play_alone(runner, TOKENS),
-        "chunks of 1": play.play_alone(runner, TOKENS, max_batch_tokens=1),
         "chunks of 13": play.play_alone(runner, TOKENS, max_batch_tokens=13),
         "batch of 32": play.play_in_batch(runner, TOKENS, OTHERS),
         "plain decode": play.play_decodes(runner, TOKENS, PROMPT),
         "tree nodes": play.play_trees(runner, TOKENS, PROMPT, WRONG),
+    }
+    if runner.settings.num_threads not in (1, 3):
+        return ways
+    return ways | {
+        "chunks of 1": play.play_alone(runner, TOKENS, max_batch_tokens=1),
         "after a rollback": play.play_rollback(runner, TOKENS, PROMPT, WRONG),
         "cache hit": play.play_cache_hit(runner, TOKENS),
     }

@@ -162,7 +162,7 @@ BREAKING = [
         'presence" to "optional with implicit presence".',
     ),
     (
-        *("common.proto", "  // Lower runs first.\n  int32 priority = 9;\n", "  reserved 9;\n"),
+        *("common.proto", "  // Lower values run first.\n  int32 priority = 9;\n", "  reserved 9;\n"),
         'Previously present field "9" with name "priority" on message "OpenSession" was deleted.',
     ),
     (
@@ -171,7 +171,7 @@ BREAKING = [
         'Field "5" with name "close" on message "DraftEntry" moved from inside to outside a oneof.',
     ),
     (
-        *("common.proto", "  // A plain decoding step: no proposal was at hand.\n  ORIGIN_DECODE = 5;\n", ""),
+        *("common.proto", "  // A plain decoding step: no usable proposal.\n  ORIGIN_DECODE = 5;\n", ""),
         'Previously present enum value "5" on enum "Origin" was deleted.',
     ),
     (
@@ -189,8 +189,8 @@ BREAKING = [
 ]
 ADDITIONS = [
     (
-        *("common.proto", "  // Lower runs first.\n"),
-        "  // New.\n  optional uint32 brand_new = 900;\n  // Lower runs first.\n",
+        *("common.proto", "  // Lower values run first.\n"),
+        "  // New.\n  optional uint32 brand_new = 900;\n  // Lower values run first.\n",
     ),
     (
         *("target.proto", "    // More credit.\n    Credit credit = 5;\n"),

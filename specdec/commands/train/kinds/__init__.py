@@ -1,1 +1,1 @@
-"""The kinds of drafters that can be trained, a file for each."""
+"""Kinds of drafters that can be trained, one file each."""

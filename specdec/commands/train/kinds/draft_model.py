@@ -1,4 +1,4 @@
-"""A small draft in training: an ordinary model, distilled from its target."""
+"""Training of a small draft: an ordinary model, distilled from its target."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_confi
 
 
 class DraftModelTrainee:
-    """`Trainee` of a Llama of the recipe's sizes, or of a draft that there is."""
+    """`Trainee` for a new Llama of the recipe's sizes, or for an existing draft."""
 
     lead = 0
 
     def __init__(self, recipe: Recipe, target: TargetParts) -> None:
-        """Weights come from torch's random state. Raises TrainingRefused: the draft that there is has other tokens."""
+        """New weights come from torch's random state. Raises TrainingRefused if the draft has another vocabulary."""
         self.target_ids: torch.Tensor | None = None
         self._recipe, self._target = recipe, target
         model: Any
@@ -38,14 +38,14 @@ class DraftModelTrainee:
         self.module: nn.Module = model.to(target.device)
 
     def guesses(self, batch: TextBatch, num_depths: int) -> Iterator[Guesses]:
-        """See `Trainee`. Over the target's tokens each depth is the first one of another place: one is learned."""
+        """See `Trainee`. Each depth equals the first depth of another place, so only that one is learned."""
         model: Any = self.module
         logits = model(input_ids=batch.token_ids, use_cache=False).logits
         for depth in range(1 if model.training else min(num_depths, logits.shape[1])):
             yield Guesses(depth, logits[:, depth:])
 
     def save(self, folder: Path) -> None:
-        """As transformers saves models, with the target's tokenizer."""
+        """Save the model in transformers' format, with the target's tokenizer."""
         model: Any = self.module
         learned_dtype = model.dtype
         model.to(self._target.dtype).save_pretrained(folder)

@@ -1,8 +1,8 @@
-"""A DSpark head in training: the blocks after every token of a text at once, each with what it has when it serves.
+"""Training of a DSpark head: the blocks after all tokens of a text at once, each with the same input as in serving.
 
-The block of place n begins with the token n + 1, the last one committed, and masks follow. Its rows read the entries of
-the target's states up to n, and each other in both directions. Slot k guesses the token n + 2 + k, and hears of the one
-before it: in training of the target's own.
+The block of place n begins with the token n + 1, the last committed one, and masks follow. Its rows read the entries of
+the target's states up to n, and each other in both directions. Slot k drafts the token n + 2 + k, corrected by the
+token before it; in training that is the target's own.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from specdec.drafting.heads.methods.dspark import SparkModel
 from specdec.drafting.heads.parts import Attend
 
 _SMALL = 0.1
-"""Of new weights beside what the head begins with."""
+"""Scale of new weights, small beside the target's that the head starts from."""
 
 
 def block_attention(entries: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: tuple[int, int, int]) -> Attend:
-    """Attention of all blocks of all texts; `shape`: texts, places of each, and slots of a block.
+    """Attention of all blocks of all texts; `shape`: texts, places per text, and slots per block.
 
-    `entries` are by layer the keys and values [texts * places, kv heads, d] of the target's states. Cost: memory for
-    texts * heads * places^2 * slots weights.
+    `entries` has by layer the keys and values [texts * places, kv heads, d] of the target's states. Memory: texts *
+    heads * places^2 * slots weights.
     """
     num_texts, num_places, _ = shape
     places = torch.arange(num_places, device=entries[0][0].device)
@@ -57,14 +57,14 @@ def block_attention(entries: Sequence[tuple[torch.Tensor, torch.Tensor]], shape:
 
 
 class DSparkTrainee:
-    """`Trainee` of a DSpark head as wide as its target, whose embedding it shares; a block has a slot per depth."""
+    """`Trainee` for a DSpark head that has its target's width and embedding; a block has a slot per depth."""
 
     lead = 1
 
     def __init__(self, recipe: Recipe, target: TargetParts, target_ids: torch.Tensor | None, sample: TextBatch) -> None:
         """`sample` gives the scale of the target's states. Weights come from torch's random state.
 
-        Raises TrainingRefused: the target has no embedding that a mask could have.
+        Raises TrainingRefused if the target has no embedding for the mask.
         """
         self.target_ids = target_ids
         self._recipe, self._target = recipe, target
@@ -80,7 +80,7 @@ class DSparkTrainee:
         with torch.no_grad():
             block.embed_tokens.weight.copy_(target.embedding)
             block.lm_head.weight.copy_(target.lm_head if target_ids is None else target.lm_head[target_ids])
-            # Entries begin as the last layer that it reads, and logits with the scale of the target's.
+            # Entries start as the last layer that it reads, and logits with the target's scale.
             block.fc.weight.mul_(_SMALL)
             block.fc.weight[:, -size:] += torch.eye(size, device=target.device)
             block.norm.weight.copy_((sample.finals.square().sum((0, 1)) / sample.lengths.sum()).sqrt())
@@ -91,7 +91,7 @@ class DSparkTrainee:
             block.lm_head.weight.requires_grad_(False)
 
     def guesses(self, batch: TextBatch, num_depths: int) -> Iterator[Guesses]:
-        """See `Trainee`; no depth past the slots of a block."""
+        """See `Trainee`; depths end with the slots of a block."""
         num_texts, num_places = batch.token_ids.shape[0], batch.token_ids.shape[1] - 1
         shape = (num_texts, num_places, self._recipe.num_depths)
         hidden = self._hidden(batch, shape).unflatten(0, shape)
@@ -105,7 +105,7 @@ class DSparkTrainee:
             yield Guesses(depth, logits, None if confidence is None else confidence.unflatten(0, (num_texts, num)))
 
     def _hidden(self, batch: TextBatch, shape: tuple[int, int, int]) -> torch.Tensor:
-        """Normed states of the rows of all blocks, one text after the other."""
+        """Normalised states of the rows of all blocks, text by text."""
         block = self._block
         num_texts, num_places, num_slots = shape
         places = torch.arange(num_places, device=batch.token_ids.device)
@@ -117,7 +117,7 @@ class DSparkTrainee:
         return block.run(embedded.flatten(0, 2), positions.expand(shape).flatten(), block_attention(entries, shape))
 
     def save(self, folder: Path) -> None:
-        """In the format of `speculators`; what is the target's own is left to the target."""
+        """Save the head in the format of `speculators`, without the target's own weights."""
         skipped = {"embed_tokens.weight"} | ({"lm_head.weight"} if self.target_ids is None else set())
         tensors = {name: value for name, value in self._block.state_dict().items() if name not in skipped}
         tensors |= self._spark.state_dict()
@@ -146,7 +146,7 @@ class DSparkTrainee:
 
 
 def _mask_token(embedding: torch.Tensor) -> int:
-    """The last token that has an embedding: rows of zeros, as padding has, would look the same at all positions."""
+    """The last token with an embedding that is not zero, as padding's is: zero rows would not differ by position."""
     rows = embedding.abs().sum(-1).nonzero()
     if not len(rows):
         raise TrainingRefused("the target's embedding is zero")

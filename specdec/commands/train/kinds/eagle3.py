@@ -1,8 +1,8 @@
-"""An EAGLE-3 head in training: it learns on its own states, too, as many tokens ahead as it will draft.
+"""Training of an EAGLE-3 head, which also learns on its own states, as many tokens ahead as it will draft.
 
-A row is a token j with the one after it, and guesses the token at j + 2. At depth 0 it reads what the target computed
-of token j; at depth k what the head itself computed at depth k - 1 of token j - 1, and it attends to the entries of the
-target's states up to j - k and to those of its own way since: just what it has when it serves.
+A row is a token j with the one after it, and drafts the token at j + 2. At depth 0 it reads the target's states of
+token j; at depth k it reads the head's own state of token j - 1 at depth k - 1. It attends to the entries of the
+target's states up to j - k, and to its own entries after that. This is the same input as in serving.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from specdec.drafting.heads.methods.eagle3 import Eagle3Model
 from specdec.drafting.heads.parts import Attend
 
 _SMALL = 0.1
-"""What the layer adds at first, over what a new layer would."""
+"""Scale of the new layer's first output, relative to that of a usual initialisation."""
 
 
 class DepthAttention:
-    """Attention of `num_texts` texts of `length` rows each over entries of all depths so far."""
+    """Attention of `num_texts` texts with `length` rows each over the entries of all previous depths."""
 
     def __init__(self, num_texts: int, length: int, device: torch.device) -> None:
         self._shape = (num_texts, length)
@@ -38,7 +38,7 @@ class DepthAttention:
         self._distance = rows[:, None] - rows[None, :]
 
     def next_depth(self) -> Attend:
-        """What attends for the next depth; rows before it attend to themselves only and mean nothing."""
+        """Attention of the next depth; its first `depth` rows attend to themselves only and have no meaning."""
         depth = len(self._keys)
         self._keys.append({})
 
@@ -68,14 +68,14 @@ class DepthAttention:
 
 
 def _down(rows: torch.Tensor, by: int) -> torch.Tensor:
-    """Rows [B, T, ...] moved down by so many, zeros before them."""
+    """Rows [B, T, ...] moved down by `by`, with zeros before them."""
     if by == 0:
         return rows
     return torch.cat([torch.zeros_like(rows[:, :by]), rows[:, :-by]], dim=1)
 
 
 class Eagle3Trainee:
-    """`Trainee` of an EAGLE-3 head as wide as its target, whose embedding it shares."""
+    """`Trainee` for an EAGLE-3 head that has its target's width and embedding."""
 
     lead = 1
 
@@ -95,7 +95,7 @@ class Eagle3Trainee:
         with torch.no_grad():
             model.embed_tokens.weight.copy_(target.embedding)
             model.lm_head.weight.copy_(target.lm_head if target_ids is None else target.lm_head[target_ids])
-            # It begins with the target's own guess from the last layer that it reads.
+            # It starts with the target's own prediction from the last layer that it reads.
             model.fc.weight.mul_(_SMALL)
             model.fc.weight[:, -size:] += torch.eye(size, device=target.device)
             for part in layer.self_attn.o_proj, layer.mlp.down_proj:
@@ -122,7 +122,7 @@ class Eagle3Trainee:
             states = _down(model.carry(hidden).unflatten(0, (num_texts, length)), 1).flatten(0, 1)
 
     def save(self, folder: Path) -> None:
-        """In the format of `speculators`; what is the target's own is left to the target."""
+        """Save the head in the format of `speculators`, without the target's own weights."""
         skipped = {"embed_tokens.weight"} | ({"lm_head.weight"} if self.target_ids is None else set())
         tensors = {name: value for name, value in self.module.state_dict().items() if name not in skipped}
         tensors |= vocabulary_tensors(self.target_ids, self._target.vocab_size)

@@ -1,4 +1,4 @@
-"""Medusa heads in training: each guesses one depth from the last state alone."""
+"""Training of Medusa heads: each drafts one depth from the last state only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.drafting.heads.methods.medusa import MedusaModel
 
 
 class MedusaTrainee:
-    """`Trainee` of Medusa heads. They begin as the target's own head."""
+    """`Trainee` for Medusa heads, which start as copies of the target's own head."""
 
     lead = 1
 
@@ -37,7 +37,7 @@ class MedusaTrainee:
         self.module: nn.Module = model.to(target.device)
 
     def guesses(self, batch: TextBatch, num_depths: int) -> Iterator[Guesses]:
-        """See `Trainee`; no depth past the heads that there are."""
+        """See `Trainee`; depths end with the heads."""
         heads: Any = self.module
         length = batch.token_ids.shape[1]
         for depth, head in enumerate(list(heads)[:num_depths]):
@@ -45,7 +45,7 @@ class MedusaTrainee:
                 yield Guesses(depth, head(batch.finals[:, : length - 1 - depth]))
 
     def save(self, folder: Path) -> None:
-        """In the authors' format, or in vLLM's former one where the heads name fewer tokens."""
+        """Save the heads in the authors' format, or in vLLM's former one if they propose fewer tokens."""
         recipe, tensors = self._recipe, dict(self.module.state_dict())
         config: dict[str, Any] = {
             "medusa_num_heads": recipe.num_depths,

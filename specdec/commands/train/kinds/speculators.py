@@ -1,4 +1,4 @@
-"""What checkpoints of heads in the format of `speculators` have in common."""
+"""Common parts of heads' checkpoints in the format of `speculators`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specdec.commands.train.trainee import TargetParts
 def head_config(
     recipe: Recipe, target: TargetParts, *, method: str, model_type: str, num_layers: int, draft_size: int
 ) -> dict[str, Any]:
-    """The parts of a config.json that every head has: its layers, as wide as the target, and how it is used.
+    """The common parts of a head's config.json: its layers, which have the target's width, and its use.
 
-    `model_type` is that of its layers (`qwen3`: queries and keys are normed per head), `draft_size` the number of
-    tokens that it can name.
+    `model_type` is that of its layers (`qwen3` normalises queries and keys per head), `draft_size` the number of
+    tokens that it can propose.
     """
     size = target.hidden_size
     return {
@@ -57,7 +57,7 @@ def head_config(
 
 
 def vocabulary_tensors(target_ids: torch.Tensor | None, vocab_size: int) -> dict[str, torch.Tensor]:
-    """`d2t` and `t2d` of a head that names these of the target's ids [D]; none where it names all."""
+    """`d2t` and `t2d` of a head that proposes these of the target's ids [D]; empty if it proposes all."""
     if target_ids is None:
         return {}
     ids = target_ids.cpu()
