@@ -102,7 +102,7 @@ class Forks:
         return sum(map(len, self._waiting.values()))
 
     def wait(self, session: TargetSession) -> None:
-        """The session waits from now on."""
+        """Let the session wait from now on."""
         self._waiting.setdefault(session.body.fork_from, []).append(session)
 
     def take(self, parent_id: str) -> list[TargetSession]:
@@ -110,7 +110,7 @@ class Forks:
         return self._waiting.pop(parent_id, [])
 
     def drop(self, session: TargetSession) -> None:
-        """The session has ended while it waited; nothing happens if it did not wait."""
+        """Forget a session that has ended; nothing happens if it did not wait."""
         if session in (waiting := self._waiting.get(session.body.fork_from, [])):
             waiting.remove(session)
 
@@ -142,7 +142,7 @@ class Admission:
         compiler: GrammarCompiler | None,
         on_fault: Callable[[TargetSession, Exception], None],
     ) -> None:
-        """`sessions`: all that are open. `on_fault` ends one whose constraint cannot be compiled."""
+        """`sessions`: all open sessions. `on_fault` ends a session whose constraint cannot be compiled."""
         self.forks = Forks()
         self.by_seq: dict[int, TargetSession] = {}
         """Sessions with a sequence, by its id."""
@@ -159,15 +159,15 @@ class Admission:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether somebody waits for a constraint: `poll` is to be called now and then."""
+        """Whether a session waits for a constraint, so that `poll` must be called."""
         return len(self._grammars) > 0
 
     def poll(self) -> None:
-        """Go on with those whose constraints are compiled."""
+        """Go on with sessions whose constraints are compiled."""
         self._grammars.poll()
 
     def open(self, session: TargetSession, body: pb.OpenSession) -> None:
-        """Begin. Raises SessionFailure where the engine cannot hold what was sent, or for the constraint."""
+        """Begin a session. Raises SessionFailure if the engine cannot hold its tokens, or for its constraint."""
         self._grammars.open(session, body)
 
     def register(self, session: TargetSession, seq: Sequence) -> None:
@@ -177,11 +177,11 @@ class Admission:
         session.update_pause()
 
     def ready(self) -> list[TargetSession]:
-        """Those who may step."""
+        """Sessions that may step."""
         return [session for session in self.by_seq.values() if session.seq.is_ready]
 
     def of(self, sequences: Iterable[Sequence]) -> list[TargetSession]:
-        """Whose sequences these are."""
+        """The sessions of these sequences."""
         return [self.by_seq[seq.seq_id] for seq in sequences]
 
     def end(self, session: TargetSession) -> None:

@@ -1,4 +1,4 @@
-"""Whom a step has computed logits for: what they say about prompts, and who can be decided on."""
+"""Sessions for which a step has computed logits: log-probabilities of prompts, and sessions to decide on."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _prune(decision: Decision, pacing: Pacing) -> int:
 
 
 def _sources(decision: Decision) -> list[str]:
-    """Who proposed each accepted node that a draft did."""
+    """Names of the sources of accepted nodes, forced nodes left out."""
     candidate = decision.candidate
     nodes = candidate.session.tree.nodes
     accepted = (nodes[candidate.chosen[node]] for node in decision.walk.path)

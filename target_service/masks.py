@@ -21,9 +21,9 @@ from specdec.engine.tree import TokenTree
 from specdec.target_service.session import TargetSession
 
 _WORTH_S = 3e-4
-"""Waking a thread takes 20 to 100 us of the step."""
+"""Seconds of filling above which a thread does it: waking one takes 20 to 100 us of the step."""
 _WEIGHT = 0.1
-"""Of what was measured last in the time of a mask."""
+"""Weight of the last measurement in the mean time of a mask."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class MaskFilling:
         self.fill_s = 0.0
         """Time that masks of this step took, on whichever thread; known after `wait`."""
         self.wait_s = 0.0
-        """Of that, what the step waited for."""
+        """Seconds of that for which the step waited."""
 
     def begin(self, wanted: Iterable[tuple[TargetSession, TokenTree, int]]) -> None:
         """A step is about to run: start on its masks, if that is done beside it.

@@ -47,7 +47,7 @@ class Decision:
     walk: Walk
     logprobs: list[pb.PositionLogprobs]
     node_logprobs: list[float]
-    """Of the verified nodes, where the session's trees are told; else empty."""
+    """Log-probabilities of the verified nodes, if the session's trees are reported; else empty."""
     tokens: list[int | None] = field(default_factory=list)
     """What was drawn at the last committed token and at each verified node, whatever was accepted."""
 

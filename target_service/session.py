@@ -43,13 +43,13 @@ class SessionState(enum.Enum):
 
 @dataclass(slots=True)
 class SessionTimes:
-    """Of time.monotonic, in seconds."""
+    """Times of time.monotonic, in seconds."""
 
     opened_at_s: float
     first_step_at_s: float | None = None
     first_verdict_at_s: float | None = None
     num_first_tokens: int = 0
-    """Of the session, then."""
+    """Tokens of the session at its first verdict."""
     last_verdict_at_s: float | None = None
     told_at_s: float = 0.0
     """When its owner was last told what it is doing."""
@@ -87,7 +87,7 @@ class TargetSession(EngineSession):
     sent: deque[pb.Verdict] = field(default_factory=deque)
     """Verdicts that the owner has not acknowledged, oldest first."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Of the prompt's tokens, where they are wanted."""
+    """Log-probabilities of the prompt's tokens, if they are wanted."""
     wanted_token_s: float = 0.0
     """Mean time per token that its request wants; 0: none."""
     gate: GateState | None = None

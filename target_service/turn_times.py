@@ -1,4 +1,4 @@
-"""When turns of a target begin and end, and what they teach its pacing."""
+"""When turns of a target begin and end, and what its pacing learns from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdec.target_service.records.step_record import StepRecord
 from specdec.target_service.session import TargetSession
 
 _STARVED_S = 1.0
-"""A session that has had no step for so long waits for its client."""
+"""Seconds without a step after which a session counts as waiting for its client."""
 
 
 class TurnTimes:
@@ -29,14 +29,15 @@ class TurnTimes:
         self.began_s = 0.0
         """When it began, after the draft's work."""
         self._last_end_s: float | None = None
-        """Of the last one with a step, if it left something to do."""
+        """End of the last turn with a step, if it left something to do."""
         self._own_draft = own_draft
         self._sessions = sessions
 
     def observe(self, step: StepRecord, pacing: Pacing) -> None:
         """A turn with a step is over; `pacing` learns from it."""
         # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
-        pacing.observe_step(step.output.num_tokens, step.turn_s)
+        if step.is_decode:
+            pacing.observe_step(step.output.num_tokens, step.turn_s)
         now_s = time.monotonic()
         prompt_s = self._own_draft.take_prompt_s()
         if self._last_end_s is None:  # there was nothing to do: it begins after the draft's work

@@ -46,9 +46,8 @@ from specdec.target_service.proposals.gathering import Gathering
 from specdec.target_service.proposals.intake import ProposalIntake
 from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
-from specdec.target_service.proposals.swap import POLL_S as SWAP_POLL_S
 from specdec.target_service.proposals.swap import DrafterSwap
-from specdec.target_service.records.metrics import DeferredStepMetrics, TargetRecorder
+from specdec.target_service.records.metrics import TargetRecorder
 from specdec.target_service.records.step_record import StepObserver, StepRecord
 from specdec.target_service.records.trace import trace_end, trace_preemptions
 from specdec.target_service.sample_and_walk import Candidate, Decision, Undecided, decide
@@ -89,7 +88,7 @@ class Verifier(Role[TargetSession], PassObserver):
         self._apart = FaultIsolation[TargetSession](lambda session: session.num_tokens)
         self._masks = MaskFilling(worth_a_thread_s(self._identity.device))
         self._pass_keys: list[bytes] = []
-        """Of the sessions that the last pass was for."""
+        """Keys of the sessions of the last pass."""
         self._recording = DeferredStepMetrics(recorder)
         self._admission = Admission(host.sessions, built.engine, built.grammars, self._fault)
         self._order = TurnTimes(self._own_draft, self._admission.by_seq.values())
@@ -230,7 +229,7 @@ class Verifier(Role[TargetSession], PassObserver):
     def wait_s(self, now_s: float) -> float | None:
         """When the next step is due: now, after a hold-off, or not before a frame arrives."""
         waits_s = [wait_s for group in self._groups() if (wait_s := self.pacing.wait_s(group, now_s)) is not None]
-        idle_s = POLL_S if self._admission.is_compiling else SWAP_POLL_S if self._swap.is_under_way else None
+        idle_s = POLL_S if self._admission.is_compiling or self._swap.is_under_way else None
         return min(waits_s, default=idle_s)
 
     def step(self, during: DuringPass) -> None:

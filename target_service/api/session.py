@@ -25,7 +25,7 @@ class ApiSession(EngineSession):
     """Committed tokens."""
     num_prompt_tokens: int
     max_draft_tokens: int
-    """Of a call; 0: no proposals are verified."""
+    """Most proposed tokens of a call; 0: no proposals are verified."""
     credit_position: int
     """Tokens may be committed below it."""
     chain: tuple[int, list[int]] = (0, [])
@@ -35,7 +35,7 @@ class ApiSession(EngineSession):
     due_at_s: float = 0.0
     """Its next call waits for a draft until then, or after a failure."""
     num_failures: int = 0
-    """Of calls in a row."""
+    """Calls in a row that failed."""
     told_at_s: float = 0.0
     """When its owner last heard of it."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence, Set
 
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.tree import ROOT
 from specdec.target_service.policy.acceptance import Acceptance, OwnRecord
+from specdec.target_service.policy.budget import TRY_EVERY
 from specdec.target_service.policy.marginal_gains import DrafterCall, Headroom, MarginalGains
 from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.session import TargetSession
@@ -14,19 +16,15 @@ from specdec.target_service.tree.speculation_tree import Node
 from specdec.target_service.tree.walk import Walk
 from specdec.wire.sampling_params import VerifyMode
 
-_LEAST_COST_S = 1e-9
-_ASK_ALL_STEPS = 16
-"""In one step of so many a session's sources are asked whatever is expected of them: else a bad record would last."""
-
 
 class Expectations:
     """Learnt from what became of proposals; of all sessions of a target."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
-        """Of what drafts propose, and drafters of the target's own."""
+        """The record of acceptance of all sources."""
         self.marginal = MarginalGains()
-        """Of asking one more of them."""
+        """Gains of asking one more source."""
         self.tokens_per_s = 0.0
         """Rate at which tokens were committed of late, over all sessions; 0: not known."""
 
@@ -49,7 +47,7 @@ class Expectations:
         return scores
 
     def _rate(self, session: TargetSession, node: Node, depth: int) -> float:
-        """Of several who propose a token the one counts who is right most often with such a score."""
+        """The best rate of the sources that propose the node."""
         return max(
             self.acceptance[source].rate(score, depth, session.own_records.get(source))
             for source, score in node.offers()
@@ -66,25 +64,25 @@ class Expectations:
         return Headroom(max(0.0, limit - sum(sorted(scores, reverse=True)[:limit])), limit)
 
     def worth_per_s(self, source: str, cost_s: float, limit: int) -> float:
-        """Tokens that a source gains per second that asking it takes, where nobody has proposed anything yet."""
-        return self.marginal.expected(source, Headroom(limit, limit)) / max(cost_s, _LEAST_COST_S)
+        """Tokens that a source gains per second of a call, where no other source has proposed anything yet."""
+        return self.marginal.expected(source, Headroom(limit, limit)) / cost_s if cost_s else math.inf
 
     def is_worth_asking(self, source: str, asks: Iterable[tuple[TargetSession, Headroom]], cost_s: float) -> bool:
-        """Whether one call for all these sessions, which takes so long, gains more tokens than are decoded meanwhile.
+        """Whether a call of `cost_s` seconds for all these sessions gains more tokens than are decoded meanwhile.
 
-        Who is asked first always is: whether that pays, others decide. So is everybody in rejection mode, where what is
-        proposed must not depend on tokens that were drawn, and now and then.
+        The first source is always asked (the gate judges it). All sources are asked in rejection mode, where proposals
+        must not depend on tokens that were drawn, and in one of `TRY_EVERY` steps.
         """
         gained = 0.0
         for session, headroom in asks:
             is_first = not len(session.tree) or session.mode is VerifyMode.REJECTION
-            if headroom.limit and (is_first or session.num_walks % _ASK_ALL_STEPS == 0):
+            if headroom.limit and (is_first or session.num_walks % TRY_EVERY == 0):
                 return True
             gained += self.marginal.expected(source, headroom)
         return gained > cost_s * self.tokens_per_s
 
     def observe_rate(self, num_tokens: int, turn_s: float) -> None:
-        """A step of decoding committed so many, `turn_s` after the one before."""
+        """A step of decoding committed `num_tokens`, `turn_s` after the one before."""
         if turn_s > 0:
             rate = num_tokens / turn_s
             self.tokens_per_s += WEIGHT * (rate - self.tokens_per_s) if self.tokens_per_s else rate
@@ -107,7 +105,7 @@ class Expectations:
             self.acceptance.observe_depth(went_on)
 
     def _observe_offers(self, session: TargetSession, token_ids: Sequence[int]) -> None:
-        """Of all that hangs from a committed token, verified or not; `token_ids` are those committed now."""
+        """Learn from all nodes below a committed token, verified or not; `token_ids` are those committed now."""
         tokens = session.tree.tokens
         depths = {ROOT: 0}
         for node, (payload, parent) in enumerate(zip(session.tree.nodes, tokens.parents, strict=True)):
@@ -131,13 +129,13 @@ class Expectations:
         session.drafter_calls.clear()
 
     def forget(self, source: str) -> None:
-        """Another one has its name."""
+        """Another source has its name."""
         self.acceptance.forget(source)
         self.marginal.forget(source)
 
 
 def note_call(session: TargetSession, source: str, headroom: Headroom, num_nodes_before: int) -> None:
-    """A source was asked for a session, whose tree had so many nodes before, when so much was left to be gained."""
+    """A source was asked for a session with `headroom`, whose tree had `num_nodes_before` nodes before."""
     session.drafter_calls.append(DrafterCall(source, headroom, range(num_nodes_before, len(session.tree))))
 
 

@@ -10,6 +10,7 @@ from specdec.target_service.pacing.expectations import Expectations, most_accept
 from specdec.target_service.policy.budget import WaitPurse
 from specdec.target_service.policy.gate import SpeculationGate
 from specdec.target_service.policy.hold_off import (
+    CATCH_UP_S,
     DEPTHS,
     DraftLatency,
     Episode,
@@ -18,7 +19,7 @@ from specdec.target_service.policy.hold_off import (
     kind_of,
     pays_for_all,
 )
-from specdec.target_service.policy.means import WEIGHT
+from specdec.target_service.policy.means import Mean
 from specdec.target_service.policy.step_clock import StepClock
 from specdec.target_service.policy.step_time import StepTimeModel
 from specdec.target_service.policy.verify_policy import select_nodes
@@ -26,36 +27,26 @@ from specdec.target_service.session import SessionState, TargetSession
 from specdec.target_service.tree.walk import Walk
 from specdec.v1 import common_pb2 as pb
 
-_MAX_FITTED_ROWS = 128
-"""Prefill chunks would bend the line that decodes and verifications lie on."""
 _MAX_UNANSWERED = 2
-"""A draft that so many steps in a row have waited for in vain is silent until it has sent something: it may be gone, or
-slower than steps are, so that what it sends is stale. Then it is waited for as `WaitPurse` grants. Chosen, not
-measured: every wait in vain delays a token, and a single answer may be late."""
+"""Steps in a row that waited for a draft in vain, after which it counts as silent until it sends something: it may be
+gone, or so slow that its proposals are stale. Waits for a silent draft are paid from `WaitPurse`. Chosen, not measured:
+every wait in vain delays a token, and a single answer may be late."""
 _MAX_VAIN = 8
-"""So many waits in a row, whoever's, that no answer ended: all drafts are taken for silent until one comes in time.
-Requests are short, and each begins with a draft of which nothing is known."""
-_CATCH_UP_DEPTH = DEPTHS[1]
-"""What a silent draft is waited for, where nothing is known to be better."""
-CATCH_UP_S = 0.01
-"""Seconds that a silent draft may be waited for, where steps are shorter."""
+"""Waits in a row, over all sessions, without an answer in time, after which all drafts count as silent until one
+answers. Requests are short, and each begins with a draft of which nothing is known."""
 _PATIENCE = 1.5
-"""A step waits this many times what a draft takes on average for the depth that is wanted. About half of the answers
-take longer than the average, and one that is missed by little has cost the wait and brought nothing. Chosen, not
-measured: a wait that is too long shows in the rate of its episodes, so that `HoldOffChoice` turns to another depth."""
+"""Factor over a draft's mean time for the wanted depth that a step waits. About half of the answers take longer than
+the mean, and an answer that is just missed has cost the wait for nothing. Chosen, not measured: a wait that is too long
+lowers the rate of its episodes, so that `HoldOffChoice` turns to another depth."""
 _MOST_STEPS_PER_NODE = 2.0
-"""A wait for so many nodes is no longer than so many steps for each. If all were accepted, it would have to be shorter
-than one step for each to pay; what is over is for drafts that are far away and keep ahead once they are. Those who
-wait along have drafts of their own: one that lies about its times, or answers as late as it can, costs them no more."""
+"""Steps per wanted node that a wait may last. If all nodes are accepted, a wait pays below one step per node; the rest
+is for drafts far away, which keep ahead once they are. It also bounds what a draft that lies about its times costs the
+sessions that wait along."""
 _MOST_NODE_US = 1e6
-"""A draft's own word for how long it takes: nobody is believed to need more than a second for a token."""
+"""Microseconds per token that a draft is believed to need at most, whatever it reports."""
 _CREDIT_MARGIN = 1.5
-"""Drafts are told to propose this much more than steps have verified of late, and one node on top: the mean is over
-steps of unequal size, and with no more than was verified on offer it could only fall."""
-_ENOUGH_TOKENS = 1.0
-"""Where drafters of the target's own are expected to bring so many, a step does not wait for a draft as well."""
-_FIRST_MEAN_NODES = 4.0
-"""Before any step has verified anything; it makes a credit of seven nodes."""
+"""Factor over the mean number of verified nodes, plus one node, that drafts are asked to propose: with no more on offer
+than was verified the mean could only fall."""
 
 
 class Pacing:
@@ -68,12 +59,13 @@ class Pacing:
         self.clock = StepClock(StepTimeModel(edges=row_edges))
         self.gate = SpeculationGate(is_gated, clock=self.clock)
         self.expectations = Expectations()
-        """Of what is proposed."""
+        """Expectations of proposed nodes and of sources."""
         self.draft_latency = DraftLatency()
         self._hold_off: defaultdict[str, HoldOffChoice] = defaultdict(HoldOffChoice)
         self._purse = WaitPurse(CATCH_UP_S)
         self._hold_off_ms = hold_off_ms
-        self._mean_nodes = _FIRST_MEAN_NODES
+        self._mean_nodes = Mean()
+        """Nodes verified of a session in a step."""
         self._num_vain = 0
 
     def plan(self, ready: Sequence[TargetSession], now_s: float) -> None:
@@ -134,7 +126,7 @@ class Pacing:
             weights = [s.urgency(now_s) for s in candidates]
         selected = select_nodes(scores, limits, len(ready) - len(candidates), self.clock.rows, weights)
         for nodes in selected:
-            self._mean_nodes += WEIGHT * (len(nodes) - self._mean_nodes)
+            self._mean_nodes.observe(len(nodes))
         chosen: dict[str, list[int]] = {}
         for session, likely in zip(candidates, selected, strict=True):
             nodes = _with_window(session, likely) if session.tree.has_window else likely
@@ -152,12 +144,13 @@ class Pacing:
 
     def draft_credit(self, limit: int) -> int:
         """Draft tokens per session that are worth proposing: some more than steps have verified of late."""
-        return max(1, min(limit, math.ceil(_CREDIT_MARGIN * self._mean_nodes) + 1))
+        if not self._mean_nodes.num_seen:
+            return limit
+        return max(1, min(limit, math.ceil(_CREDIT_MARGIN * self._mean_nodes.value) + 1))
 
     def observe_step(self, num_rows: int, elapsed_s: float) -> None:
-        """A step took this long."""
-        if num_rows <= _MAX_FITTED_ROWS:
-            self.clock.rows.observe(num_rows, elapsed_s)
+        """A step without prefill took this long: chunks would bend the line that other steps lie on."""
+        self.clock.rows.observe(num_rows, elapsed_s)
 
     def observe_gain(self, session: TargetSession, walk: Walk, num_nodes: int, now_s: float) -> bool:
         """A session got on by a step; its tree is as it was then. Returns whether its draft is suspended now."""
@@ -215,7 +208,7 @@ class Pacing:
         if self._hold_off_ms is not None:
             wanted, hold_s = max_depth, self._hold_off_ms / 1e3
         else:
-            wanted = choice.choose(max_depth) if not is_silent else _CATCH_UP_DEPTH if max_depth > 1 else 0
+            wanted = choice.choose(max_depth) if not is_silent else DEPTHS[1] if max_depth > 1 else 0
             hold_s = self._patience_s(wanted, num_ready, is_silent=is_silent)
         needs_grant = is_silent or (is_learnt and choice.is_trial(wanted))
         if hold_s <= 0 or (needs_grant and not self._purse.grants(hold_s, now_s)):
@@ -238,7 +231,7 @@ class Pacing:
         """Whether there is no need to wait for a draft: it has proposed something, or others offer a token at least."""
         tree = session.tree
         return len(tree) > 0 and (
-            not tree.is_local or sum(self.expectations.path_scores(session, session.max_nodes)) >= _ENOUGH_TOKENS
+            not tree.is_local or sum(self.expectations.path_scores(session, session.max_nodes)) >= 1
         )
 
 
@@ -250,7 +243,7 @@ def _waits_for_nothing(session: TargetSession) -> bool:
 
 
 def _with_window(session: TargetSession, nodes: list[int]) -> list[int]:
-    """With those that are computed for what is drawn there, which are closed under parents."""
+    """The nodes, and those of a drafter's window, which are closed under parents."""
     tree, depth = session.tree, min(session.end.max_depth(session.num_tokens), _credit(session))
     window = [
         node

@@ -5,7 +5,7 @@ Data:
 - `step_clock.py`: `StepClock`, what a step of given rows (`step_time.py`), sessions and speculating share takes.
 - `acceptance.py`: `Acceptance`, how often proposed tokens are accepted, by source, depth, score and session.
 - `budget.py`: an `Account` for each kind of sessions and the `WaitPurse`; both are filled with `SHARE` of all time.
-- `means.py`: the one weight of moving means.
+- `means.py`: the two weights of moving means, and the weight of an assumption.
 
 Decisions:
 

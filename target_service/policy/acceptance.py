@@ -1,11 +1,11 @@
 """The one record of acceptance: by source, depth and score, of all sessions and of each one.
 
-A source's own score says how sure it is, in a measure of its own. What it is worth is learnt, so that the nodes of all
-sources, drafts among them, are ranked on one scale. The target's tokens say of every offered node that hangs from a
-committed one whether it would have been accepted, verified or not: a source that is asked is learnt about, however
-little of it is verified.
+Each source has a scale of scores of its own. How often nodes of a score are accepted is learnt, so that the nodes of
+all sources, drafts among them, are ranked on one scale. The target's tokens decide for every offered node below a
+committed one whether it would have been accepted, verified or not: the record of a source that is asked grows, even if
+few of its nodes are verified.
 
-What a session itself has seen counts more the more that is: a text that quotes is one of many that do not.
+A session's own record counts more the longer it is: its text may be unlike those of other sessions.
 """
 
 from __future__ import annotations
@@ -13,23 +13,19 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from specdec.target_service.policy.means import WEIGHT
+from specdec.target_service.policy.means import PRIOR_WEIGHT, SLOW_WEIGHT, WEIGHT
 
-_NUM_BANDS = 8
-"""Equal ranges of scores, each counted apart."""
+NUM_BANDS = 8
+"""Equal ranges of scores, or of headroom, each counted apart."""
 _DEPTHS = (1, 2, 4)
 """First depths of the ranges that are counted apart."""
-_DECAY = 0.995
-"""Factor on an observation's weight with each one after it, over all sessions; in a session `means.WEIGHT` fades it."""
-_PRIOR_WEIGHT = 4.0
-"""Weight, in nodes, of a source's own word against what was seen of it; and of all sessions against one."""
-_FIRST_DEPTH_RATE = 0.6
-"""Estimated probability that one of a draft's children is accepted, before any was verified."""
+PRIOR_RATE = 0.5
+"""Estimated probability that a token is accepted, before any was verified."""
 
 
 def score_band(score: float) -> int:
-    """Scores that are taken for the same."""
-    return max(0, min(int(score * _NUM_BANDS), _NUM_BANDS - 1))
+    """The band of scores that are counted together."""
+    return max(0, min(int(score * NUM_BANDS), NUM_BANDS - 1))
 
 
 def _depth_band(depth: int) -> int:
@@ -43,35 +39,35 @@ class Counts:
     accepted: float = 0.0
     reached: float = 0.0
 
-    def observe(self, accepted: bool, decay: float = _DECAY) -> None:
+    def observe(self, accepted: bool, weight: float = SLOW_WEIGHT) -> None:
         """One more node."""
-        self.accepted = self.accepted * decay + accepted
-        self.reached = self.reached * decay + 1.0
+        self.accepted = self.accepted * (1 - weight) + accepted
+        self.reached = self.reached * (1 - weight) + 1.0
 
     def rate(self, prior: float) -> float:
         """Share of nodes that were accepted; nothing seen: `prior`."""
-        return (self.accepted + _PRIOR_WEIGHT * prior) / (self.reached + _PRIOR_WEIGHT)
+        return (self.accepted + PRIOR_WEIGHT * prior) / (self.reached + PRIOR_WEIGHT)
 
 
 @dataclass(slots=True)
 class OwnRecord:
-    """Of one source in one session."""
+    """Counts of one source in one session."""
 
-    bands: list[Counts] = field(default_factory=lambda: [Counts() for _ in range(_NUM_BANDS)])
+    bands: list[Counts] = field(default_factory=lambda: [Counts() for _ in range(NUM_BANDS)])
 
 
 @dataclass(slots=True)
 class SourceRecord:
-    """Of one source, in all sessions."""
+    """Counts of one source in all sessions."""
 
-    bands: list[list[Counts]] = field(default_factory=lambda: [[Counts() for _ in range(_NUM_BANDS)] for _ in _DEPTHS])
+    bands: list[list[Counts]] = field(default_factory=lambda: [[Counts() for _ in range(NUM_BANDS)] for _ in _DEPTHS])
 
     def observe(self, score: float, depth: int, accepted: bool, own: OwnRecord | None) -> None:
         """A node that hangs from a committed token was, or was not, the target's next one."""
         band = score_band(score)
-        self.bands[_depth_band(depth)][band].observe(accepted, _DECAY)
+        self.bands[_depth_band(depth)][band].observe(accepted)
         if own is not None:
-            own.bands[band].observe(accepted, 1 - WEIGHT)
+            own.bands[band].observe(accepted, WEIGHT)
 
     def rate(self, score: float, depth: int, own: OwnRecord | None) -> float:
         """Estimated probability that a node of this score is accepted when its parent is."""
@@ -81,7 +77,7 @@ class SourceRecord:
 
 
 class Acceptance:
-    """Of all sources. Memory: some fifty numbers for each."""
+    """Records of all sources. Memory: some fifty numbers for each."""
 
     def __init__(self) -> None:
         self._records: defaultdict[str, SourceRecord] = defaultdict(SourceRecord)
@@ -93,12 +89,12 @@ class Acceptance:
     @property
     def depth_rate(self) -> float:
         """Estimated probability that a walk goes on where a draft has proposed something, whatever its score."""
-        return self._went_on.rate(_FIRST_DEPTH_RATE)
+        return self._went_on.rate(PRIOR_RATE)
 
     def observe_depth(self, went_on: bool) -> None:
         """A node with verified children of a draft was reached; `went_on` when one of them was accepted."""
         self._went_on.observe(went_on)
 
     def forget(self, source: str) -> None:
-        """Another one has its name."""
+        """Another source has its name."""
         self._records.pop(source, None)

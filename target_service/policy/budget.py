@@ -1,7 +1,7 @@
-"""The exploration budget: what trying may cost before it has paid.
+"""The exploration budget: time that trials may cost before they have paid.
 
-Each kind of sessions has an account: what speculation saves comes in, and a small share of all time; what steps took
-longer than plain ones of the same tokens goes out. Waits that nothing speaks for have a purse with the same share.
+Each kind of sessions has an account. Time that speculation saves and a small share of all time come in; time that steps
+take beyond plain ones of the same tokens goes out. Trial waits have a purse with the same share.
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ from specdec.target_service.policy.means import Mean
 
 SHARE = 0.014
 """Share of all time that probes, references, misjudgements and trial waits may cost."""
+TRIAL_STEPS = 13
+"""Steps of a probe, waits for one depth in a row, calls before a drafter is judged in a session."""
+TRY_EVERY = 16
+"""Decisions, one of which tries what seems worse, so that no bad record lasts."""
+WORTHWHILE = 1.15
+"""Factor over plain decoding above which a session begins to speculate, or a step to wait: gains are noisy, and what
+is not measured may be lost."""
 _LEAST_S = 0.04
 """Seconds, or one plain step if that is longer, that an account may be above or below zero."""
 _SAVINGS = 2
@@ -24,41 +31,41 @@ mistake. Doubles each time, until no more is lent than the share gives; full acc
 
 @dataclass(slots=True)
 class Account:
-    """Of one kind of sessions, in seconds of decoding."""
+    """The account of one kind of sessions, in seconds of decoding."""
 
     balance_s: float = 0.0
     invested_s: float = 0.0
-    """What prompts have taken that drafts computed, and neither savings nor the share have paid back yet. No session
-    is suspended for it: it is spent."""
+    """Seconds of prompts computed for drafts that neither savings nor the share have paid back yet. No session is
+    suspended for them: they are spent."""
     prompt_s: Mean | None = None
-    """What one takes; None: not known."""
+    """Seconds of one prompt; None: unknown."""
     num_failed: int = 0
-    """Trials that brought less than they cost."""
+    """Trials that gained less than they cost."""
     _respite_s: float = _FIRST_RESPITE_S
     _due_s: float = math.inf
 
     @property
     def is_solvent(self) -> bool:
-        """Whether it has something left to lose."""
+        """Whether its balance is not below zero."""
         return self.balance_s >= 0
 
     def may_invest(self, num_beginning: int) -> bool:
-        """Whether the draft may compute one more prompt, beside those of so many sessions that it is at."""
+        """Whether the draft may compute one more prompt beside the `num_beginning` that it computes now."""
         if not num_beginning:
             return self.balance_s >= self.invested_s
         return self.prompt_s is not None and self.balance_s >= self.invested_s + num_beginning * self.prompt_s.value
 
     def invest(self, seconds: float) -> None:
-        """A prompt, or a part of one, took so long."""
+        """A prompt, or a part of one, took `seconds`."""
         self.invested_s += seconds
 
     def observe_prompt(self, seconds: float) -> None:
-        """A prompt took so long in all."""
+        """A whole prompt took `seconds`."""
         self.prompt_s = self.prompt_s or Mean()
         self.prompt_s.observe(seconds)
 
     def enter(self, time_s: float, saved_s: float, plain_s: float) -> None:
-        """A session decoded for `time_s`, by which it saved so much; negative: lost. `plain_s`: of a plain step."""
+        """A session decoded for `time_s` and saved `saved_s`; negative: lost. `plain_s`: seconds of a plain step."""
         most_s = _most_s(plain_s)
         self.balance_s += min(0.0, saved_s)
         earned_s = SHARE * time_s + max(0.0, saved_s)
@@ -69,7 +76,7 @@ class Account:
             self.balance_s = min(limit_s, self.balance_s + earned_s - paid_s)
 
     def has_fallen(self, plain_s: float, now_s: float) -> bool:
-        """Whether it has just fallen through its floor, where it is held."""
+        """Whether it has just fallen through its floor; it is held there."""
         most_s = _most_s(plain_s)
         if self.balance_s >= 0:
             self._due_s = math.inf
@@ -84,34 +91,34 @@ class Account:
         return True
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it may be made even."""
+        """Whether its respite is over, so that it may be set to zero."""
         return self.balance_s < 0 and now_s >= self._due_s
 
     def make_even(self) -> None:
-        """Lend again."""
+        """Set the balance to zero."""
         self.balance_s, self._due_s = 0.0, math.inf
 
 
 @dataclass(slots=True)
 class WaitPurse:
-    """Pays waits that nothing speaks for: for drafts that were silent, or for a depth that did not pay.
+    """Pays trial waits: for drafts that were silent, or for a depth that did not pay.
 
     A draft that is slower than the target's steps sends nothing but what is stale until it is waited for: without such
     waits it never catches up.
     """
 
     most_s: float
-    """The longest wait that is saved up for before anybody asks for a longer one; as much is there at first."""
+    """Seconds that are saved up before a session asks for a longer wait; they are there at first."""
     _saved_s: float = field(init=False)
     _seen_s: float | None = field(default=None, init=False)
     _granted_s: float = field(default=0.0, init=False)
-    """How long the sessions that are planned now may wait."""
+    """Seconds that the sessions planned at this moment may wait."""
 
     def __post_init__(self) -> None:
         self._saved_s = self.most_s
 
     def grants(self, wait_s: float, now_s: float) -> bool:
-        """Whether a session may wait so long from now on; sessions of one moment wait together, and pay once."""
+        """Whether a session may wait `wait_s` from now on; sessions of one moment wait together, and pay once."""
         if self._seen_s != now_s:
             if self._seen_s is not None:
                 earned_s = SHARE * max(0.0, now_s - self._seen_s)

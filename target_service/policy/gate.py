@@ -1,9 +1,9 @@
 """Who speculates: the sessions for which it pays now, so that speculation is never slower than plain decoding.
 
 A session gains tokens by its draft, and costs every session of the batch time (`StepClock`). It speculates while it
-gains more than it costs. Where it does not, its draft is suspended: told nothing, it computes nothing. What a
-suspended session would gain is found out by *probing*: one session at a time speculates for some steps, and each that
-pays lets twice as many be probed. What a plain step takes is found out by a *reference*: now and then nobody
+gains more than it costs. Where it does not, its draft is suspended: it hears of no tokens and computes nothing. A
+*probe* measures what a suspended session would gain: one session at a time speculates for some steps, and after each
+probe that pays twice as many sessions are probed. A *reference* measures what a plain step takes: now and then nobody
 speculates for some steps.
 
 Probes and misjudgements cost time. The account of each kind of sessions bounds that (`budget.py`): below zero
@@ -14,8 +14,8 @@ Lossless: in coupled mode a token is fixed before any proposal is looked at, so 
 rejection mode it may not depend on tokens that were drawn and are not decided yet; this one knows how many were
 accepted, and times.
 
-A draft that the target runs itself computes a session's prompt first, in the target's time. That is known, so it is
-entered whole, apart from what is judged by steps: it keeps other prompts from being computed until it is paid back.
+A draft that the target runs itself computes a session's prompt first, in the target's time. That time is known, so it
+is booked whole and apart from steps: no other prompt of the kind is computed until it is paid back.
 """
 
 from __future__ import annotations
@@ -25,23 +25,20 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from specdec.target_service.policy.budget import Account
+from specdec.target_service.policy.budget import TRIAL_STEPS, WORTHWHILE, Account
 from specdec.target_service.policy.gate_state import FIRST_GAIN, GateState, Phase
 from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.policy.references import References, Settling
 from specdec.target_service.policy.step_clock import StepClock
 
-_LEAVE, _ENTER = 1.06, 1.15
-"""Factors over plain decoding below which a session stops, and above which one begins. Near 1 nothing is gained, and
-what is not measured may be lost: of requests that began together the last ones decode in small batches."""
+_LEAVE = 1.06
+"""Factor over plain decoding below which a session stops; `WORTHWHILE` is the one above which it begins."""
 _ODDS = 8.0
 """Exponent of the odds against a run of steps without an accepted token at which a session stops: exp(-8), by what it
 gained so far."""
 _LEAST_TRIALS = 2
 """Trials of a kind (probes, emptied accounts) that must fail before nothing more is lent to it: the first text may be
 one that nobody can guess."""
-_PROBE_STEPS, _FRUITLESS_STEPS = 16, 6
-"""Steps of a probe, and steps without an accepted token that end it sooner; half as many for a kind that has failed."""
 _PROBE_EVERY_S = 0.4
 """Seconds between two probes, and after a session was suspended."""
 
@@ -58,7 +55,7 @@ class SpeculationGate:
     _gains: dict[str, float] = field(default_factory=dict)
     """Tokens per step that sessions of a kind gain, less what verifying costs."""
     _accounts: dict[str, Account] = field(default_factory=dict)
-    """By the kind of sessions, so that none pays for what another loses."""
+    """An account for each kind of sessions, so that no kind pays for what another loses."""
     _beginning: Counter[str] = field(default_factory=Counter)
     """Sessions by kind for which the target's own draft computes a prompt."""
     _num_sessions: int = 1
@@ -69,12 +66,12 @@ class SpeculationGate:
     """Sessions that are probed together: twice as many after each probe that found a gain."""
     _min_gain_tokens: float = 0.0
     _demanded_for: int = 0
-    """Sessions that this is of; 0: steps were observed since."""
+    """Sessions for which `_min_gain_tokens` was computed; 0: steps were observed since."""
     _node_tokens: float = 0.0
     """Tokens of the batch that could be decoded while one more node is verified."""
 
     def admit(self, kind: str, now_s: float) -> GateState:
-        """A session begins to decode: as others of its kind do; with nothing in their account, plainly."""
+        """A session begins to decode as others of its kind do, or plainly if the account of its kind is empty."""
         gain = self._gains.get(kind)
         if not self.is_gating:
             return GateState(kind, Phase.ON, FIRST_GAIN, now_s)
@@ -87,7 +84,7 @@ class SpeculationGate:
         return GateState(kind, Phase.PROBE if gain is None else Phase.ON, gain or FIRST_GAIN, now_s)
 
     def expect(self, num_sessions: int) -> None:
-        """The next step is of so many sessions."""
+        """The next step has `num_sessions` sessions."""
         self._num_sessions = max(1, num_sessions)
 
     def is_open(self, state: GateState | None) -> bool:
@@ -99,8 +96,8 @@ class SpeculationGate:
     def allows_free_nodes(self, state: GateState | None) -> bool:
         """Whether nodes that cost nothing but their rows may be verified for a session: what its text itself suggests.
 
-        Its draft may be suspended meanwhile. What they lose goes out of the account, too, and when that is empty they
-        are left out.
+        Its draft may be suspended meanwhile. Their losses are booked on the account, too; while that is empty they are
+        left out.
         """
         if not self.is_gating or self.is_open(state):
             return True
@@ -109,7 +106,7 @@ class SpeculationGate:
     def stepped(
         self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float, *, num_nodes: int = 0
     ) -> None:
-        """A session got on by a step, in which so many of the proposed tokens that it verified were accepted."""
+        """A session took a step, in which `num_accepted` of the `num_nodes` nodes that it verified were accepted."""
         if not self.is_open(state):
             return
         if not state.num_counted and not has_proposal:
@@ -134,7 +131,7 @@ class SpeculationGate:
             self._suspend(state, now_s)
 
     def invested(self, state: GateState, seconds: float) -> None:
-        """So much of the target's time went into a session's prompt, for its draft."""
+        """The target has spent `seconds` on a session's prompt, for its draft."""
         state.invested_s += seconds
         self._account(state.kind).invest(seconds)
 
@@ -154,16 +151,16 @@ class SpeculationGate:
         """A step of decoding is over.
 
         Args:
-            states: of its sessions; None for those that never speculate.
-            num_tokens: that each of them committed.
-            turn_s: from the end of the step before, or from when there was something to do again.
-            now_s: monotonic.
-            prompt_s: of that time, what `invested` was told of; sessions whose drafts do not guess yet say nothing of
-                what guesses cost.
-            waiting: of all sessions that decode; who is suspended among them may be probed.
-            num_nodes: that it verified.
-            row_s: what one of these costs; sessions are charged for their own, and share what is left.
-            are_free: of which of them nodes were verified though their drafts are suspended; empty: of none.
+            states: states of its sessions; None for those that never speculate.
+            num_tokens: tokens that each of them committed.
+            turn_s: seconds since the end of the step before, or since there was something to do again.
+            now_s: monotonic time in seconds.
+            prompt_s: seconds of that which `invested` has booked; sessions whose drafts do not guess yet say nothing
+                of what guesses cost.
+            waiting: states of all sessions that decode; suspended ones among them may be probed.
+            num_nodes: nodes that the step verified.
+            row_s: seconds that one node costs; sessions are charged for their own nodes, and share the rest.
+            are_free: whether nodes of each session were verified though its draft is suspended; empty: of none.
         """
         if not states:
             return
@@ -209,9 +206,9 @@ class SpeculationGate:
         step_s: float,
         plain_s: float,
     ) -> None:
-        """Enter a step: what it took longer than a plain one is shared by those who speculated.
+        """Book a step: the sessions that speculated share the time beyond a plain step's.
 
-        Time in which nobody would speculate pays for no probes in other time.
+        Time in which no session would speculate pays for no probes at other times.
         """
         excess_s = (step_s - plain_s) / max(1, sum(speculate))
         for state, speculates, number in zip(states, speculate, num_tokens, strict=True):
@@ -220,7 +217,7 @@ class SpeculationGate:
                 self._account(state.kind).enter(step_s / len(states), saved_s, plain_s)
 
     def _hold_to_bounds(self, kinds: Set[str], states: Sequence[GateState], plain_s: float, now_s: float) -> None:
-        """`kinds`: of the step; `states`: of all who decode."""
+        """Suspend kinds whose accounts fell through the floor. `kinds`: of the step; `states`: of all who decode."""
         for kind in kinds:
             account = self._account(kind)
             if account.has_fallen(plain_s, now_s):
@@ -230,7 +227,7 @@ class SpeculationGate:
                         self._suspend(state, now_s)
             elif account.is_due(now_s) and (
                 account.num_failed < _LEAST_TRIALS
-                or any(state.kind == kind and self._pays(self._known_gain(state), _ENTER) for state in states)
+                or any(state.kind == kind and self._pays(self._known_gain(state), WORTHWHILE) for state in states)
             ):
                 account.make_even()
 
@@ -257,7 +254,7 @@ class SpeculationGate:
         return self._min_gain_tokens
 
     def _pays(self, gain: float, speed_up: float) -> bool:
-        """Whether `gain` accepted tokens per step, at what they cost at the present load, are so much faster."""
+        """Whether `gain` accepted tokens per step make decoding `speed_up` times faster at the present load."""
         if self._demanded_for != self._num_sessions:
             self._min_gain_tokens = self.clock.min_gain_tokens(self._num_sessions)
             self._demanded_for = self._num_sessions
@@ -269,27 +266,28 @@ class SpeculationGate:
 
     def _consider_probe(self, state: GateState, now_s: float) -> None:
         account = self._account(state.kind)
-        most_fruitless = _FRUITLESS_STEPS if account.num_failed < _LEAST_TRIALS else _FRUITLESS_STEPS // 2
-        if self._pays(state.gain * min(1.0, state.num_counted / _PROBE_STEPS), _ENTER):
+        # Half of the trial without an accepted token ends it; a quarter, of a kind that has failed.
+        most_fruitless = TRIAL_STEPS // (2 if account.num_failed < _LEAST_TRIALS else 4)
+        if self._pays(state.gain * min(1.0, state.num_counted / TRIAL_STEPS), WORTHWHILE):
             state.enter(Phase.ON, now_s)
             state.num_counted = 1  # its draft is under way
             if state.gain > self._gains[state.kind]:
                 self._learn(state.kind, state.gain, 1 / 2)  # it may have been lucky
             self._num_at_once *= 2
             self._probe_due_s = now_s
-        elif state.num_counted >= _PROBE_STEPS or state.num_without_acceptance >= most_fruitless:
+        elif state.num_counted >= TRIAL_STEPS or state.num_without_acceptance >= most_fruitless:
             account.num_failed += 1
             self._suspend(state, now_s)
             self._num_at_once = 1
 
     def _suspend(self, state: GateState, now_s: float) -> None:
-        """Drafts that are left show first what they gain, before anybody is probed."""
+        """The drafts that go on show what they gain before any session is probed."""
         state.enter(Phase.OFF, now_s)
         self._settling.begin(now_s)
         self._probe_due_s = max(self._probe_due_s, now_s + _PROBE_EVERY_S)
 
     def _resume(self, states: Sequence[GateState], now_s: float) -> None:
-        """Drafts begin again where they were told to stop: what they do until they have is not counted."""
+        """A reference is over: drafts begin again, and steps until they propose are not counted."""
         self._settling.begin(now_s)
         for state in states:
             if state.phase is not Phase.OFF:
@@ -302,7 +300,7 @@ class SpeculationGate:
         # What is left of a request pays its prompt back: of those whose prompts are to be computed the last come first.
         off = sorted((state for state in states if state.phase is Phase.OFF), key=_turn)
         for state in off:  # a load that has fallen makes worth it what was not
-            if state.gain > 0 and self._pays(state.gain, _ENTER):
+            if state.gain > 0 and self._pays(state.gain, WORTHWHILE):
                 self._probe(state, now_s)
         num_free = self._num_at_once - sum(state.phase is Phase.PROBE for state in states)
         if now_s < self._probe_due_s or num_free <= 0:

@@ -22,7 +22,7 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class GateState:
-    """One session's."""
+    """What the gate keeps of one session."""
 
     kind: str
     """Sessions of one kind are expected to gain alike."""
@@ -35,9 +35,9 @@ class GateState:
     num_counted: int = 0
     """Steps since the phase began and there was a proposal."""
     num_without_acceptance: int = 0
-    """Of these, since a token was accepted."""
+    """Steps of these since a token was accepted."""
     invested_s: float = 0.0
-    """Of the target's own time, in which its prompt was computed for a draft, or is being so."""
+    """Seconds that the target has spent on computing its prompt for a draft."""
 
     @property
     def has_begun(self) -> bool:

@@ -13,8 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec.target_service.policy.budget import TRIAL_STEPS, TRY_EVERY, WORTHWHILE
+from specdec.target_service.policy.means import SLOW_WEIGHT, WEIGHT
+
 DEPTHS = (0, 2, 4)
 """Depths that a step may wait for; 0 decodes plainly at once."""
+CATCH_UP_S = 0.01
+"""Seconds that a draft is assumed to take before one has answered, and that a silent one may be waited for where steps
+are shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +31,18 @@ class HoldOff:
     """A draft's answer is timed from here."""
     until_s: float
     depth: int
-    """The wait is over before `until_s` once the tree is this deep."""
+    """Depth of the tree that ends the wait before `until_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What goes on since a session's last miss."""
+    """The steps since a session's last miss."""
 
     depth: int
-    """Waited for at the miss; 0: not at all."""
+    """Depth that was waited for at the miss; 0: none."""
     began_s: float
     num_tokens: int
-    """Of the session, then."""
+    """Tokens of the session at its beginning."""
 
 
 @dataclass(slots=True)
@@ -51,22 +57,20 @@ class MissRecord:
 
 @dataclass(slots=True)
 class DraftLatency:
-    """Moving averages of how fast the drafts answer, in seconds."""
+    """Moving means of how fast the drafts answer, in seconds."""
 
-    first_s: float = 0.005
+    first_s: float = CATCH_UP_S
     """From a verdict that left no proposal to the first usable node."""
-    node_s: float = 0.003
+    node_s: float = 0.0
     """From one node to the next."""
-    weight: float = 0.1
-    """Of a new observation."""
 
     def observe_first(self, elapsed_s: float) -> None:
         """A proposal answered a verdict after `elapsed_s`."""
-        self.first_s += self.weight * (elapsed_s - self.first_s)
+        self.first_s += WEIGHT * (elapsed_s - self.first_s)
 
     def observe_node(self, elapsed_s: float) -> None:
         """A further node took `elapsed_s`."""
-        self.node_s += self.weight * (elapsed_s - self.node_s)
+        self.node_s += WEIGHT * (elapsed_s - self.node_s)
 
     def until_depth(self, depth: int) -> float:
         """Expected time until a draft has sent a tree of `depth`."""
@@ -77,15 +81,9 @@ class DraftLatency:
 class HoldOffChoice:
     """Picks the depth to wait for, for sessions of one kind (greedy, or sampled at a like temperature)."""
 
-    window: int = 12
+    window: int = TRIAL_STEPS
     """Episodes for which a depth is kept. A wait that follows plain steps profits from what the draft did during these,
     so depths are compared in runs of their own."""
-    explore_every: int = 8
-    """One window in this many tries the depth that was tried least of late."""
-    decay: float = 0.99
-    """What is left of an episode's weight after one more."""
-    min_gain: float = 1.1
-    """Waiting must have been this much better than not waiting: rates are noisy, and a wait is a risk."""
     _tokens: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
     _time_s: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
     _episodes: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
@@ -107,24 +105,24 @@ class HoldOffChoice:
     def is_trial(self, depth: int) -> bool:
         """Whether waiting for a depth is known to be clearly worse than not waiting: then it keeps its rate current."""
         arm, rates = DEPTHS.index(depth), self.rates()
-        return arm > 0 and self._num_tried[arm] >= self.window // 2 and self.min_gain * rates[arm] < rates[0]
+        return arm > 0 and self._num_tried[arm] >= self.window // 2 and WORTHWHILE * rates[arm] < rates[0]
 
     def _pick(self, max_depth: int) -> int:
         arms = [arm for arm, depth in enumerate(DEPTHS) if depth <= max_depth]
         self._num_windows += 1
         least_tried = min(arms, key=lambda arm: self._episodes[arm])
-        if self._episodes[least_tried] == 0 or self._num_windows % self.explore_every == 0:
+        if self._episodes[least_tried] == 0 or self._num_windows % TRY_EVERY == 0:
             return DEPTHS[least_tried]
         rates = self.rates()
         best = max(arms, key=lambda arm: rates[arm])
-        return DEPTHS[best] if rates[best] >= self.min_gain * rates[0] else DEPTHS[0]
+        return DEPTHS[best] if rates[best] >= WORTHWHILE * rates[0] else DEPTHS[0]
 
     def observe(self, depth: int, num_tokens: int, elapsed_s: float) -> None:
         """An episode that began with waiting for `depth` committed `num_tokens` in `elapsed_s`."""
         chosen = DEPTHS.index(depth)
-        self._episodes = [episodes * self.decay for episodes in self._episodes]
-        self._tokens[chosen] = self._tokens[chosen] * self.decay + num_tokens
-        self._time_s[chosen] = self._time_s[chosen] * self.decay + elapsed_s
+        self._episodes = [episodes * (1 - SLOW_WEIGHT) for episodes in self._episodes]
+        self._tokens[chosen] = self._tokens[chosen] * (1 - SLOW_WEIGHT) + num_tokens
+        self._time_s[chosen] = self._time_s[chosen] * (1 - SLOW_WEIGHT) + elapsed_s
         self._episodes[chosen] += 1
         self._num_tried[chosen] += 1
 

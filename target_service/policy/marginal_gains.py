@@ -1,9 +1,8 @@
 """What asking one more source for a step brings, beyond what those asked before it have proposed.
 
-Sources agree most where guessing is easy, so what each brings alone says little of what it adds. What is left to be
-gained when one is asked is how many tokens the step could commit more than is expected of the tree at hand; of that it
-gains a share, which is learnt apart for steps in which little and in which much is left: where a sure source leaves
-little, hardly anybody finds it.
+Sources agree most where guessing is easy, so what each brings alone says little of what it adds. The *headroom* is the
+number of tokens that the step could commit beyond what is expected of its tree. Of that a source gains a share, which
+is learnt apart for little and for much headroom: where a sure source leaves little, hardly any other source finds it.
 """
 
 from __future__ import annotations
@@ -12,11 +11,8 @@ from collections import defaultdict
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-_NUM_BANDS = 4
-_PRIOR_SHARE, _PRIOR_TOKENS = 0.5, 8.0
-"""Before anything was seen; in tokens that were left."""
-_DECAY = 0.98
-"""What is left of a call's weight after one more: the mean follows about the last fifty."""
+from specdec.target_service.policy.acceptance import NUM_BANDS, PRIOR_RATE
+from specdec.target_service.policy.means import PRIOR_WEIGHT, SLOW_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +20,9 @@ class Headroom:
     """What one more source could gain in a step."""
 
     tokens: float
-    """That the step could accept beyond what is expected."""
+    """Tokens that the step could accept beyond what is expected."""
     limit: int
-    """Most that it may accept."""
+    """Most tokens that the step may accept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,40 +31,40 @@ class DrafterCall:
 
     source: str
     headroom: Headroom
-    """When it was asked."""
+    """Headroom when the source was asked."""
     new_nodes: range
-    """Of the session's tree: those that nobody had proposed."""
+    """Nodes of the session's tree that no other source had proposed."""
 
 
 @dataclass(slots=True)
 class _Band:
-    gained: float = _PRIOR_SHARE * _PRIOR_TOKENS
-    headroom: float = _PRIOR_TOKENS
+    gained: float = PRIOR_RATE * PRIOR_WEIGHT
+    headroom: float = PRIOR_WEIGHT
 
 
 @dataclass(slots=True)
 class MarginalGains:
-    """Of all sources. Memory: eight numbers for each."""
+    """Marginal gains of all sources. Memory: sixteen numbers for each source."""
 
     _bands: defaultdict[str, list[_Band]] = field(
-        default_factory=lambda: defaultdict(lambda: [_Band() for _ in range(_NUM_BANDS)])
+        default_factory=lambda: defaultdict(lambda: [_Band() for _ in range(NUM_BANDS)])
     )
 
     def expected(self, source: str, headroom: Headroom) -> float:
-        """Tokens that a call of `source` brings where so many are left to be gained."""
+        """Tokens that a call of `source` gains."""
         band = self._bands[source][_headroom_band(headroom)]
         return headroom.tokens * band.gained / band.headroom
 
     def observe(self, call: DrafterCall, accepted: Set[int]) -> None:
         """A step is over for which a source was asked; `accepted`: nodes of the tree."""
         band = self._bands[call.source][_headroom_band(call.headroom)]
-        band.gained = band.gained * _DECAY + sum(node in accepted for node in call.new_nodes)
-        band.headroom = band.headroom * _DECAY + call.headroom.tokens
+        band.gained = band.gained * (1 - SLOW_WEIGHT) + sum(node in accepted for node in call.new_nodes)
+        band.headroom = band.headroom * (1 - SLOW_WEIGHT) + call.headroom.tokens
 
     def forget(self, source: str) -> None:
-        """Another one has its name."""
+        """Another source has its name."""
         self._bands.pop(source, None)
 
 
 def _headroom_band(headroom: Headroom) -> int:
-    return max(0, min(int(_NUM_BANDS * headroom.tokens / headroom.limit), _NUM_BANDS - 1)) if headroom.limit > 0 else 0
+    return max(0, min(int(NUM_BANDS * headroom.tokens / headroom.limit), NUM_BANDS - 1)) if headroom.limit > 0 else 0

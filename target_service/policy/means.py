@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 WEIGHT = 1 / 20
 """Weight of one new observation in a moving mean. Streaks of a few bad steps are common where the mean is good."""
+SLOW_WEIGHT = 1 / 200
+"""Weight of one new observation where single ones say little: yes or no, once per node, call or wait."""
+PRIOR_WEIGHT = 4.0
+"""Nodes, calls or tokens for which an assumption counts beside what was seen since."""
 MOST_SURPRISE = 4.0
 """Factor over the mean at which an observed time is cut off: a machine that stood still says nothing of the code."""
 

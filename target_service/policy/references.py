@@ -1,4 +1,4 @@
-"""When nobody speculates for some steps, to measure what plain ones take."""
+"""References: steps in which no session speculates, so that plain ones are measured."""
 
 from __future__ import annotations
 
@@ -9,42 +9,38 @@ from specdec.target_service.policy.step_clock import LEAST_STEPS, StepClock, loa
 
 _NUM_STEPS = 8
 """Steps of a reference."""
-_SETTLING_STEPS, _SETTLING_S = 2, 0.005
-"""Steps, and seconds, that drafts may work on after they were told to stop. A reference among these would find plain
-steps as long as any, and speculation free."""
+_SETTLING_S = 0.005
+"""Seconds that drafts may work on after they were told to stop. A reference within these would find plain steps as long
+as any, and speculation free."""
 
 
 @dataclass(slots=True)
 class Settling:
-    """Drafts were told otherwise: steps until they have noticed say nothing of what any cost."""
+    """Time after drafts were stopped or started in which steps say nothing of what speculation costs."""
 
-    _num_left: int = 0
     until_s: float = float("-inf")
-    """When they have noticed, at the latest."""
+    """Monotonic time by which drafts have noticed."""
 
     def begin(self, now_s: float) -> None:
-        """They were told at `now_s`."""
-        self._num_left, self.until_s = _SETTLING_STEPS, now_s + _SETTLING_S
+        """Drafts were stopped or started at `now_s`."""
+        self.until_s = now_s + _SETTLING_S
 
     def covers(self, began_s: float) -> bool:
-        """Whether it goes on in the step that is over, which began then."""
-        if not self._num_left and began_s >= self.until_s:
-            return False
-        self._num_left = max(0, self._num_left - 1)
-        return True
+        """Whether it went on when the step began."""
+        return began_s < self.until_s
 
 
 @dataclass(slots=True)
 class References:
-    """One at a time, and for each number of sessions, as `load_band` has them, as often as the budget allows."""
+    """One reference at a time; for each band of numbers of sessions as often as the budget allows."""
 
     num_left: int = 0
-    """Steps of the one that is under way."""
+    """Steps left of the reference that is under way."""
     _due_s: dict[int, float] = field(default_factory=dict)
-    """The first one, by number of sessions."""
+    """Monotonic time of the first reference, by band."""
 
     def begins(self, clock: StepClock, num_sessions: int, step_s: float, now_s: float) -> bool:
-        """Begin one if it is due. A step of so many sessions has speculated."""
+        """Begin a reference if it is due. A step of `num_sessions` sessions has speculated."""
         plain_s = clock.plain_s(num_sessions)
         if plain_s is None:
             due_s = self._due_s.setdefault(load_band(num_sessions), now_s + LEAST_STEPS * step_s)
@@ -56,6 +52,6 @@ class References:
         return True
 
     def ends(self, *, is_settled: bool) -> bool:
-        """A step of it is over; whether it was the last. Those before drafts have settled do not count."""
+        """A step of the reference is over; whether it was the last. Steps before drafts have settled do not count."""
         self.num_left -= is_settled
         return not self.num_left

@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 from specdec.target_service.policy.means import WEIGHT, Mean
 from specdec.target_service.policy.step_time import StepTimeModel
 
-_PRIOR_MIN_GAIN, _PRIOR_WEIGHT = 0.05, 0.01
-"""Share of a plain step that speculation of all sessions adds to it, before any was measured; and the weight of that
-against one step in which all speculate."""
 LEAST_STEPS = 3
 """Steps before a mean is used."""
 
@@ -45,7 +42,7 @@ class _Band:
     def min_gain_tokens(self) -> float:
         """Least squares, through no cost at no share."""
         cost = self.products_s / self.plain_s.value - self.shares
-        return max(0.0, (cost + _PRIOR_WEIGHT * _PRIOR_MIN_GAIN) / (self.squares + _PRIOR_WEIGHT))
+        return max(0.0, cost / self.squares) if self.squares else 0.0
 
 
 @dataclass(slots=True)
@@ -90,7 +87,7 @@ class StepClock:
         wanted = load_band(num_sessions)
         known = [number for number in self._bands if self._measured(number) is not None]
         if not known:
-            return _PRIOR_MIN_GAIN
+            return 0.0
         return self._bands[min(known, key=lambda number: abs(number - wanted))].min_gain_tokens()
 
     def _measured(self, number: int) -> _Band | None:

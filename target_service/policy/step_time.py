@@ -6,34 +6,31 @@ from dataclasses import dataclass, field
 
 from specdec.target_service.policy.means import MOST_SURPRISE, WEIGHT
 
-_PRIOR_WEIGHT = 0.5
-"""Weight of the prior line, in all steps that a moving mean remembers."""
-
 
 @dataclass(slots=True)
 class StepTimeModel:
     """Step time as a straight line over rows, by exponentially weighted least squares.
 
     Predicts ``base_s + row_s * num_rows``, where rows are those that the step computes, padding included. The prior
-    keeps the first predictions sane. What is left of it, scaled to
-    the steps that were seen, gives a slope when they are all of one size: else one step that stalled (a process that
-    was stopped, a machine that paused) could make rows look so dear that no step with more of them ever corrected it.
+    keeps the first predictions sane. It weighs as
+    much as one step and is scaled to the steps that were seen, so that there is a slope when they are all of one size:
+    else one step that stalled could make rows look so dear that no step with more of them ever corrected it.
     Cost of an update: constant.
     """
 
     base_s: float = 0.010
-    """Of a step without rows; the prior until steps are seen, as `row_s`."""
+    """Seconds of a step without rows: an assumption until steps are seen, as is `row_s`."""
     row_s: float = 0.0005
-    """More for each row."""
+    """Seconds for each row."""
     edges: tuple[int, ...] = ()
     """Numbers of rows, rising, to the next of which a step is padded; empty where steps compute the rows they have."""
     _prior: tuple[float, float] = field(init=False)
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    _sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0, 0.0])
     """Weight, x, y, xx, xy."""
 
     def __post_init__(self) -> None:
         self._prior = (self.base_s, self.row_s)
-        self._add_prior(0.5, scale=1.0)
+        self._add_prior(1.0, scale=1.0)
 
     def observe(self, num_rows: int, elapsed_s: float) -> None:
         """A step of `num_rows` rows took `elapsed_s`."""
@@ -43,7 +40,7 @@ class StepTimeModel:
         self._add(num_rows, elapsed_s)
         weight, x, y, _, _ = self._sums
         base_s, row_s = self._prior
-        self._add_prior(_PRIOR_WEIGHT * WEIGHT, scale=y / (base_s * weight + row_s * x))
+        self._add_prior(WEIGHT, scale=y / (base_s * weight + row_s * x))
         weight, x, y, xx, xy = self._sums
         spread = weight * xx - x * x
         if spread > 1e-6 * weight * weight:

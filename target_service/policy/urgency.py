@@ -6,9 +6,10 @@ others; requests without a wish stand between. In sum as much is verified as pay
 
 from __future__ import annotations
 
-_LEAST, _MOST = 1 / 8, 16.0
-_FIRST_TOKENS = 4
-"""A request counts as on time for so many tokens at first: a single slow one is no trend."""
+from specdec.target_service.policy.means import PRIOR_WEIGHT
+
+_MOST = 16.0
+"""Factor by which a token may be worth more, or less, than one of a request without a wish."""
 
 
 def urgency(wanted_s: float, elapsed_s: float, num_tokens: int) -> float:
@@ -21,5 +22,6 @@ def urgency(wanted_s: float, elapsed_s: float, num_tokens: int) -> float:
     """
     if wanted_s <= 0:
         return 1.0
-    pace_s = (elapsed_s + _FIRST_TOKENS * wanted_s) / (num_tokens + _FIRST_TOKENS)
-    return min(_MOST, max(_LEAST, (pace_s / wanted_s) ** 2))
+    # At first a request counts as on time: a single slow token is no trend.
+    pace_s = (elapsed_s + PRIOR_WEIGHT * wanted_s) / (num_tokens + PRIOR_WEIGHT)
+    return min(_MOST, max(1 / _MOST, (pace_s / wanted_s) ** 2))

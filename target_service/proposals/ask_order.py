@@ -1,29 +1,28 @@
-"""Who of the target's own drafters is asked next for a session, by what each gains and what its calls take."""
+"""Which of the target's own drafters is asked next for a session, by what each gains and what its calls take."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from specdec.drafting.interface import Room
 from specdec.target_service.pacing.expectations import Expectations
 from specdec.target_service.policy.marginal_gains import Headroom
+from specdec.target_service.policy.means import Mean
 from specdec.target_service.proposals.session_drafters import DrafterInSession
 from specdec.target_service.session import TargetSession
 
-_COST_WEIGHT = 1 / 64
-"""Of one call in the mean time that they take."""
-
 
 class AskOrder:
-    """Mean times of calls, and what follows from them. Who is not asked for a step when its turn comes is not later."""
+    """Mean times of calls, and the order that follows. A drafter skipped in its turn is not asked for that step."""
 
     def __init__(self) -> None:
-        self._costs_s: dict[str, float] = {}
+        self._costs_s: defaultdict[str, Mean] = defaultdict(Mean)
 
     def order(
         self, drafters: Iterable[DrafterInSession], room: Room, expectations: Expectations
     ) -> list[DrafterInSession]:
-        """Who gains most by the second first; in rejection mode in their own order, whatever was accepted."""
+        """The drafter that gains most per second first; in rejection mode their own order, whatever was accepted."""
         if room.is_chain:
             return list(drafters)
         return sorted(drafters, key=lambda drafter: -self._worth_per_s(drafter.name, room, expectations))
@@ -37,32 +36,29 @@ class AskOrder:
         expectations: Expectations,
         least_worth: float,
     ) -> Headroom | None:
-        """What is left to be gained by asking a drafter for a session's next step; None: it is not its turn, or not
-        worth it.
+        """The headroom with which a drafter is asked for a session's next step; None: it is not its turn, or not worth
+        it.
 
         Args:
-            asked: whose turns of this step are over; it is added.
-            least_worth: tokens that it must gain by the second; who gains less has its turn later.
+            asked: drafters whose turns of this step are over; this one is added.
+            least_worth: tokens per second that it must gain to have its turn now.
         """
         if name in asked or self._worth_per_s(name, room, expectations) < least_worth:
             return None
         asked.add(name)
         headroom = expectations.headroom(session)
         return (
-            headroom
-            if expectations.is_worth_asking(name, [(session, headroom)], self._costs_s.get(name, 0.0))
-            else None
+            headroom if expectations.is_worth_asking(name, [(session, headroom)], self._costs_s[name].value) else None
         )
 
     def observe(self, name: str, elapsed_s: float) -> float:
-        """A call took so long. Returns the mean."""
-        cost_s = self._costs_s.get(name, elapsed_s)
-        self._costs_s[name] = cost_s = cost_s + _COST_WEIGHT * (elapsed_s - cost_s)
-        return cost_s
+        """A call took `elapsed_s`. Returns the mean."""
+        self._costs_s[name].observe(elapsed_s)
+        return self._costs_s[name].value
 
     def forget(self, name: str) -> None:
-        """Another one has its name."""
+        """Another drafter has its name."""
         self._costs_s.pop(name, None)
 
     def _worth_per_s(self, name: str, room: Room, expectations: Expectations) -> float:
-        return expectations.worth_per_s(name, self._costs_s.get(name, 0.0), room.depth)
+        return expectations.worth_per_s(name, self._costs_s[name].value, room.depth)

@@ -23,7 +23,7 @@ class Computed:
     states: torch.Tensor
     """[n, layers of the tap, hidden size], which no later step writes to."""
     next_ids: list[int]
-    """For each the token after it."""
+    """The token after each of them."""
 
     def features(self, columns: Sequence[int]) -> Features:
         """The part of a head that reads these layers of the tap."""
@@ -35,7 +35,7 @@ class Computed:
 def computed(
     output: StepOutput, decisions: Sequence[Decision], session_of: Mapping[int, TargetSession]
 ) -> Iterator[Computed]:
-    """Of chunks of prompts, all tokens; of what was decided, the last committed token and the accepted nodes.
+    """All tokens of chunks of prompts; of decided tokens the last committed one and the accepted nodes.
 
     Before the decisions are committed. Nothing of nodes that were verified in vain, nor of choices that end.
 

@@ -26,10 +26,10 @@ from specdec.target_service.session import TargetSession
 from specdec.wire.sampling_params import VerifyMode
 
 MOST_CALL_S = 10.0
-"""Of CPU time of all threads that a call for all sessions may take: what runs in native code ends by itself."""
+"""Seconds of CPU time, over all threads, that a call for all sessions may take; native code ends by itself."""
 MOST_PENDING_BYTES = 2 * 2**20
-"""Of a session's hidden states that wait for the next draft. Sessions whose drafts are suspended may never need them,
-so what has room waits."""
+"""Bytes of a session's hidden states that wait for the next draft. A session whose draft is suspended may never need
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Due:
 
     session: TargetSession
     drafters: Sequence[DrafterInSession]
-    """Of its drafters."""
+    """Its drafters."""
     room: Room
     headroom: Headroom
-    """To be gained by asking one more of them."""
+    """What one more drafter could gain."""
 
 
 class HeadRunner:
@@ -53,7 +53,7 @@ class HeadRunner:
         self._heads: dict[str, Head] = {}
         self._columns: dict[str, list[int]] = {}
         self._debts_s: dict[str, float] = {}
-        """By session, what it took to take in its tokens outside of drafts."""
+        """Seconds, by session, of taking in its tokens outside of drafts."""
         self._deadline = Deadline(MOST_CALL_S)
         if target is not None:
             target.engine.tap_ids = ()

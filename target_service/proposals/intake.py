@@ -12,11 +12,8 @@ from specdec.target_service.records.metrics import TargetRecorder
 from specdec.target_service.session import TargetSession
 from specdec.target_service.tree.speculation_tree import ReadProposal
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import MAX_PROPOSAL_BYTES
 from specdec.wire.sampling_params import RejectionMethod
-
-_MOST_BYTES = 64 * 2**10
-"""To read more would hold up the steps of all sessions. The largest proposal that is one has 64 nodes, each with a
-distribution over 64 tokens: some 40 KB."""
 
 
 class ProposalIntake:
@@ -29,9 +26,10 @@ class ProposalIntake:
     def read_proposal(self, session: TargetSession, encoded: bytes) -> bytes | ReadProposal:
         """All of merging that does not depend on the next verdict, for a time in which nobody waits for it.
 
-        What is malformed stays as it is: `absorb` finds out, and says so when it always does.
+        A malformed proposal, or one so large that reading it would hold up all sessions, stays as it is: `absorb`
+        refuses it.
         """
-        if len(encoded) > _MOST_BYTES:
+        if len(encoded) > MAX_PROPOSAL_BYTES:
             return encoded
         try:
             proposal = pb.Proposal.FromString(encoded)
@@ -74,6 +72,6 @@ class ProposalIntake:
 
 
 def _parsed(encoded: bytes) -> pb.Proposal:
-    if len(encoded) > _MOST_BYTES:
-        raise invalid("proposal", f"{len(encoded)} bytes, at most {_MOST_BYTES} are read")
+    if len(encoded) > MAX_PROPOSAL_BYTES:
+        raise invalid("proposal", f"{len(encoded)} bytes, at most {MAX_PROPOSAL_BYTES} are read")
     return pb.Proposal.FromString(encoded)

@@ -1,12 +1,12 @@
 """Drafters that a target runs itself: asked before each step, and what they offer joins the one tree of the session.
 
-Each call is timed. Who gains most by the second is asked first, and the others while what is left to be gained is worth
+Each call is timed. The drafter that gains most per second is asked first, and the others while the headroom is worth
 their time (`expectations.py`). In a session where a drafter's offers bring less than they cost it is asked less and
 less, up to every 64th step, and at every step again once a call has brought what it cost. Rows that a drafter wants
 computed for itself (lookahead's window) are part of that (`window.py`). One that raises, offers what is no tree, or
 does not return is dropped for good: all sessions go on without it.
 
-Heads over the target's hidden states are told of every step, and asked for all sessions at once (`head_runner.py`).
+Heads over the target's hidden states take in every step, and are asked for all sessions at once (`head_runner.py`).
 
 What is verified of their offers `Pacing` decides, by what became of earlier ones (`policy/acceptance.py`).
 """
@@ -45,12 +45,12 @@ from specdec.target_service.tree.speculation_tree import Node
 from specdec.wire.sampling_params import VerifyMode
 
 MOST_CALL_S = 0.25
-"""Of CPU time that one call may take: a thousand times what it should."""
+"""Seconds of CPU time that one call may take: a thousand times what it should."""
 _log = structlog.get_logger("specdec.replica.worker")
 
 
 class LocalDrafters:
-    """Asks drafters for sessions, and tells them what became of it. Without any it does nothing."""
+    """Asks drafters for sessions, and reports to them what was accepted. Without any it does nothing."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class LocalDrafters:
 
     @property
     def told_options(self) -> list[str]:
-        """Of each in `names`, the options that are not the defaults, as a JSON object."""
+        """The options of each drafter in `names` that are not the defaults, as a JSON object."""
         found = map(self._options.get, self._drafters)
         return ["{}" if each is None else each.model_dump_json(exclude_defaults=True) for each in found]
 
@@ -154,7 +154,7 @@ class LocalDrafters:
     def propose(self, sessions: Iterable[TargetSession], pacing: Pacing, least_worth: float = 0.0) -> None:
         """Hang offers on the trees of sessions whose next step is due, of drafters that were not asked for it yet.
 
-        Asked are those that gain at least so many tokens by the second where nobody has proposed anything.
+        Only drafters are asked that gain at least `least_worth` tokens per second.
         """
         if not self._drafters:
             return
@@ -255,7 +255,7 @@ class LocalDrafters:
             self._drop(name, error)
 
     def charge(self, decisions: Sequence[Decision], num_rows: int, step_time: StepTimeModel) -> None:
-        """A step of so many rows is decided, and not committed yet: charge drafters with their own rows in it."""
+        """A step of `num_rows` rows is decided, and not committed yet: charge drafters with their own rows in it."""
         charge_windows(decisions, num_rows, step_time, self._drafters_of)
 
     def _drafters_of(self, session: TargetSession) -> list[DrafterInSession]:
@@ -339,5 +339,5 @@ class LocalDrafters:
 
 
 def _steps_of(payload: Node, steps: dict[str, DrafterStep]) -> list[DrafterStep]:
-    """Of those who proposed a node."""
+    """Steps of the drafters that proposed a node."""
     return [steps[source] for source, _ in payload.offers() if source in steps]

@@ -1,8 +1,8 @@
 """The draft that a target runs itself: told of its sessions, and asked for proposals when a step is due.
 
-How much is drafted: a guess costs a round of the draft and, if it is verified, a row of the target's step. In that time
-the target commits tokens at the rate of late; a guess that is less likely to be accepted than so many tokens is left
-out. The rate is of all sessions, and so is a round, so that the rule holds for any number of them.
+How much is drafted: a guess costs a round of the draft and, if it is verified, a row of the target's step. A guess is
+left out if its probability is below the number of tokens that the target commits in that time. Rate and round are of
+all sessions, so the rule holds for any number of them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from specdec.engine.errors import EngineError, ModelLoadError
 from specdec.replica.worker.build import BuiltEngine, build_engine
 from specdec.replica.worker.host import SessionHost
 from specdec.target_service.pacing.pacing import Pacing
+from specdec.target_service.policy.means import Mean
 from specdec.target_service.session import TargetSession
 from specdec.v1 import common_pb2 as pb
 
-_COST_WEIGHT = 1 / 16
-"""Of one call in the mean time that they take."""
 _LENIENCE = 0.5
-"""Scores are a draft's own word: what one that is too sure draws is not verified, what one that is unsure leaves out is
-never seen."""
-_MOST_MIN_SCORE = 0.6
+"""Factor on the least score of a guess. Scores are the draft's own: a guess of a too sure draft is not verified, but
+one that an unsure draft leaves out is never seen."""
 
 
 def build_own_draft(
@@ -79,15 +77,15 @@ def own_draft_of(
 
 @dataclass(slots=True)
 class _Untold:
-    """What the draft does not know of a session yet."""
+    """Tokens of a session that the draft does not know yet."""
 
     start: int
     """Position of the first of the tokens."""
     token_ids: list[int] = field(default_factory=list)
     is_suspended: bool = False
-    """Nobody wants proposals for it now."""
+    """Whether no proposals are wanted for it now."""
     knows_suspended: bool = False
-    """The draft has been told so."""
+    """Whether the draft knows that."""
 
 
 class OwnDraft:
@@ -97,15 +95,19 @@ class OwnDraft:
         """`most_tokens` per session and step are drafted."""
         self.draft = draft
         self._most_tokens = most_tokens
-        self.cost_s = 0.0
-        """Mean time of a call."""
+        self._cost_s = Mean()
         self.asked: set[str] = set()
         """Sessions that the last call was for, and did not only compute a prompt."""
         self._prompt_s = 0.0
         self._beginners: set[str] = set()
         """Sessions that were opened at the draft and that it has not proposed for yet."""
         self._untold: dict[str, _Untold] = {}
-        """Of sessions that were opened at the draft, by id. It hears of tokens when it is asked, of all at once."""
+        """Tokens, by id of sessions opened at the draft, that it learns of when it is asked next."""
+
+    @property
+    def cost_s(self) -> float:
+        """Mean seconds of a call."""
+        return self._cost_s.value
 
     @property
     def is_there(self) -> bool:
@@ -163,7 +165,7 @@ class OwnDraft:
         if prompt_s:
             self._note_prompts(beginners, prompt_s, pacing)
         else:
-            self.cost_s += _COST_WEIGHT * (drafted_s - self.cost_s) if self.cost_s else drafted_s
+            self._cost_s.observe(drafted_s)
         self.asked.update(session.session_id for session in wanted if not prompt_s or session.arrived is not None)
         for session in own:
             session.drafted_s += drafted_s
@@ -181,7 +183,7 @@ class OwnDraft:
         return prompt_s
 
     def _tell(self) -> None:
-        """Let the draft know what was decided since it was last asked. Whom nobody wants it to draft for can wait."""
+        """Give the draft the tokens decided since it was last asked; those of suspended sessions can wait."""
         assert self.draft is not None
         for session_id, untold in self._untold.items():
             if untold.token_ids and not (untold.is_suspended and untold.knows_suspended):
@@ -199,5 +201,5 @@ class OwnDraft:
         cost_s = self.draft.round_s + pacing.clock.rows.row_s
         return Appetite(
             num_tokens=pacing.draft_credit(self._most_tokens),
-            min_path_score=min(_MOST_MIN_SCORE, _LENIENCE * pacing.expectations.tokens_per_s * cost_s),
+            min_path_score=_LENIENCE * min(1.0, pacing.expectations.tokens_per_s * cost_s),
         )

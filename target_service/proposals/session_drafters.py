@@ -1,4 +1,4 @@
-"""A drafter's part of a session: what it did for the step at hand, whether it pays to ask it, and who is told."""
+"""Drafters of one session: what each did for the step at hand, and whether it pays to ask it."""
 
 from __future__ import annotations
 
@@ -7,32 +7,28 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specdec.drafting.interface import Context, SessionDrafter
+from specdec.target_service.policy.budget import SHARE, TRIAL_STEPS
+from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.session import TargetSession
 
 _MOST_INTERVAL = 64
 """Steps between two calls of a drafter that brings nothing."""
-_JUDGED_CALLS = 16
-"""Before a drafter is judged in a session."""
 _MOST_LOST_TOKENS = 8.0
-"""Or until its calls have lost so much: dear ones are judged sooner. Chosen: lookahead has something to offer from its
-fifth call on, which it is to reach."""
-_WEIGHT = 1 / 16
-"""Of a call in the means of a session."""
-_FREE_TOKENS = 0.005
-"""Calls that cost no more are not worth leaving out."""
+"""Tokens that a drafter's calls may lose in a session before it is judged sooner than after a trial. Chosen: lookahead
+proposes from its fifth call on."""
 
 
 class DrafterRecorder(Protocol):
-    """Is told what drafters did."""
+    """Counts what drafters did."""
 
     def asked(self, drafter: str, num_nodes: int, elapsed_s: float) -> None:
-        """A drafter offered so many nodes."""
+        """A drafter offered `num_nodes` nodes."""
 
     def judged(self, drafter: str, num_verified: int, accepted_depths: Sequence[int]) -> None:
-        """So many of them were verified, and those at these depths accepted."""
+        """`num_verified` of its nodes were verified, and those at `accepted_depths` accepted."""
 
     def searched(self, elapsed_s: float, matchness: float) -> None:
-        """`layer_skip` searched so long for sublayers to leave out; the best set finds this share of tokens again."""
+        """`layer_skip` searched for sublayers to leave out; `matchness`: share of tokens that the best set finds."""
 
     def dropped(self, drafter: str) -> None:
         """A drafter is not asked any more."""
@@ -48,12 +44,12 @@ class DrafterStep:
     num_accepted: int = 0
     elapsed_s: float = 0.0
     window_tokens: float = 0.0
-    """What rows of its own in the target's step cost, in tokens that could have been decoded meanwhile."""
+    """Tokens that could have been decoded while its own rows in the target's step were computed."""
 
 
 @dataclass(slots=True)
 class DrafterInSession:
-    """A drafter's part of a session, and whether it pays."""
+    """A drafter that proposes for one session, and whether that pays."""
 
     name: str
     proposer: SessionDrafter
@@ -62,7 +58,7 @@ class DrafterInSession:
     interval: int = 1
     num_calls: int = 0
     gain: float = 0.0
-    """Tokens accepted thanks to a call: a mean."""
+    """Mean number of tokens accepted thanks to a call."""
     step: DrafterStep | None = None
     """What it did for the step at hand; None: it was not asked."""
 
@@ -83,12 +79,12 @@ class DrafterInSession:
                 make up for dear calls.
         """
         self.num_calls += 1
-        self.gain += max(_WEIGHT, 1 / self.num_calls) * (credit - self.gain)
+        self.gain += max(WEIGHT, 1 / self.num_calls) * (credit - self.gain)
         if credit > 0 and credit >= cost_tokens:
             self.interval = 1
-        elif self.gain + _FREE_TOKENS < cost_tokens:
+        elif self.gain + SHARE < cost_tokens:
             lost_tokens = self.num_calls * (cost_tokens - self.gain)
-            if self.num_calls >= _JUDGED_CALLS or lost_tokens > _MOST_LOST_TOKENS:
+            if self.num_calls >= TRIAL_STEPS or lost_tokens > _MOST_LOST_TOKENS:
                 self.interval = min(_MOST_INTERVAL, 2 * self.interval)
         self.wait = self.interval - 1
 

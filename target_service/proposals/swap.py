@@ -23,10 +23,8 @@ from specdec.replica.worker.errors import SessionFailure, invalid
 from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.v1 import target_pb2
 
-POLL_S = 0.02
-"""While heads are loaded an idle loop looks again after so long."""
 _MOST_CHARS = 800
-"""Of what is said about a refusal."""
+"""Characters of a refusal's text."""
 _log = structlog.get_logger("specdec.replica.worker")
 
 
@@ -37,7 +35,7 @@ class _Load:
         self.made: dict[str, tuple[DrafterOptions, Drafter]] = {}
         self.error: Exception | None = None
         self.name = ""
-        """Of the one that is being loaded, or was last."""
+        """Name of the head that is being loaded, or was last."""
         self._is_wanted = True
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, args=(make, heads), name="drafter-load", daemon=True)
@@ -75,7 +73,7 @@ class _Change:
     call_id: int
     names: list[str]
     others: list[DrafterOptions]
-    """To be made between two steps: all that are new but heads."""
+    """New drafters without heads, which are made between two steps."""
     load: _Load | None
     began_s: float
     timeout_s: float
@@ -92,7 +90,7 @@ class DrafterSwap:
         load_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_changed` is told after each change which drafters are new; heads may take `load_timeout_s` to load."""
+        """`on_changed` is called after each change with the new drafters; heads may take `load_timeout_s` to load."""
         self._local_drafters = local_drafters
         self._answers = answers
         self._on_changed = on_changed

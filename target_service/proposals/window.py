@@ -1,7 +1,7 @@
 """What a drafter's window costs: rows of the target's own step that nobody chose for being likely.
 
 Guesses are verified while their rows are worth it (`policy/verify_policy.py`), so they pay for themselves. A window is
-computed whatever it brings: whoever asks for it is charged with it, as if asking had taken so long.
+computed whatever it brings: the drafter that asks for it is charged with its time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def charge_windows(
 
 
 def window_rows(tree: SpeculationTree, chosen: Iterable[int]) -> Counter[str]:
-    """By drafter, of the nodes chosen for a step those that are there for its window alone."""
+    """Number of chosen nodes, by drafter, that are there for its window alone."""
     nodes = (tree.nodes[node] for node in chosen)
     return Counter(node.source for node in nodes if node.is_window and not node.score and not node.others)
 

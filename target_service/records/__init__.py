@@ -1,1 +1,1 @@
-"""What is told of a session and of a step: metrics, spans, progress."""
+"""Reports about sessions and steps: metrics, spans, progress."""

@@ -43,7 +43,7 @@ class TargetRecorder:
         self._metrics = metrics
         self._engine = EngineGauges(metrics)
         self._tallies = Tallies()
-        """Of a step and its verdicts, written when its turn is over: before anybody is told of it."""
+        """Counts of a step and its verdicts, written when its turn is over, before any verdict is sent."""
         self._tokens = _Labelled[int](metrics.tokens, lambda origin: (_ORIGINS[origin],))
         self._proposed_at = _Labelled[int](metrics.proposed_tokens, lambda depth: (str(depth),))
         self._accepted_at = _Labelled[int](metrics.accepted_tokens, lambda depth: (str(depth),))
@@ -91,7 +91,7 @@ class TargetRecorder:
         self._metrics.mismatches.inc()
 
     def asked(self, drafter: str, num_nodes: int, elapsed_s: float) -> None:
-        """A drafter of the target's own was asked for a session, and offered so many nodes."""
+        """A drafter of the target's own was asked for a session, and offered `num_nodes` nodes."""
         self._tallies.count(self._proposed_by[drafter], num_nodes)
         self._tallies.count(self._seconds_of[drafter], elapsed_s)
 

@@ -38,11 +38,11 @@ class StepRecord:
     num_committed: list[int]
     """Tokens, by session that it decided for."""
     num_nodes: int
-    """Verified, of all sessions."""
+    """Nodes verified, of all sessions."""
     are_free: list[bool]
-    """Of which of these sessions nodes were verified though their drafts are suspended."""
+    """Whether nodes of each of these sessions were verified though its draft is suspended."""
     gates: list[GateState | None]
-    """Where these sessions stand with the gate."""
+    """States of these sessions with the gate."""
     is_decode: bool
     """Every session in it had its first token before: it carried no prefill."""
 
@@ -92,4 +92,4 @@ class StepRecord:
 
 
 StepObserver = Callable[[StepRecord], None]
-"""Is told of every step."""
+"""Called for every step."""

@@ -33,7 +33,7 @@ DEFAULT_SCORE = 0.7
 _NOWHERE = -1
 """Place of an offered node that is neither on the way to the root nor below it."""
 _UNPLACED = 1 << 32
-"""Of one below the root for which the tree has no place."""
+"""Index of a node below the root for which the tree has no place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class Node:
     score: float
     """The draft's estimate of the probability that it is accepted, given that its parent is."""
     token_ids: tuple[int, ...] = ()
-    """Of the truncated distribution that it was sampled from (rejection mode only)."""
+    """Tokens of the truncated distribution that it was sampled from (rejection mode only)."""
     probs: tuple[float, ...] = ()
-    """Of these tokens, in the same order."""
+    """Probabilities of these tokens, in the same order."""
     is_forced: bool = False
     """No draft offered it: a constraint allows nothing else."""
     source: str = DRAFT_MODEL
-    """Who proposed it: a draft, or else who was first."""
+    """Name of the source that proposed it: a draft, or else the first one."""
     draft: str = DRAFT_MODEL
     """What the draft that proposed it says it is: a model, or a drafter without one."""
     others: tuple[tuple[str, float], ...] = ()
-    """Who else did, each with a score."""
+    """Names and scores of the other sources that did."""
     is_window: bool = False
     """It is computed for what is drawn there, however unlikely."""
 

@@ -9,6 +9,7 @@ import pytest
 from specdec.config.drafter_options import LookaheadOptions
 from specdec.drafting.interface import Context
 from specdec.drafting.lookup.lookahead import Lookahead
+from specdec.target_service.policy.budget import TRIAL_STEPS
 from specdec.target_service.policy.step_time import StepTimeModel
 from specdec.target_service.proposals.session_drafters import DrafterInSession
 from specdec.target_service.proposals.window import row_tokens, window_rows
@@ -44,7 +45,7 @@ def test_dear_calls_that_bring_less_than_they_cost_become_rare_though_a_token_is
     assert share_asked(1.5, hit=0.1, credit=2.0) < 0.1
 
 
-@pytest.mark.parametrize(("cost_tokens", "calls"), [(0.1, 16), (0.4, 16), (1.0, 9), (1.5, 6)])
+@pytest.mark.parametrize(("cost_tokens", "calls"), [(0.1, TRIAL_STEPS), (0.4, TRIAL_STEPS), (1.0, 9), (1.5, 6)])
 def test_the_dearer_calls_are_the_sooner_they_are_judged(cost_tokens: float, calls: int) -> None:
     asked = part()
     while asked.interval == 1:

@@ -131,7 +131,7 @@ def test_a_record_follows_a_change() -> None:
 @pytest.mark.parametrize("truth", [0.0, 0.5, 1.0])
 def test_the_rate_per_depth_follows_how_often_a_walk_goes_on(truth: float) -> None:
     acceptance = Acceptance()
-    assert acceptance.depth_rate == pytest.approx(0.6)
+    assert acceptance.depth_rate == pytest.approx(0.5)
     for i in range(2000):
         acceptance.observe_depth(i % 10 < truth * 10)
     assert acceptance.depth_rate == pytest.approx(truth, abs=0.06)
@@ -152,4 +152,4 @@ def test_what_a_token_is_worth_follows_the_wish() -> None:
     assert urgency(0.01, 2.0, 100) > 3
     assert urgency(0.01, 0.5, 100) < 0.4
     assert urgency(1e-6, 1e6, 1) == 16.0
-    assert urgency(4294.0, 0.0, 10_000_000) == 0.125
+    assert urgency(4294.0, 0.0, 10_000_000) == 1 / 16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.target_service.pacing.pacing import CATCH_UP_S, Pacing
-from specdec.target_service.policy.hold_off import DEPTHS, DraftLatency
+from specdec.target_service.pacing.pacing import Pacing
+from specdec.target_service.policy.hold_off import CATCH_UP_S, DEPTHS, DraftLatency
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.free_rows import FreeRows
 from tests.support.engine.local_pair import LocalPair, chain
