@@ -86,7 +86,7 @@ def test_the_command_compares_and_finds_equal_tokens(tiny_cluster: Cluster) -> N
     arguments = ["generate", PROMPT, "--compare", "--show-origin", "--max-tokens", "32", "--ignore-eos"]
     result = CliRunner().invoke(app, [*arguments, "--address", tiny_cluster.address])
     assert result.exit_code == 0, result.stderr
-    assert "The tokens are equal: all 32 of them." in result.stderr
+    assert "All 32 tokens are equal." in result.stderr
     assert "acceptance length" in result.stderr
 
 

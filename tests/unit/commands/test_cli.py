@@ -241,7 +241,7 @@ def test_compare_runs_the_same_seed_plainly_and_finds_equal_tokens(command: Comm
     assert plain.speculation.HasField("enabled")
     assert not plain.speculation.enabled
     assert plain.request_id == ""
-    assert "The tokens are equal: all 9 of them." in result.stderr
+    assert "All 9 tokens are equal." in result.stderr
 
 
 def test_compare_tells_where_tokens_differ(command: Command) -> None:

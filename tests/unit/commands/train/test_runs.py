@@ -86,7 +86,7 @@ def test_the_state_of_another_run_is_refused_by_name(loaded: Loaded, texts: list
 
 
 def test_texts_without_any_to_measure_on_are_refused(loaded: Loaded, texts: list[Text], tmp_path: Path) -> None:
-    with pytest.raises(TrainingRefused, match="measure"):
+    with pytest.raises(TrainingRefused, match="no held-out text"):
         trained(loaded, [text for text in texts if not text.is_held_out], RECIPE, tmp_path)
 
 
