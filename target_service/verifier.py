@@ -47,7 +47,7 @@ from specdec.target_service.proposals.intake import ProposalIntake
 from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
 from specdec.target_service.proposals.swap import DrafterSwap
-from specdec.target_service.records.metrics import TargetRecorder
+from specdec.target_service.records.metrics import DeferredStepMetrics, TargetRecorder
 from specdec.target_service.records.step_record import StepObserver, StepRecord
 from specdec.target_service.records.trace import trace_end, trace_preemptions
 from specdec.target_service.sample_and_walk import Candidate, Decision, Undecided, decide
