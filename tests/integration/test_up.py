@@ -38,7 +38,7 @@ def test_where_the_draft_runs_is_measured_once_and_remembered_and_one_interrupt_
         placement = first.split()[1]
         children = up.children()
         assert len(children) == (6 if placement == "apart" else 4)  # An engine is a process beside its service.
-        page_url = up.wait_line("The page").split()[-1]
+        page_url = up.wait_line("A page that shows speculation").split()[-1]
         with urllib.request.urlopen(page_url) as answer:
             assert answer.headers.get_content_type() == "text/html"
         url = up.wait_line("OpenAI's API:").split()[2].rstrip(".")

@@ -83,7 +83,7 @@ class CoordinatorLife:
     def open(self, choice: int) -> None:
         """Open a session."""
         draft = self.draft_link if self.draft_link is not None and self.draft_link.is_ready else None
-        self.process.call(self.loop.open, self.sessions[choice], self.link, draft)
+        self.process.call(self.loop.open_session, self.sessions[choice], self.link, draft)
 
     def _build(self, network: Network) -> None:
         observer, self.table = _observer(), SessionTable()
