@@ -40,9 +40,11 @@ class _Band:
         return believed_s
 
     def min_gain_tokens(self) -> float:
-        """Least squares, through no cost at no share."""
+        """Least squares, through no cost at no share. The prior is a step of weight `WEIGHT` in which all sessions
+        speculated at no cost: else the error of one step is divided by a small share.
+        """
         cost = self.products_s / self.plain_s.value - self.shares
-        return max(0.0, cost / self.squares) if self.squares else 0.0
+        return max(0.0, cost / (self.squares + WEIGHT))
 
 
 @dataclass(slots=True)
