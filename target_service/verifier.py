@@ -91,7 +91,7 @@ class Verifier(Role[TargetSession], PassObserver):
         """Keys of the sessions of the last pass."""
         self._recording = DeferredStepMetrics(recorder)
         self._admission = Admission(host.sessions, built.engine, built.grammars, self._fault)
-        self._order = TurnTimes(self._own_draft, self._admission.by_seq.values())
+        self._turn_times = TurnTimes(self._own_draft, self._admission.by_seq.values())
         self._compiler = built.grammars
         self._steps = IsolatedSteps(built.engine, self, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._admission, self._fault)
@@ -110,7 +110,7 @@ class Verifier(Role[TargetSession], PassObserver):
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
             self._record,
-            lambda step: self._order.observe(step, self.pacing),
+            lambda step: self._turn_times.observe(step, self.pacing),
         )
         recorder.serves(self._identity)
 
@@ -214,11 +214,11 @@ class Verifier(Role[TargetSession], PassObserver):
 
     def absorb_proposals(self, now_s: float) -> None:
         """A turn begins: proposals that have arrived join their trees, and the next step's hold-offs are planned."""
-        self._order.due_at_s = now_s
+        self._turn_times.due_at_s = now_s
         self._swap.poll()
         self._admission.poll()
         self._proposals.draft(self._admission.ready(), self.pacing)
-        self._order.began_s = time.monotonic()
+        self._turn_times.began_s = time.monotonic()
         self._proposals.gather(self._admission.ready(), self.pacing, now_s)
         for group in self._groups():
             try:
@@ -241,14 +241,14 @@ class Verifier(Role[TargetSession], PassObserver):
         groups = self._groups()
         group, only = groups[0], None
         if len(groups) > 1:
-            group = next((each for each in groups if self.pacing.wait_s(each, self._order.due_at_s) == 0), group)
+            group = next((each for each in groups if self.pacing.wait_s(each, self._turn_times.due_at_s) == 0), group)
             only = {session.seq.seq_id for session in group}
         self._apart.take(group)
         if self._host.defer_results and any(session.state is SessionState.PREFILL for session in group):
             during.send_results()  # kernels of a prompt are launched one by one: nobody waits for that
         self._host.defer_results = False
         try:
-            self.pacing.count_vain_waits(group, self._order.due_at_s)
+            self.pacing.count_vain_waits(group, self._turn_times.due_at_s)
             chosen = self.pacing.choose_trees(group, started_s)
         except Exception as error:
             chosen = self._give_up_trees(group, error)
@@ -285,18 +285,18 @@ class Verifier(Role[TargetSession], PassObserver):
             by_seq,
             self.pacing.gate,
             preempted=preempted,
-            due_at_s=self._order.due_at_s,
+            due_at_s=self._turn_times.due_at_s,
             elapsed_s=elapsed_s,
         )
         for decision in decisions:
             try:
-                self._commits.commit(decision, self.pacing, started_s, elapsed_s, self._order.due_at_s)
+                self._commits.commit(decision, self.pacing, started_s, elapsed_s, self._turn_times.due_at_s)
             except Exception as error:
                 self._fault(decision.candidate.session, error)
         for each in undecided:
             self._fail_undecided(each)
         self._host.defer_results = self._steps_at_once()
-        record.turn_s = time.monotonic() - self._order.began_s
+        record.turn_s = time.monotonic() - self._turn_times.began_s
         for observe in self._observers:
             observe(record)
 

@@ -40,10 +40,13 @@ class _Band:
         return believed_s
 
     def min_gain_tokens(self) -> float:
-        """Slope of a step's extra time, in plain steps, over the speculating share: least squares through the
-        origin."""
+        """Slope of a step's extra time, in plain steps, over the speculating share: least squares through the origin.
+
+        The prior is a step of weight `WEIGHT` in which all sessions speculated at no cost: without it the error of one
+        step would be divided by a small share.
+        """
         cost = self.products_s / self.plain_s.value - self.shares
-        return max(0.0, cost / self.squares) if self.squares else 0.0
+        return max(0.0, cost / (self.squares + WEIGHT))
 
 
 @dataclass(slots=True)
