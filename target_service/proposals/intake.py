@@ -39,7 +39,7 @@ class ProposalIntake:
     def absorb(self, session: TargetSession, pacing: Pacing, now_s: float) -> None:
         """Merge the session's latest proposal, if one has arrived, into its tree; `pacing` learns the draft's speed.
 
-        A malformed proposal is answered by a ProposalRejected; the session goes on without it.
+        A malformed proposal is answered by a ProposalRejected: the session may lose its draft, never its tokens.
         """
         arrived, session.arrived = session.arrived, None
         if arrived is None:
