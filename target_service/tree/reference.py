@@ -27,7 +27,7 @@ def coupled(tree: Set[Path], target: Target, temperature: float, seed: int, t: i
 def rejection(
     chain: Sequence[tuple[int, Mapping[int, float]]], target: Target, temperature: float, seed: int, t: int
 ) -> list[int]:
-    """Each drafted x ~ q is accepted with probability min(1, p(x) / q(x)); else a sample of max(0, p - q) ends it."""
+    """Each drafted x ~ q stays with probability min(1, p(x) / q(x)); else a sample of max(0, p - q) ends the round."""
     path: Path = ()
     for x, q in chain:
         p = torch.softmax(target(path).double() / temperature, dim=0)
@@ -42,7 +42,7 @@ def rejection(
 def block(
     chain: Sequence[tuple[int, Mapping[int, float]]], target: Target, temperature: float, seed: int, t: int
 ) -> list[int]:
-    """Block verification: the chain is judged as a whole, where w bounds the product of p(x) / q(x) of its tokens."""
+    """Block verification: at least i tokens are accepted with probability w[i] = min(1, w[i-1] p(x[i]) / q(x[i]))."""
     path: Path = ()
     w, stays, residuals = 1.0, 0, []
     for x, q in chain:
