@@ -1,1 +1,1 @@
-"""Kernels for GPUs, in Triton, and the parts of the engine that run on them. Only this package imports triton."""
+"""Triton kernels for GPUs, and the parts of the engine that run them. Only this package imports triton."""

@@ -1,28 +1,29 @@
 """Bias, penalties, min_tokens and allowed tokens in Triton: ``logit_processors.adjusted_logits`` to the bit.
 
-What a token is to a row is its *mark*, an int32: how often it is in the output, above a bit each for what else may be
-said of it. All of a row's marks lie side by side, so that the token drawn last is counted in by one store.
+Each row has a *mark* for each token, an int32: four flag bits, and above them the token's count in the output. A row's
+marks lie side by side, so that one store counts the last drawn token.
 """
 
 import triton
 import triton.language as tl
 
 SEEN = tl.constexpr(1)
-"""It is in the prompt or the output."""
+"""Flag of a token in the prompt or the output."""
 HELD = tl.constexpr(2)
-"""min_tokens holds it back."""
+"""Flag of a token that min_tokens holds back."""
 ALLOWED = tl.constexpr(4)
 BIASED = tl.constexpr(8)
 ONCE = tl.constexpr(16)
-"""Of the lowest bit of its count."""
+"""Unit of the count: its lowest bit."""
 ADJUST_WORDS = tl.constexpr(6)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit(do_not_specialize=["num_entries"], do_not_specialize_on_alignment=["entries"])
 def mark_kernel(entries, marks, biases, num_entries, BLOCK: tl.constexpr):
-    """Add marks, and set biases, where there were none; grid (chunks of entries,). ``entries`` [3, num_entries]: places
-    among all rows' marks, marks, biases as bits. A place may come several times, with other bits and one bias."""
+    """Add marks to zeroed ones, and set biases; grid (chunks of entries,). ``entries`` [3, num_entries]: indices into
+    all rows' marks, marks, biases as bits. An index may occur several times, with different bits and at most one
+    bias."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_one = i < num_entries
     place = tl.load(entries + i, mask=is_one, other=0)
@@ -34,7 +35,7 @@ def mark_kernel(entries, marks, biases, num_entries, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["drawn"])
 def count_kernel(drawn, marks, num_top, VOCAB: tl.constexpr):
-    """Count the tokens that rows have drawn [rows, 2, num_top] as output; grid (rows,)."""
+    """Count each row's first token of ``drawn`` [rows, 2, num_top] as output; grid (rows,)."""
     r = tl.program_id(0).to(tl.int64)
     place = marks + r * VOCAB + tl.load(drawn + r * 2 * num_top)
     tl.store(place, (tl.load(place) | SEEN) + ONCE)
@@ -42,16 +43,16 @@ def count_kernel(drawn, marks, num_top, VOCAB: tl.constexpr):
 
 @triton.jit
 def _saturated(x, values):
-    """What finite values were adjusted to, without an infinity; the others as they are."""
+    """Adjusted logits ``x``, clamped to finite numbers where the original ``values`` were finite."""
     bounded = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     return tl.where(tl.abs(values) < float("inf"), bounded, values)
 
 
 @triton.jit(do_not_specialize=["number"])
 def adjust_kernel(logits, rows, marks, biases, adjusted, row_stride, number, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits after all that a row asks for at draw ``number``; grid (rows, chunks). ``rows`` [R, 6]: the three
-    penalties, whether there are any, for how many draws tokens are held back, whether others than the allowed ones are
-    ruled out."""
+    """Logits adjusted by a row's parameters at draw ``number``; grid (rows, chunks). ``rows`` [R, 6]: repetition,
+    presence and frequency penalty as bits, whether there are penalties, number of draws for which tokens are held back,
+    whether only allowed tokens may be drawn."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     is_id = ids < VOCAB

@@ -14,32 +14,32 @@ from specdec.engine.cuda.attention_kernels import attention_kernel, fold_kernel,
 from specdec.engine.cuda.launch import launch
 
 SPLIT = 256
-"""Positions per split: a multiple of every tile's length. A row of a model with 8 KV heads has half as many programs as
-a GPU of 132 multiprocessors runs at once from 2,000 positions on."""
+"""Positions per split, a multiple of every tile's length. At 2,000 positions, a row of a model with 8 KV heads has 64
+programs, half of the 132 multiprocessors of an H100."""
 MAX_HEAD_DIM = 256
-"""Wider heads do not fit into the registers and the shared memory of a multiprocessor."""
+"""Most elements of a head: wider ones do not fit into the registers and the shared memory of a multiprocessor."""
 _TILE_ROWS = 16
 _TILE_QUERIES = 32
 _MOST_PART_ROWS = 128
-"""With more, programs are many without splits of their own; rows with paths gain from them all the same."""
+"""Number of rows above which splits get no programs of their own, as rows fill the GPU; rows with paths still do."""
 _MOST_PART_BYTES = 1 << 27
 _MIN_DOT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """Which rows share a program: whole tiles of one sequence's rows."""
+    """Tiles of rows that share a program; the rows of a tile belong to one sequence."""
 
     starts: torch.Tensor
-    """[num_tiles + 1] int32; tiles at the end may be empty."""
+    """[num_tiles + 1] int32, the first row of each tile; tiles at the end may be empty."""
     num_tiles: int
     num_splits: int
-    """No row has a position past this many splits."""
+    """Number of splits that cover every row's positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """Sizes of a kernel's tiles, which a model fixes: no batch changes them."""
+    """Sizes of a kernel's tiles, which depend on the model and not on the batch."""
 
     rows_per_tile: int
     block_m: int
@@ -51,7 +51,7 @@ class LaunchShape:
 
 
 def launch_shape(num_heads: int, geometry: LayerGeometry, dtype: torch.dtype) -> LaunchShape:
-    """The tiles for a layer. Matrix products of a row are the same instructions whatever the number of rows."""
+    """The tiles for a layer. A row's matrix products use the same instructions for any number of rows."""
     group = num_heads // geometry.num_kv_heads
     widest = max(geometry.key_dim, geometry.value_dim)
     is_wide_float = dtype == torch.float32 and widest > 64  # without matrix instructions products take more registers
@@ -64,19 +64,19 @@ def launch_shape(num_heads: int, geometry: LayerGeometry, dtype: torch.dtype) ->
         block_k=max(_MIN_DOT, power_of_two(geometry.key_dim)),
         block_v=max(_MIN_DOT, power_of_two(geometry.value_dim)),
         num_warps=4 if widest <= 64 else 8,
-        num_stages=5,  # of which the block table's loads take some: two tiles are held, one of them on its way
+        num_stages=5,  # the block table's loads take some: two tiles of keys are held, one of them being loaded
     )
 
 
 def plan_tiles(batch: Batch, rows_per_tile: int, block_size: int) -> TilePlan:
-    """Cut the rows of each sequence into tiles, without asking the device for anything. Cost: six small kernels."""
+    """Cut the rows of each sequence into tiles, without waiting for the device. Cost: nine small kernels."""
     num_rows, device = batch.row_seq.shape[0], batch.row_seq.device
     num_tiles = min(num_rows, num_rows // rows_per_tile + batch.num_seqs)
     rows = torch.arange(num_rows, device=device, dtype=torch.int32)
     first = torch.searchsorted(batch.row_seq, batch.row_seq, out_int32=True)  # the first row of a row's sequence
     tile = ((rows - first) % rows_per_tile == 0).cumsum(0, dtype=torch.int32) - 1
     starts = torch.searchsorted(tile, torch.arange(num_tiles + 1, device=device, dtype=torch.int32), out_int32=True)
-    num_positions = batch.block_tables.shape[1] * block_size  # nodes off the chain have blocks, too
+    num_positions = batch.block_tables.shape[1] * block_size  # tree nodes off the chain have blocks too
     return TilePlan(starts, num_tiles, max(1, -(-num_positions // SPLIT)))
 
 
@@ -110,8 +110,9 @@ def attend(
 ) -> torch.Tensor:
     """Attention ``[T, num_heads, value_dim]`` of queries ``[T, num_heads, key_dim]`` whose keys are in the cache.
 
-    ``plan`` has ``launch_shape``'s rows per tile. Row-invariant on one device: a row's bits depend on its tokens only.
-    Cost: one kernel, or two where few rows have more than ``SPLIT`` positions. Heads' elements must be contiguous.
+    ``plan`` must have ``launch_shape``'s rows per tile. The elements of a head must be contiguous. Row-invariant on one
+    device: a row's bits depend on its tokens only. Cost: one kernel, or two for few rows of more than ``SPLIT``
+    positions.
     """
     num_rows, num_heads, _ = query.shape
     geometry = cache.geometries[layer]
@@ -126,7 +127,7 @@ def attend(
     )
     peaks = totals = parts = out
     if not is_whole:
-        # Of whole sixteens of bytes: where the second one begins must not be a reason to compile kernels anew.
+        # Padded to 16 bytes: with another alignment of the second tensor, Triton would compile the kernels again.
         peaks, totals = torch.empty(2, -(-num_parts // 4) * 4, dtype=torch.float32, device=query.device).unbind(0)
         parts = torch.empty(num_parts, geometry.value_dim, dtype=torch.float32, device=query.device)
     sinks = out if options.sinks is None else options.sinks
@@ -178,7 +179,7 @@ def attend(
             "num_warps": shape.num_warps,
             "num_stages": shape.num_stages,
             "enable_fp_fusion": False,
-            "maxnreg": 255,  # ptxas spills some at 168 otherwise, for more programs at once than there are
+            "maxnreg": 255,  # else ptxas limits programs to 168 registers and spills, for an occupancy not reached
         },
         cached=(cache.keys[layer], cache.values[layer]),
         **common,
@@ -202,9 +203,9 @@ def attend(
 
 
 class TritonAttention:
-    """``AttentionKernel`` for models that transformers runs, float32 inside. Row-invariant on one device.
+    """``AttentionKernel`` for models that transformers runs; it computes in float32. Row-invariant on one device.
 
-    Cost: two or three kernels per layer, six more once per pass. Raises ``ValueError`` for heads wider than
+    Cost: two or three kernels per layer, and ``plan_tiles`` once per pass. Raises ``ValueError`` for heads wider than
     ``MAX_HEAD_DIM`` on a GPU.
     """
 
@@ -233,5 +234,5 @@ class TritonAttention:
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is no less."""
+    """The least power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()

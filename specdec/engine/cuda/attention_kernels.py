@@ -1,13 +1,13 @@
 """Paged attention in Triton: ragged batches of prefill chunks, decodes and trees.
 
-What a row computes, and in which order, follows from its own positions alone. Positions are taken in tiles of
-``BLOCK_N`` and in splits of ``SPLIT``, both counted from position 0; each split starts anew and is folded into the
-row's result, in order, whether by the same program or by another kernel. Rows that share a program share what is
-loaded and nothing else: a row of a matrix product depends on no other row. No kernel may contract multiplications with
-additions (``enable_fp_fusion``): the two ways to fold would round differently.
+A row's operations and their order depend on its own positions alone. Positions are processed in tiles of ``BLOCK_N``
+and in splits of ``SPLIT``, both counted from position 0. Each split starts from zero and is folded into the row's
+result, in order, by the same program or by another kernel. Rows of one program share only loads: a row of a matrix
+product depends on no other row. No kernel may fuse multiplications with additions (``enable_fp_fusion``): the two ways
+to fold would round differently.
 
-The loop over positions has no branch, so that loads run ahead of products: what rows of a branching tree do not share
-is left to programs of a row each, in place of a branch that would take their paths one after the other.
+The loop over positions has no branch, so that loads run ahead of products. Rows of a branching tree have positions that
+they do not share; a program for each such row computes them, in place of a branch.
 """
 
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 
 NO_LIMIT = tl.constexpr(2147483647)
 FOLDED_AT_ONCE = tl.constexpr(8)
-# Parts of one packed copy, and sizes of a batch: a kernel is compiled once, whatever they are.
+# Parts of one packed copy, and sizes of a batch: a kernel is compiled once for all alignments and values of these.
 _OF_BATCH = [
     "slot_mapping", "tile_starts", "row_seq", "positions", "context_lens", "path_offsets", "path_slots", "block_tables"
 ]  # fmt: skip
@@ -52,7 +52,7 @@ def write_kv_kernel(
 
 @triton.jit
 def _fold(peak, total, out, split_peak, split_total, split_out):
-    """The result of all splits up to one, from that of the splits before it; an empty split changes no bit."""
+    """Fold one split into the result of the splits before it; an empty split changes no bit."""
     new_peak = tl.maximum(peak, split_peak)
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     before, here = tl.exp(peak - safe), tl.exp(split_peak - safe)
@@ -64,7 +64,7 @@ def _fold(peak, total, out, split_peak, split_total, split_out):
 
 @triton.jit
 def _scores(products, n, pos, first, scaling, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Masked scores of positions ``n`` [N] for rows at ``pos`` [M]."""
+    """Masked scores [M, N] of positions ``n`` [N] for rows at ``pos`` [M] that see positions from ``first`` [M] on."""
     scores = products * scaling
     if HAS_SOFTCAP:
         # tanh by an exponential that never overflows.
@@ -78,7 +78,7 @@ def _scores(products, n, pos, first, scaling, softcap, HAS_SOFTCAP: tl.constexpr
 
 @triton.jit
 def _weights(scores, peak, total):
-    """Weights [M, N] of one tile, the factor for what came before it, the new peak and total."""
+    """Weights [M, N] of one tile, the factor [M] for the tiles before it, the new peak and total [M]."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp(scores - safe[:, None])
@@ -88,13 +88,13 @@ def _weights(scores, peak, total):
 
 @triton.jit
 def _lines(slots, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Which line of the cache, seen as [block * kv head * slot, dim], holds a physical slot of one head."""
+    """Lines of physical slots of one head in the cache, seen as [block * kv head * slot, dim]."""
     return ((slots // BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slots % BLOCK_SIZE
 
 
 @triton.jit
 def _slots(n, last, context, path, table, path_slots, block_tables, BLOCK_SIZE: tl.constexpr):
-    """Physical slots of positions ``n``: below ``context`` by the block table, from there on by the path."""
+    """Physical slots of positions ``n``: below ``context`` from the block table, from there on from the path."""
     by_table = n < context
     from_where = tl.where(by_table, block_tables + table + n // BLOCK_SIZE, path_slots + path + (n - context))
     found = tl.load(from_where, mask=n <= last, other=0).to(tl.int64)
@@ -142,15 +142,15 @@ def attention_kernel(
     WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows of one sequence that share a program, or one row alone, for one KV head.
+    """Attention of a tile of rows, or of one row alone, for one KV head.
 
-    Grid (tiles * splits + rows, KV heads); with ``WHOLE``, which writes ``out``, (tiles + rows, KV heads). Without, it
-    writes the parts for ``fold_kernel``. Rows need programs of their own only where there are paths. Of a row with a
-    path, a tile has the splits that end before the path begins, with ``WHOLE`` none; its own program has the others.
+    Grid (tiles * splits + rows, KV heads), which writes parts for ``fold_kernel``; with ``WHOLE`` (tiles + rows, KV
+    heads), which writes ``out``. Without paths in the batch there are no programs for rows. For a row with a path, its
+    tile computes the splits that end before the path begins (with ``WHOLE`` none), and its own program the others.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
     num_shared = num_tiles if WHOLE else num_tiles * num_splits
-    # Chosen without a branch: behind one Triton no longer sees that what is loaded lies side by side.
+    # Chosen without a branch: after a branch, Triton does not recognize contiguous loads.
     is_alone, alone = program >= num_shared, tl.maximum(program - num_shared, 0)
     tile, split_index = program % num_tiles, program // num_tiles
     start = tl.where(is_alone, alone, tl.load(tile_starts + tile))
@@ -248,7 +248,7 @@ def fold_kernel(
         total += 1.0
     result = tl.zeros([1, BLOCK_V], tl.float32)
     line = row * NUM_HEADS + head
-    # Several at once, so that their loads are under way together; those past the last one are empty.
+    # Several at once, so that their loads overlap; splits past the last one are empty.
     for low in range(first // SPLIT, pos // SPLIT + 1, FOLDED_AT_ONCE):
         for i in tl.static_range(FOLDED_AT_ONCE):
             is_split = low + i <= pos // SPLIT

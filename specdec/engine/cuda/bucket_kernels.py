@@ -1,10 +1,10 @@
-"""Batches of captured steps, in Triton: padding in place of some fifteen copies, and going on from what was drawn."""
+"""Batches of captured steps, in Triton: one launch pads a batch, in place of about fifteen copies, or advances it."""
 
 import triton
 import triton.language as tl
 
-# Parts of packed copies, and sizes: each kernel is compiled once, whatever they are. A bucket that is met first in a
-# stream would stop it for as long as compiling takes.
+# Parts of packed copies, and sizes: each kernel is compiled once for all alignments and values of these. Otherwise the
+# first use of a bucket could stop a stream for the time of compiling.
 _OF_BATCH = [
     "input_ids", "positions", "slot_mapping", "row_seq", "context_lens", "path_offsets", "path_slots", "block_tables"
 ]  # fmt: skip
@@ -41,8 +41,8 @@ def fill_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Line ``i`` of everything; grid (rows + 1,), the last for the end of the paths. Rows past ``num_rows`` are the
-    first token of the last sequence, which has the spare block."""
+    """Copy row ``i`` and table ``i``; grid (rows + 1,), the last for the end of the paths. Rows from ``num_rows`` on
+    become the first token of the last sequence, which has the spare block."""
     i = tl.program_id(0)
     is_row = i < num_rows
     if i < to_num_rows:
@@ -84,8 +84,8 @@ def advance_kernel(
     spare_block,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Rows of the pass over what round ``number`` has drawn [rows, 2, num_top]; grid (rows,). ``positions`` are those
-    of round 0. A row of fewer passes computes the first position of its table once more, into the spare block."""
+    """Set up the pass over the tokens ``drawn`` [rows, 2, num_top] in round ``number``; grid (rows,). ``positions``:
+    those of round 0. A row with fewer passes computes position 0 again, into the spare block."""
     r = tl.program_id(0)
     is_due = tl.load(num_passes + r) > number
     position = tl.where(is_due, tl.load(positions + r) + number, 0)

@@ -1,7 +1,7 @@
-"""Steps of few rows as replays: batches are padded to buckets, so that a few captured shapes serve them all.
+"""Replayed steps of few rows: batches are padded to buckets, so that a few captured shapes serve them all.
 
-A captured step costs one launch in place of three hundred. Its tensors stay where they are: a batch is copied into
-them, and padded with rows of a sequence of their own, which writes and reads a block that no other sequence has.
+A replay costs one launch in place of about three hundred. A captured step has fixed tensors: a batch is copied into
+them, and padded with rows of an extra sequence, which has a spare block of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from specdec.engine.tap import HiddenTap
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 PATH_SLOTS_PER_ROW = 8
-"""Of a step; a power of two."""
+"""Path slots per row that a captured step has room for; a power of two."""
 _LEAST_POSITIONS = 512
-"""Of a table: what attention takes in two splits."""
+"""Positions of the shortest captured table: two splits of attention."""
 _TABLE_GROWTH = 4
-"""From one length of tables to the next: programs for splits that no row has end at once."""
+"""Factor from one captured table length to the next. Programs of splits without a row end at once."""
 _MOST_CAPTURE_S = 20.0
 _MOST_CAPTURE_BYTES = 1 << 30
 
@@ -33,24 +33,24 @@ Forward = Callable[[Batch, KVCache], torch.Tensor]
 Key = tuple[int, int]
 """Rows, and blocks of a table."""
 _GraphKey = tuple[Key, tuple[int, ...]]
-"""A bucket, and the ids of a step's tap."""
+"""A bucket, and the layer ids of a step's tap."""
 
 
 class Capture(Protocol):
-    """Captures steps, and says what memory they keep."""
+    """Captures steps, and reports the memory they hold."""
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Capture a function of no arguments; returns what replays it, and the tensor that it then fills.
+        """Capture a function of no arguments; returns a function that replays it, and the tensor that a replay fills.
 
-        What the function uses must live as long as the replay is used, which does not hold it.
+        The caller must keep the tensors that the function uses: the replay does not hold them.
         """
 
     def held_bytes(self) -> int:
-        """Memory that captured steps have taken so far."""
+        """Bytes of memory that captured steps hold."""
 
 
 def bucket_of(batch: Batch, block_size: int, slots_per_row: int = PATH_SLOTS_PER_ROW) -> Key | None:
-    """Rows and blocks of a table of the captured step that serves a batch; None if none does."""
+    """Rows and table blocks of the captured step that serves a batch; None: no bucket fits."""
     num_rows, num_slots = batch.input_ids.shape[0], batch.path_slots.shape[0]
     rows = row_bucket(num_rows)
     if rows is None or num_slots > slots_per_row * rows:
@@ -59,12 +59,12 @@ def bucket_of(batch: Batch, block_size: int, slots_per_row: int = PATH_SLOTS_PER
 
 
 def row_bucket(num_rows: int) -> int | None:
-    """To how many rows a step is padded; None where it is too large for a captured one."""
+    """Number of rows that a step is padded to; None: it is too large for a captured step."""
     return next((bucket for bucket in ROW_BUCKETS if bucket >= num_rows), None)
 
 
 def table_bucket(num_blocks: int, block_size: int) -> int:
-    """Blocks of the captured tables that hold as many."""
+    """Blocks of the shortest captured table with at least ``num_blocks`` blocks."""
     positions = _LEAST_POSITIONS
     while positions < num_blocks * block_size:
         positions *= _TABLE_GROWTH
@@ -72,8 +72,8 @@ def table_bucket(num_blocks: int, block_size: int) -> int:
 
 
 def all_buckets(max_len: int, block_size: int) -> list[Key]:
-    """Buckets of sequences up to ``max_len`` tokens: short tables first, of these the largest first, as later captures
-    use again what memory earlier ones have left."""
+    """Buckets of sequences up to ``max_len`` tokens: short tables first, and most rows first, as later captures reuse
+    the memory of earlier ones."""
     keys, positions = [], _LEAST_POSITIONS
     while True:
         keys += [(rows, -(-positions // block_size)) for rows in reversed(ROW_BUCKETS)]
@@ -87,7 +87,7 @@ def empty_batch(
 ) -> Batch:
     """A batch of padding only: every row is the first token of the last sequence, in the spare block.
 
-    ``slots_per_row``: room for path slots, a power of two.
+    ``slots_per_row``: number of path slots per row, a power of two.
     """
     num_rows, num_blocks = key
 
@@ -109,9 +109,9 @@ def empty_batch(
 
 
 def fill(static: Batch, batch: Batch, spare_block: int, block_size: int) -> None:
-    """Copy a batch into one of its bucket; rows that are left are padding. One launch, which waits for nothing.
+    """Copy ``batch`` into ``static``, a batch of its bucket, and pad the other rows. One launch, without waiting.
 
-    Columns of a table past the batch's own keep what they had: nothing is read there.
+    Table columns past the batch's own keep their old values, which no kernel reads.
     """
     num_rows = static.input_ids.shape[0]
     names = (
@@ -140,15 +140,15 @@ def fill(static: Batch, batch: Batch, spare_block: int, block_size: int) -> None
 def advance(
     batch: Batch, number: int, drawn: torch.Tensor, positions: torch.Tensor, num_passes: torch.Tensor, cache: KVCache
 ) -> None:
-    """Make a batch that of the pass over what a round has drawn, in place, by one launch.
+    """Change a batch, in place, to the pass over the tokens that a round has drawn. One launch.
 
     Args:
         batch: a row for each sequence, in order.
-        number: of the round, from 0 on.
+        number: number of the round, from 0 on.
         drawn: ``[rows, 2, num_top]`` int32, as ``launch_top`` returns it.
-        positions: ``[rows]`` int32, of the tokens of round 0.
-        num_passes: ``[rows]`` int32; a row of no more than ``number`` writes to the spare block, the cache's last.
-        cache: whose slots the block tables name.
+        positions: ``[rows]`` int32, positions of the tokens of round 0.
+        num_passes: ``[rows]`` int32; a row with at most ``number`` passes writes to the spare block, the cache's last.
+        cache: KV cache of the batch.
     """
     launch(
         advance_kernel,
@@ -172,16 +172,16 @@ def advance(
 
 class _Graph(NamedTuple):
     batch: Batch
-    """Holds the tensors that a replay reads."""
+    """The batch whose tensors a replay reads, which it keeps alive."""
     replay: Callable[[], None]
     logits: torch.Tensor
 
 
 class BucketedSteps:
-    """``StepModel`` that replays captured steps for batches that fit a bucket, and runs the others as they are.
+    """``StepModel`` that replays captured steps for batches that fit a bucket, and runs other batches directly.
 
-    Replays serve the cache of ``serve``, whose last block is the spare one: nobody else may be given it. A step that
-    ``prepare`` has not captured is captured at first use. After a capture that fails, all steps run as they are.
+    Replays serve the cache given to ``serve``, whose last block is the spare one: no sequence may get it. A step that
+    ``prepare`` has not captured is captured at first use. After a failed capture, all steps run directly.
     """
 
     def __init__(self, forward: Forward, capture: Capture) -> None:
@@ -196,28 +196,28 @@ class BucketedSteps:
         self._cache = cache
 
     def stop(self) -> None:
-        """Replay nothing any more, and let go of what was captured."""
+        """Stop replaying, and drop all captured steps."""
         self._cache = None
         self._graphs.clear()
 
     @property
     def row_edges(self) -> tuple[int, ...]:
-        """Row counts that steps are padded to, rising; larger steps are not replayed. Empty where none are."""
+        """Row counts that steps are padded to, rising; larger steps are not replayed. Empty: no step is replayed."""
         return () if self._cache is None or self._graphs.has_failed else ROW_BUCKETS
 
     @property
     def forward(self) -> Forward:
-        """Runs a step as it is."""
+        """The function that runs a step directly."""
         return self._forward
 
     @property
     def capture(self) -> Capture:
-        """Captures what is to be replayed, into the memory that captured steps share."""
+        """The capture, whose memory all captured steps share."""
         return self._capture
 
     @property
     def num_graphs(self) -> int:
-        """Captured steps that are kept."""
+        """Number of captured steps."""
         return len(self._graphs)
 
     def prepare(
@@ -228,11 +228,14 @@ class BucketedSteps:
         is_limited: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Capture the steps of sequences up to ``max_len`` tokens, so that no request waits for it; ``tap_ids`` of the
-        hidden states that they hand out.
+        """Capture the steps of sequences up to ``max_len`` tokens, so that no request waits for captures.
 
-        Ends after 20 s, or where captured steps hold 1 GiB, if it is limited. Ranks are not limited: all ranks must
-        capture the same steps, as they take part in each other's collectives.
+        Args:
+            max_len: most tokens of a sequence.
+            tap_ids: layers whose hidden states the steps hand out.
+            is_limited: whether to stop after 20 s, or where captured steps hold 1 GiB. False for several ranks: all
+                must capture the same steps, as they take part in each other's collectives.
+            clock: monotonic time in seconds.
         """
         if (cache := self._cache) is not None:
             keys = ((key, tap_ids) for key in all_buckets(max_len, cache.block_size))
@@ -240,11 +243,12 @@ class BucketedSteps:
             self._ahead_s += self._graphs.prepare(keys, lambda key: self._captured(key, cache), has_room, clock)
 
     def has_room(self, more_s: float) -> bool:
-        """Whether more may be captured before the first request, where that has taken ``more_s`` after ``prepare``."""
+        """Whether more may be captured before the first request, after ``more_s`` seconds of captures since
+        ``prepare``."""
         return self._ahead_s + more_s <= _MOST_CAPTURE_S and self._capture.held_bytes() <= _MOST_CAPTURE_BYTES
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """Logits ``[R, V]``, which the next call may overwrite unless they are taken from it; see ``StepModel``."""
+        """Logits ``[R, V]``, copied from those of a replay; see ``StepModel``."""
         graph = self._graph_of(batch, cache) if cache is self._cache and not self._graphs.has_failed else None
         if graph is None:
             return self._forward(batch, cache)
