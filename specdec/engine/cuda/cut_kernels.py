@@ -1,9 +1,10 @@
-"""Top-k, top-p and min-p in Triton without sorting: what stays is found digit by digit, by sums of integers.
+"""Top-k, top-p and min-p in Triton without sorting: the kept tokens are found digit by digit, by sums of integers.
 
-Scores are at most 0, so the bits of one without its sign, its *rank*, rise as it falls. A search finds the least rank
-up to which tokens sum to a goal: tokens of top-k, weights of top-p. Each of its eight steps sums, by chunk and by the
-next four bits, what has the bits found so far; the step after it adds up the chunks and chooses. Sums of integers have
-the same bits in any order, and weights are those of ``logit_processors.integer_weights``.
+Scores are at most 0, so a score's bits without its sign, its *rank*, rise as the score falls. A search finds the least
+rank up to which tokens reach a goal: their number for top-k, their weight for top-p. Each of its eight steps sums the
+tokens that match the bits found so far, by chunk and by their next four bits; the next step adds up the chunks and
+picks the digit. Sums of integers have the same bits in any order, and weights are those of
+``logit_processors.integer_weights``.
 """
 
 import triton
@@ -16,7 +17,7 @@ STATE_WORDS = tl.constexpr(4)
 DIGITS = tl.constexpr(16)
 
 
-# Rows' parameters are a part of a packed copy: kernels are compiled once, wherever they lie.
+# Rows' parameters are a part of a packed copy: kernels are compiled once for all alignments.
 @triton.jit(do_not_specialize_on_alignment=["cuts"])
 def scale_kernel(
     logits,
@@ -29,8 +30,8 @@ def scale_kernel(
     BLOCK_PEAKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(logit - best) / temperature, NaN throughout where the best is not finite; logits of rows whose temperature is 0.
-    Grid (rows, chunks). ``cuts`` [R, 5]: temperature, top-k, two words of top-p, least score."""
+    """(logit - best) / temperature; a row is NaN throughout if its best logit is not finite, and unchanged at
+    temperature 0. Grid (rows, chunks). ``cuts`` [R, 5]: temperature, top-k, two words of top-p, least score."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, BLOCK_PEAKS)
     best = tl.max(tl.load(part_peak + row * NUM_PEAKS + c, mask=c < NUM_PEAKS, other=float("-inf")), 0)
@@ -51,7 +52,7 @@ def _rank(score):
 
 @triton.jit
 def _weight(score):
-    """exp(score) in units of 2^-42, as ``integer_weights`` has it."""
+    """exp(score) in units of 2^-42, to the bit that of ``integer_weights``."""
     x = tl.where(score > -64.0, score, -64.0).to(tl.float64)
     n = (x * 1.4426950408889634 - 0.5).to(tl.int64)
     r = x - n.to(tl.float64) * 0.6931471805599453
@@ -67,12 +68,12 @@ def _weight(score):
     y = y * r + 0.5
     y = y * r + 1.0
     y = y * r + 1.0
-    return (y * 4398046511104.0).to(tl.int64) >> tl.minimum(-n, 63)  # by more LLVM says nothing of the result
+    return (y * 4398046511104.0).to(tl.int64) >> tl.minimum(-n, 63)  # a shift by 64 or more is undefined in LLVM
 
 
 @triton.jit
 def _limit(total, cuts, row):
-    """Mass before a token, below which top-p keeps it: at least 1, which keeps the best token."""
+    """Limit of the summed weight before a token, below which top-p keeps the token; at least 1, for the best token."""
     low = tl.load(cuts + row * CUT_WORDS + 2).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(cuts + row * CUT_WORDS + 3).to(tl.int64)
     top_p = ((high << 32) | low).to(tl.float64, bitcast=True)
@@ -82,8 +83,8 @@ def _limit(total, cuts, row):
 
 @triton.jit
 def _chosen(states, partials, cuts, row, shift, NUM_CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
-    """State after the step that summed by the digit at ``shift``: what top-k keeps, the rank so far, what lies below
-    it, the goal; and the digit."""
+    """State after the step that summed by the digit at ``shift``: last rank that top-k keeps, rank so far, sum below
+    that rank, goal; and the digit."""
     c, digits = tl.arange(0, BLOCK_CHUNKS)[:, None], tl.arange(0, DIGITS)
     at = (row * NUM_CHUNKS + c) * DIGITS + digits[None, :]
     totals = tl.sum(tl.load(partials + at, mask=c < NUM_CHUNKS, other=0), 0)
@@ -117,8 +118,9 @@ def search_kernel(
 ):
     """One step of a search: sums by the four bits of the rank at ``shift``; grid (rows, chunks).
 
-    ``to_partials`` [R, chunks, 16]; ``to_states`` [R, 4]: the state before this step, of which ``from_*`` are the step
-    before. ``IS_FIRST`` of a search; ``FOLLOWS``: another search, whose rank top-k keeps.
+    Writes the sums to ``to_partials`` [R, chunks, 16], and the state before this step to ``to_states`` [R, 4];
+    ``from_*`` are those of the step before. ``IS_FIRST``: the first step of a search. ``FOLLOWS``: the search follows
+    that of top-k, whose rank is kept.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if IS_FIRST:
@@ -163,7 +165,8 @@ def cut_kernel(
     HAS_TOP_K: tl.constexpr,
     HAS_TOP_P: tl.constexpr,
 ):
-    """Minus infinity for what is cut off, in place; grid (rows, chunks). ``states``, ``partials``: of the last step."""
+    """Set the scores of cut tokens to minus infinity, in place; grid (rows, chunks). ``states`` and ``partials`` are
+    those of the last step."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     is_cut = tl.load(cuts + row * CUT_WORDS).to(tl.float32, bitcast=True) > 0.0
     least = tl.load(cuts + row * CUT_WORDS + 4).to(tl.float32, bitcast=True)
@@ -173,7 +176,7 @@ def cut_kernel(
     if HAS_TOP_P:
         ranks = _rank(score)
         kept, rank, below, goal, digit = _chosen(states, partials, cuts, row, 0, NUM_CHUNKS, BLOCK_CHUNKS)
-        # Tokens of one rank have one weight, and are kept by rising id.
+        # Tokens of one rank have equal weights; the lowest ids are kept.
         c = tl.arange(0, BLOCK_CHUNKS)
         at = (row * NUM_CHUNKS + c) * DIGITS + digit
         before = below + tl.sum(tl.load(partials + at, mask=c < chunk, other=0), 0)

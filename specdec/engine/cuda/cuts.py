@@ -18,9 +18,9 @@ from specdec.engine.cuda.sampling import device_perturbed_top
 from specdec.engine.cuda.sampling_kernels import row_peak_kernel
 
 NUM_CUT_WORDS = int(CUT_WORDS.value)
-"""Of a row, in what ``cut_parameters`` returns."""
+"""Number of int32 words of a row in the result of ``cut_parameters``."""
 CutArguments = tuple[Sequence[int], Sequence[float], Sequence[float]]
-"""Of rows: top-k, top-p and the lowest score that min-p allows, as ``logit_processors.cut_arguments`` gives them."""
+"""Rows' top-k, top-p and lowest score that min-p allows, from ``logit_processors.cut_arguments``."""
 _PEAK_BLOCK = 1024
 _BLOCK = 2048
 _SHIFTS = tuple(range(28, -1, -4))
@@ -28,19 +28,19 @@ _SHIFTS = tuple(range(28, -1, -4))
 
 @dataclass(frozen=True, slots=True)
 class CutKinds:
-    """Which cuts some row has; each is a search over the vocabulary, of eight launches. Min-p is none."""
+    """The cuts that need a search over the vocabulary, of eight launches each; min-p needs none."""
 
     has_top_k: bool = False
     has_top_p: bool = False
 
 
 def cut_parameters(temperatures: Sequence[float], cuts: CutArguments, vocab_size: int) -> tuple[torch.Tensor, CutKinds]:
-    """What ``launch_cuts`` must know of rows, ``[R, 5]`` int32 on the host, and which cuts they have.
+    """Rows' parameters for ``launch_cuts``, ``[R, 5]`` int32 on the host, and the kinds of their cuts.
 
     Args:
-        temperatures: R values; 0 for a row that is left as it is.
-        cuts: of R rows.
-        vocab_size: tokens of a row.
+        temperatures: R values; 0 for a row that is not cut.
+        cuts: cuts of R rows.
+        vocab_size: number of tokens of a row.
     """
     top_k, top_p, min_score = cuts
     words = np.zeros((len(temperatures), NUM_CUT_WORDS), np.int32)
@@ -53,15 +53,15 @@ def cut_parameters(temperatures: Sequence[float], cuts: CutArguments, vocab_size
 
 
 def launch_cuts(logits: torch.Tensor, cuts: torch.Tensor, kinds: CutKinds) -> torch.Tensor:
-    """``(logit - best) / temperature`` with minus infinity for what is cut off, ``[R, V]``; nothing waits for data.
+    """``(logit - best) / temperature`` with minus infinity for cut tokens, ``[R, V]``; no operation waits for data.
 
-    Rows whose temperature is 0 are their logits; rows whose best is not finite are NaN throughout.
+    Rows of temperature 0 keep their logits; other rows whose best logit is not finite are NaN throughout.
     Cost: three launches, and eight more for each of ``kinds``.
 
     Args:
-        logits: ``[R, V]`` float32, tokens of a row side by side; left as they are.
-        cuts: of ``cut_parameters``, on the same device.
-        kinds: what they have at least.
+        logits: ``[R, V]`` float32, not changed; copied if the tokens of a row are not contiguous.
+        cuts: result of ``cut_parameters``, on the same device.
+        kinds: kinds of the rows' cuts; more kinds change nothing but the cost.
     """
     num_rows, vocab_size = logits.shape
     if logits.stride(1) != 1:
@@ -143,22 +143,23 @@ def device_cuts(
     temperatures: Sequence[float],
     cuts: CutArguments,
 ) -> torch.Tensor:
-    """``launch_cuts`` for parameters on the host; one copy to the device."""
+    """``launch_cuts`` for parameters on the host. Cost: one more copy to the device."""
     words, kinds = cut_parameters(temperatures, cuts, logits.shape[1])
     return launch_cuts(logits, words.to(logits.device, non_blocking=True), kinds)
 
 
 def compile_draws(num_logits: int, vocab_size: int, device: torch.device) -> None:
-    """Draw once with every mixture of cuts, so that no stream waits for the compiler. Cost: up to ten seconds where
-    nobody has compiled these kernels before.
+    """Draw once with every combination of cuts, so that no stream waits for the compiler.
+
+    Cost: up to ten seconds if the kernels are not in the compiler's cache.
 
     Args:
-        num_logits: of a row as the model gives it.
-        vocab_size: those that are tokens.
-        device: of the logits.
+        num_logits: columns of the model's logits.
+        vocab_size: number of token ids; columns from here on are padding.
+        device: device of the logits.
     """
     lowest = -math.inf
-    for width in {num_logits, vocab_size}:  # where rows begin decides how they are read
+    for width in {num_logits, vocab_size}:  # the alignment of rows decides which variant is compiled
         logits = torch.zeros(1, width, device=device)[:, :vocab_size]
         device_perturbed_top(logits, [1.0], [0, 0], 1)
         for top_k, top_p in itertools.product((0, 1), (1.0, 0.5)):

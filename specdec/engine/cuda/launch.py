@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, in a form that can be counted, priced and compiled without a GPU."""
+"""Launches of Triton kernels, which can be counted, priced and compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Launch:
     arguments: tuple[Any, ...]
     constants: Mapping[str, Any]
     options: Mapping[str, Any]
-    """How it is compiled: ``num_warps`` and the like."""
+    """Options of the compiler, such as ``num_warps``."""
 
     @property
     def name(self) -> str:
@@ -30,10 +30,11 @@ class Launch:
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts what a pass launches; on the meta device nothing runs, and what depends on data raises.
+    """Counts the kernels that a pass launches. On the meta device nothing runs, and operations that depend on data
+    raise.
 
-    Views and allocations launch nothing. Bytes are those of tensors that an operation takes and gives, each once; what
-    a Triton kernel reads of the KV cache depends on positions and is left out.
+    Views and allocations launch nothing. An operation's bytes are those of its input and output tensors, each once;
+    reads of the KV cache depend on positions and are left out.
     """
 
     def __init__(self) -> None:
@@ -70,10 +71,10 @@ def launch(
 
     Args:
         kernel: a function of ``triton.jit``.
-        grid: programs.
-        arguments: all that are no constants, in order.
-        options: ``num_warps`` and other options of the compiler.
-        cached: those tensors of which a kernel reads a part only.
+        grid: number of programs in each dimension.
+        arguments: the kernel's arguments in order, without constants; the first is a tensor.
+        options: options of the compiler, such as ``num_warps``.
+        cached: tensors of which the kernel accesses only a part; their bytes are not counted.
         constants: the kernel's constants.
     """
     for mode in _get_current_dispatch_mode_stack():

@@ -1,17 +1,17 @@
-"""What a decoder layer does between its matrix products, in Triton; float32 inside. Each row is a program's own, and so
-its bits depend on no other row."""
+"""A decoder layer's operations between its matrix products, in Triton, computed in float32. Each program has one row,
+whose bits therefore depend on no other row."""
 
 import triton
 import triton.language as tl
 
 
-# What is of the batch lies anywhere in one packed copy: a kernel is compiled once, wherever.
+# A batch's tensors are parts of one packed copy: a kernel is compiled once for all alignments.
 @triton.jit(do_not_specialize_on_alignment=["input_ids"])
 def embed_norm_kernel(
     input_ids, embedding, weight, residual, normed, epsilon, NUM_EMBEDDINGS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Embedding of a token, kept as the residual, and its norm; grid (rows,). An id out of range gives NaN."""
+    """Embedding of a token, stored as the residual, and its norm; grid (rows,). An id out of range gives a NaN norm."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     token = tl.load(input_ids + row)
@@ -30,9 +30,9 @@ def add_norm_kernel(
     added, weight, residual, normed, part_stride, epsilon, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``residual`` plus the parts of ``added`` [parts, rows, WIDTH], rounded as stored, and its norm; grid (rows,).
+    """Add ``added`` [parts, rows, WIDTH] to ``residual``, rounded to its dtype, and compute its norm; grid (rows,).
 
-    Parts are summed in their order, in float32, and rounded before they are added.
+    Parts are summed in order in float32, and the sum is rounded before it is added.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
@@ -79,10 +79,10 @@ def rotate_write_kernel(
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Rotary positions of one head: a query's to ``query``, a key's, with its value, to the row's slot in the cache.
+    """Rotate one head: a query is stored in ``query``, a key and its value in the row's slot of the cache.
 
-    Grid (rows, heads + KV heads). Halves of a head are rotated with each other, after their norm with
-    ``HAS_NORM``.
+    Grid (rows, heads + KV heads). The halves of a head are rotated with each other, with ``HAS_NORM`` after the head's
+    norm.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     DIM: tl.constexpr = 2 * HALF
@@ -118,7 +118,7 @@ def rotate_write_kernel(
 
 @triton.jit
 def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """SiLU of the first half of a row, times the second; grid (rows, blocks)."""
+    """SiLU of a row's first half, times its second half; grid (rows, blocks)."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products, by the kernels of ``layer_kernels.py``: one launch each."""
+"""A decoder layer's operations between its matrix products, by the kernels of ``layer_kernels.py``: one launch each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GATE_BLOCK = 1024
 def embed_norm(
     input_ids: torch.Tensor, embedding: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embeddings ``[T, width]`` of tokens ``[T]``, and their norms. A token that there is not has a norm of NaN."""
+    """Embeddings ``[T, width]`` of tokens ``[T]``, and their norms ``[T, width]``; NaN for ids out of range."""
     num_embeddings, width = embedding.shape
     residual = embedding.new_empty(input_ids.shape[0], width)
     normed = torch.empty_like(residual)
@@ -41,9 +41,9 @@ def embed_norm(
 def add_norm(
     added: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, epsilon: float
 ) -> None:
-    """``residual += added``, then ``normed`` is its norm; all ``[T, width]``, contiguous.
+    """Add ``added`` to ``residual`` in place, and write its norm to ``normed``; all are ``[T, width]``, contiguous.
 
-    ``added`` may be ``[parts, T, width]``, which are summed first, in their order.
+    ``added`` may also be ``[parts, T, width]``: the parts are summed first, in order.
     """
     num_rows, width = residual.shape
     launch(
@@ -72,17 +72,17 @@ def rotate_write(
     head_norms: tuple[torch.Tensor, torch.Tensor] | None,
     epsilon: float,
 ) -> torch.Tensor:
-    """Queries ``[T, num_heads, dim]`` with rotary positions; keys, with theirs, and values go to the cache.
+    """Rotated queries ``[T, num_heads, dim]``; rotated keys and values are written to the cache.
 
     Args:
         qkv: ``[T, (num_heads + 2 * num_kv_heads) * dim]``, contiguous.
-        num_heads: of the queries.
-        layer: whose cache is written.
+        num_heads: number of query heads.
+        layer: index of the layer.
         batch: positions and slots of the rows.
-        cache: of the model.
+        cache: KV cache of the model.
         tables: cosines and sines ``[positions, dim / 2]`` float32.
-        head_norms: weights ``[dim]`` of the norms of queries and keys, where there are any.
-        epsilon: of these norms.
+        head_norms: weights ``[dim]`` of the norms of queries and keys; None: the model has no such norms.
+        epsilon: epsilon of these norms.
     """
     geometry, num_rows = cache.geometries[layer], qkv.shape[0]
     query = qkv.new_empty(num_rows, num_heads, geometry.key_dim)
@@ -113,7 +113,7 @@ def rotate_write(
 
 
 def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """SiLU of the first half of rows ``[T, 2 * width]``, times the second: ``[T, width]``."""
+    """SiLU of the first half of rows ``[T, 2 * width]``, times the second half: ``[T, width]``."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     block = min(_GATE_BLOCK, power_of_two(width))

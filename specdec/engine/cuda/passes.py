@@ -1,4 +1,4 @@
-"""Passes whose kernels wait in a device's stream, captures of passes that are run again and again, and their store."""
+"""Passes enqueued in a CUDA stream, captures of repeated passes as CUDA graphs, and a store of these."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ GraphT = TypeVar("GraphT")
 
 
 class EnqueuedPass:
-    """A pass that was launched and that nobody has waited for (``specdec.engine.runner.LaunchedPass``).
+    """A pass that was launched without waiting for it (``specdec.engine.runner.LaunchedPass``).
 
-    Whatever is launched on its logits comes behind it in the stream. Cost: two events.
+    Kernels launched later on its logits run after it in the stream. Cost: two events.
     """
 
     def __init__(
         self, run: Callable[[], torch.Tensor], device: torch.device, end_before: torch.cuda.Event | None
     ) -> None:
-        """Launch a pass on the present stream; ``end_before``: of the pass before it, if there was any."""
+        """Launch a pass on the current stream; ``end_before``: end of the pass before it, None: there was none."""
         stream = torch.cuda.current_stream(device)
         self.end: torch.cuda.Event = torch.cuda.Event(enable_timing=True)
         self._begin: torch.cuda.Event = torch.cuda.Event(enable_timing=True)
@@ -38,11 +38,11 @@ class EnqueuedPass:
         self.end.record(stream)
 
     def is_done(self) -> bool:
-        """Whether the device has come to the pass's end. Does not wait."""
+        """Whether the device has finished the pass. Does not wait."""
         return bool(self.end.query())
 
     def logits(self) -> torch.Tensor:
-        """Of the pass, on the device, which may be at work on them."""
+        """Logits of the pass, on the device, which may still compute them."""
         return self._logits
 
     def gap_s(self) -> float | None:
@@ -53,14 +53,14 @@ class EnqueuedPass:
 
 
 class CudaCapture:
-    """Captures CUDA graphs, which share their memory: what one has computed is gone when another is replayed.
+    """Captures CUDA graphs, which share their memory: a replay overwrites the results of other graphs.
 
     It is a ``specdec.engine.cuda.buckets.Capture``.
     """
 
     def __init__(self) -> None:
         self._pool: Any = None
-        self._stream: Any = None  # one for all: libraries keep a workspace for each that they have seen
+        self._stream: Any = None  # one for all captures: libraries keep a workspace per stream
         self._held_bytes = 0
 
     def held_bytes(self) -> int:
@@ -68,7 +68,7 @@ class CudaCapture:
         return self._held_bytes
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """See ``Capture``. After two runs in which kernels are compiled and libraries set up."""
+        """See ``Capture``. Two runs before the capture compile kernels and initialize libraries."""
         outer = torch.cuda.current_stream()
         stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(outer)
@@ -79,18 +79,18 @@ class CudaCapture:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # as the capture does: what those runs leave behind would hide what it takes
+        torch.cuda.empty_cache()  # as the capture does: memory left by those runs would hide what it takes
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may ask the device for something meanwhile, as NCCL's does.
+            # Other threads, such as NCCL's, may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 logits = run()
         except BaseException:
-            # torch leaves a capture that fails as the current stream, and its allocator in it: never again would that
-            # give memory back.
+            # After a failed capture torch leaves the capture's stream current and its allocator in capture mode, in
+            # which it never frees memory.
             torch.cuda.set_stream(outer)
-            with contextlib.suppress(RuntimeError):  # it had come to the end
+            with contextlib.suppress(RuntimeError):  # the capture had already ended
                 torch._C._cuda_endAllocateToPool(outer.device_index, self._pool)
             raise
         self._held_bytes += max(0, torch.cuda.memory_reserved() - before)
@@ -98,13 +98,13 @@ class CudaCapture:
 
 
 class GraphStore(Generic[KeyT, GraphT]):
-    """Captured graphs by key. The least recently used one is dropped where there are too many.
+    """Captured graphs by key, at most 96; the least recently used one is dropped first.
 
-    After a capture that fails, or while none may be replayed, no graph is found: kernels are launched one by one.
+    After a failed capture, or while no graph may be replayed, `get` returns None: kernels are launched one by one.
     """
 
     def __init__(self, subject: str, may_replay: Callable[[], bool] = lambda: True) -> None:
-        """`subject` names in logs what is captured; `may_replay` is asked each time."""
+        """`subject`: name of the graphs in logs; `may_replay`: called by each `get`."""
         self.has_failed = False
         self._subject = subject
         self._may_replay = may_replay
@@ -114,7 +114,7 @@ class GraphStore(Generic[KeyT, GraphT]):
         return len(self._graphs)
 
     def get(self, key: KeyT, capture: Callable[[KeyT], GraphT]) -> GraphT | None:
-        """The graph of a key, captured now where it is missing; None where it cannot be captured."""
+        """The graph of a key, captured now if it is missing; None: it cannot be captured, or may not be replayed."""
         if self.has_failed or not self._may_replay():
             return None
         graph = self._graphs.get(key)

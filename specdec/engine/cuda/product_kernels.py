@@ -1,8 +1,8 @@
-"""Matrix products whose rows do not depend on their company, in Triton.
+"""Row-invariant matrix products in Triton.
 
-An output is one sum over the inputs in rising order, whatever the number of rows: no program has a part of a sum, and a
-row of a matrix instruction depends on no other row of it. What changes with the number of rows is how many share a
-program, up to 32: from 64 on Hopper would take another instruction, whose sums are others.
+An output is one sum over the inputs in rising order, for any number of rows: no sum is split between programs, and a
+row of a matrix instruction depends on no other row. Only the number of rows per program changes with the batch, up to
+32: from 64 on, Hopper takes another instruction, which sums differently.
 """
 
 import triton
@@ -26,7 +26,7 @@ def product_kernel(
 ):
     """``rows`` [T, inputs] times ``weight`` [outputs, inputs], plus ``bias``; grid (tiles of rows, tiles of outputs).
 
-    Tiles of rows come first: programs that run at once read the same weights.
+    Tiles of rows are the first dimension, so that concurrent programs read the same weights.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

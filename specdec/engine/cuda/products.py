@@ -10,12 +10,12 @@ from specdec.engine.cuda.launch import launch
 from specdec.engine.cuda.product_kernels import product_kernel
 
 MOST_TILE_ROWS = 32
-"""With more, another matrix instruction is taken on some GPUs, and the bits of a row are others."""
+"""Most rows of a tile: with more, some GPUs take another matrix instruction, which gives a row other bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
-    """Sizes of a program's tiles. ``block_k`` follows from the dtype alone; what the others are changes no bit."""
+    """Sizes of a program's tiles. ``block_k`` depends on the dtype alone; the other sizes change no bit."""
 
     block_m: int
     block_n: int
@@ -25,13 +25,13 @@ class ProductTiles:
 
 
 def product_tiles(num_rows: int, num_outputs: int, dtype: torch.dtype) -> ProductTiles:
-    """Tiles for a product: narrow ones where there are few rows, so that all multiprocessors read weights."""
+    """Tiles for a product: narrow ones for few rows, so that all multiprocessors read weights."""
     if dtype == torch.float32:
         return ProductTiles(16, 32, 32, num_warps=4, num_stages=2)
     if num_rows > MOST_TILE_ROWS // 2:
         return ProductTiles(MOST_TILE_ROWS, 128, 64, num_warps=4, num_stages=4)
     if num_outputs <= 1 << 13:
-        # About one program for each multiprocessor: of its weights 36 KiB are on their way, of which 4 TB/s need 25.
+        # About one program per multiprocessor, with 36 KiB of weights in flight; 4 TB/s need 25 KiB each.
         return ProductTiles(16, 32, 64, num_warps=4, num_stages=10)
     return ProductTiles(16, 64, 64, num_warps=4, num_stages=6)
 
@@ -41,8 +41,8 @@ def ordered_linear(
 ) -> torch.Tensor:
     """``rows`` ``[T, K]`` times ``weight`` ``[N, K]``, plus ``bias`` ``[N]``: ``[T, N]`` in the dtype of ``rows``.
 
-    Each output is a float32 sum in rising order of K, rounded once: a row has the same bits whatever T is, on one kind
-    of device. All must be contiguous and of one dtype. ``tiles``: other ones than ``product_tiles`` gives.
+    Each output is a float32 sum in rising order of K, rounded once: on one kind of device a row has the same bits for
+    any T. All tensors must be contiguous and of one dtype. ``tiles``: None: those of ``product_tiles``.
     """
     num_rows, num_inputs = rows.shape
     num_outputs = weight.shape[0]

@@ -12,23 +12,23 @@ from specdec.engine.cuda.launch import launch
 from specdec.engine.cuda.sampling_kernels import draw_kernel, merge_kernel, row_peak_kernel
 
 MOST_TOP = 16
-"""More than this many per row are not looked for here."""
+"""Most tokens per row that the kernels find."""
 _BLOCK = 1024
 
 
 def device_perturbed_top(
     logits: torch.Tensor, temperatures: Sequence[float], keys: Sequence[int], num_top: int
 ) -> tuple[list[int], list[float]]:
-    """``perturbed_top.perturbed_top`` for ``num_top`` up to ``MOST_TOP``, the same results.
+    """``perturbed_top.perturbed_top`` on the device, for ``num_top`` up to ``MOST_TOP``, with the same results.
 
-    Cost: a copy to the device, three kernels, a copy back, for which it waits.
+    Cost: a copy to the device, three kernels, and a copy back, for which it waits.
     """
     rows = row_parameters(temperatures, keys).to(logits.device, non_blocking=True)
     return read_top(launch_top(logits, rows, num_top).cpu())
 
 
 def row_parameters(temperatures: Sequence[float], keys: Sequence[int]) -> torch.Tensor:
-    """What ``launch_top`` must know of rows, ``[R, 3]`` int32 on the host: two keys and the temperature, as bits."""
+    """Rows' parameters for ``launch_top``, ``[R, 3]`` int32 on the host: two keys and the temperature, as bits."""
     rows = np.empty((len(temperatures), 3), np.uint32)
     rows[:, :2] = np.array(keys, np.uint64).reshape(-1, 2)
     rows[:, 2] = np.array(temperatures, np.float32).view(np.uint32)
@@ -39,10 +39,10 @@ def launch_top(logits: torch.Tensor, rows: torch.Tensor, num_top: int, out: torc
     """The best tokens, ``[R, 2, num_top]`` int32 on the device, for ``read_top``. No operation waits for data.
 
     Args:
-        logits: ``[R, V]`` float32, tokens of a row side by side.
-        rows: of ``row_parameters``, on the same device.
-        num_top: from 1 to ``MOST_TOP``, at most V.
-        out: where to write them, contiguous; None: to a tensor of their own.
+        logits: ``[R, V]`` float32; copied if the tokens of a row are not contiguous.
+        rows: result of ``row_parameters``, on the same device.
+        num_top: tokens per row, from 1 to ``MOST_TOP``, at most V.
+        out: contiguous tensor for the result; None: a new one.
     """
     num_rows, vocab_size = logits.shape
     if logits.stride(1) != 1:
@@ -90,6 +90,6 @@ def launch_top(logits: torch.Tensor, rows: torch.Tensor, num_top: int, out: torc
 
 
 def read_top(out: torch.Tensor) -> tuple[list[int], list[float]]:
-    """Token ids and scores, row by row, of what ``launch_top`` returned, on the host."""
+    """Token ids and scores, row by row, of a result of ``launch_top`` on the host; NaN: its best is not finite."""
     ids, scores = out[:, 0].reshape(-1), out[:, 1].reshape(-1).view(torch.float32)
     return ids.tolist(), scores.tolist()

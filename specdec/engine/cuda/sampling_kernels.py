@@ -1,7 +1,7 @@
-"""Sampling in Triton: hashes are the CPU's integers, scores are rounded as the CPU's are, ties go to the lowest id.
+"""Sampling in Triton: hashes equal the CPU's, scores are rounded as on the CPU, and ties go to the lowest id.
 
-Noise is -log(-log(1 - u)) in float64, rounded once to float32. 1 - u is exact, as u has 33 bits, so that this is the
-``log1p`` of ``noise.py`` to the last bits of a float64.
+Noise is -log(-log(1 - u)) in float64, rounded once to float32. As u has 33 bits, 1 - u is exact: the inner logarithm
+equals the ``log1p`` of ``noise.py`` up to the last bits of a float64.
 """
 
 import triton
@@ -12,7 +12,7 @@ NO_ID = tl.constexpr(2147483647)
 
 @triton.jit
 def row_peak_kernel(logits, part_peak, row_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit of each chunk, infinite where one is NaN; grid (rows, chunks)."""
+    """The largest logit of each chunk, plus infinity if a logit is NaN; grid (rows, chunks)."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * row_stride + ids, mask=ids < VOCAB, other=float("-inf"))
@@ -34,21 +34,21 @@ def _mix(
 
 @triton.jit
 def hash_u32(ids, first_key, second_key):
-    """``noise.hash_u32``: uint32 of ids and keys, all uint32."""
+    """``noise.hash_u32`` of ids and keys, all uint32."""
     x = _mix(ids ^ first_key, 16, 0x7FEB352D, 15, 0x846CA68B, 16)
     return _mix(x ^ second_key, 16, 0x21F0AAAD, 15, 0xD35A2D97, 15)
 
 
 @triton.jit
 def gumbel(hashes):
-    """``noise.gumbel_from_bits``."""
+    """``noise.gumbel_from_bits`` of hashes."""
     u = (hashes.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return (-tl.log(-tl.log(1.0 - u))).to(tl.float32)
 
 
 @triton.jit
 def _store_best(scores, ids, to_scores, to_ids, NUM_TOP: tl.constexpr):
-    """Store the best scores with their ids, best first, ties by rising id; id 0 where none is above minus infinity."""
+    """Store the best scores with their ids, best first, ties by rising id; id 0 for a score of minus infinity."""
     for i in tl.static_range(NUM_TOP):
         best = tl.max(scores, 0)
         best_id = tl.min(tl.where(scores == best, ids, NO_ID), 0)
@@ -57,7 +57,7 @@ def _store_best(scores, ids, to_scores, to_ids, NUM_TOP: tl.constexpr):
         scores = tl.where(ids == best_id, float("-inf"), scores)
 
 
-# Rows' parameters and results are parts of packed copies: kernels are compiled once, wherever they lie.
+# Rows' parameters and results are parts of packed copies: kernels are compiled once for all alignments.
 @triton.jit(do_not_specialize_on_alignment=["rows"])
 def draw_kernel(
     logits,
@@ -72,7 +72,7 @@ def draw_kernel(
     BLOCK_CHUNKS: tl.constexpr,
     NUM_TOP: tl.constexpr,
 ):
-    """The best of each chunk by score and noise; grid (rows, chunks). ``rows`` [R, 3]: keys, temperature."""
+    """The best tokens of each chunk by score plus noise; grid (rows, chunks). ``rows`` [R, 3]: keys, temperature."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, BLOCK_CHUNKS)
     best = tl.max(tl.load(part_peak + row * NUM_CHUNKS + c, mask=c < NUM_CHUNKS, other=float("-inf")), 0)
@@ -101,9 +101,10 @@ def merge_kernel(
     BLOCK_PARTS: tl.constexpr,
     NUM_TOP: tl.constexpr,
 ):
-    """The best of a row of all chunks' best; grid (rows,). ``out`` [R, 2, NUM_TOP]: ids, then scores, as bits.
+    """The best tokens of a row among those of its chunks; grid (rows,). ``out`` [R, 2, NUM_TOP]: ids, then scores as
+    bits.
 
-    Scores are NaN where the row's best logit is not finite.
+    Scores are NaN if the row's best logit is not finite.
     """
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_CHUNKS)
