@@ -1,4 +1,4 @@
-"""From an OpenSession to a session and its sequence in the engine, and the end of both."""
+"""Makes a session and its sequence in the engine from an OpenSession, and ends both."""
 
 from __future__ import annotations
 

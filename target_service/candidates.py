@@ -1,4 +1,4 @@
-"""From a step's logits to log-probabilities of prompts, and to the sessions whose next token the step decides."""
+"""Reads from a step's logits the prompts' log-probabilities, and the sessions whose next token it decides."""
 
 from __future__ import annotations
 

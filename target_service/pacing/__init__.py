@@ -1,1 +1,1 @@
-"""When the target steps and what a step verifies, applied to live sessions."""
+"""The policies, applied to live sessions: when the target steps, and which nodes a step verifies."""

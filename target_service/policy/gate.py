@@ -1,4 +1,4 @@
-"""Who speculates: the sessions for which it pays now, so that speculation is never slower than plain decoding.
+"""The gate lets a session speculate while that pays, so that speculation is never slower than plain decoding.
 
 A speculating session gains tokens, and costs every session of the batch time (`StepClock`). It speculates while it
 gains more than it costs. Otherwise it is suspended: its draft gets no tokens and computes nothing. A *probe* measures

@@ -1,6 +1,6 @@
 """A time limit for code that runs between two steps and may never return.
 
-A timer signal raises in the midst of the code. So the code's state must be dropped with it, it must not block in native
+A timer signal raises inside the code. So the code's state must be dropped with it, it must not block in native
 code, and it must run in the process's main thread; other threads have no limit.
 """
 

@@ -308,7 +308,7 @@ class SpeculationTree:
         return node
 
     def check(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of a proposal's nodes, whatever the tree holds; `num_committed` is for the error.
+        """Tokens and parents of a proposal's nodes, independent of the tree; `num_committed` is for the error.
 
         Raises SessionFailure: the proposal is no valid tree, or in rejection mode no chain with distributions.
         """

@@ -17,7 +17,7 @@ from specdec.wire.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Walk:
-    """What a step commits for a session."""
+    """Tokens that a step commits for a session."""
 
     token_ids: list[int] = field(default_factory=list)
     """The committed tokens."""

@@ -1,6 +1,6 @@
-"""What adjusts logits before they are cut and drawn, on the device: uploaded once for all draws of a captured graph.
+"""Bias, penalties, min_tokens and allowed tokens on the device: uploaded once for all draws of a captured graph.
 
-Bad words are left out: what they rule out depends on the tokens before, and on whether anything else is left.
+Bad words are not supported: the tokens that they forbid depend on earlier tokens, and on whether others remain.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ Ids = npt.NDArray[np.int64]
 
 
 def can_adjust(params: SamplingParams) -> bool:
-    """Whether rows of these parameters may have any adjustments that they ask for made here."""
+    """Whether all adjustments of these parameters can be made on the device."""
     return not params.bad_words
 
 
 class Adjustments:
-    """What adjusts some rows' logits, in tensors that stay where they are.
+    """Adjustments of rows' logits, in tensors with fixed addresses.
 
-    Guarantee: logits are those of ``adjusted_logits``, bit for bit, for the tokens that rows had at `fill` and those
-    that `count` was told of since. No operation waits for data.
+    Guarantee: logits are those of ``adjusted_logits``, bit for bit, for the rows' tokens at `fill` and those counted
+    since. No operation waits for data.
 
-    Memory: eight bytes for each row and token.
+    Memory: eight bytes for each row and token of the vocabulary.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """Of rows that ask for nothing."""
+        """Begin with rows without adjustments."""
         self._vocab_size = vocab_size
         self._rows = torch.zeros(num_rows, _NUM_WORDS, dtype=torch.int32, device=device)
         self._marks = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
@@ -58,10 +58,10 @@ class Adjustments:
         return len(self._rows)
 
     def fill(self, contexts: Sequence[RowContext]) -> None:
-        """Say what the first rows ask for at their positions; the others ask for nothing.
+        """Set the first rows' adjustments at their positions; the other rows get none.
 
-        Cost: two copies to the device of 12 bytes for each token that a row's parameters or history name, and a pass
-        over the marks.
+        Cost: two copies to the device, one of them of 12 bytes for each token that a row's parameters or history name,
+        and a pass over the marks.
 
         Raises:
             ValueError: a row with penalties has no history, or one whose length contradicts its position.
@@ -92,7 +92,7 @@ class Adjustments:
             )
 
     def count(self, drawn: torch.Tensor) -> None:
-        """Rows have drawn tokens: ``[rows, 2, num_top]`` int32, as ``launch_top`` returns it. One launch."""
+        """Count the rows' drawn tokens ``[rows, 2, num_top]`` int32, as ``launch_top`` returns them. One launch."""
         launch(
             count_kernel,
             (drawn.shape[0],),
@@ -104,7 +104,7 @@ class Adjustments:
         )
 
     def adjusted(self, logits: torch.Tensor, number: int) -> torch.Tensor:
-        """Logits ``[R, V]`` float32 of the first R rows, adjusted for draw ``number``, from 0 on. One launch."""
+        """Adjusted copy of the first R rows' logits ``[R, V]`` float32 for draw ``number``, from 0 on. One launch."""
         num_rows, vocab_size = logits.shape
         if logits.stride(1) != 1:
             logits = logits.contiguous()
@@ -126,7 +126,7 @@ class Adjustments:
         return adjusted
 
     def _entries(self, parts: Sequence[tuple[int, Ids, Ids, npt.NDArray[np.float32]]]) -> torch.Tensor:
-        """``[3, N]`` int32, as the kernel takes it. Ids that the model does not have are left out."""
+        """Entries ``[3, N]`` int32 for ``mark_kernel``. Ids outside the vocabulary are left out."""
         if not parts:
             return torch.empty(3, 0, dtype=torch.int32)
         row = np.repeat([index for index, *_ in parts], [len(ids) for _, ids, _, _ in parts])
@@ -140,7 +140,7 @@ class Adjustments:
 
 
 def _parts(context: RowContext) -> list[tuple[Ids, Ids, npt.NDArray[np.float32]]]:
-    """Token ids with their marks and biases, for each thing that a row asks for."""
+    """Token ids with their marks and biases, for each adjustment of a row."""
     params = context.params
     found: list[tuple[Ids, Ids, npt.NDArray[np.float32]]] = []
 

@@ -1,4 +1,5 @@
-"""Several tokens of each row in one captured graph: draw, compute what was drawn, draw again, without the host."""
+"""Draws several tokens of each row in one captured graph: draw, compute the drawn tokens, draw again, without the
+host."""
 
 from __future__ import annotations
 
@@ -26,59 +27,60 @@ from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.sampler import Sampler
 
 ROUND_BUCKETS = (2, 4, 8)
-"""Draws of a graph; the first one is made before it, from logits that are there."""
+"""Numbers of draws of captured graphs; the first draw is launched before the graph, from the last step's logits."""
 _USE_WEIGHT = 0.1
-"""Of one call in the mean of how many of its draws were of use."""
+"""Weight of one call in the moving mean of used draws."""
 _USE_MARGIN = 1.5
-"""A graph has so many times the draws that were of use on average. Chosen, not measured."""
+"""Factor over the mean number of used draws that a graph has. Chosen, not measured."""
 _PREPARED_ROWS = (8, 4, 2, 1)
 _MOST_WIDE_ROWS = 32
-"""Of a graph with several bytes per row and token: of adjusted logits, or of sparse draws. Chosen, not measured."""
+"""Most rows of a graph with adjusted logits or sparse draws, which take several bytes per row and token. Chosen, not
+measured."""
 
 
 class _Key(NamedTuple):
     num_rows: int
     num_blocks: int
-    """Of a table."""
+    """Blocks of a row's table."""
     num_draws: int
     num_top: int
     """Tokens of each draw."""
     cuts: CutKinds | None = None
     is_adjusted: bool = False
-    """Some row's logits may be adjusted before they are cut and drawn."""
+    """Whether the graph adjusts logits before they are cut and drawn."""
     is_sparse: bool = False
-    """Draws are those of rejection verification, `num_top` the size of their distributions and one more."""
+    """Whether draws are for rejection verification; `num_top` is then the size of their distributions plus one."""
 
 
 @dataclass(slots=True)
 class _Graph:
     state: torch.Tensor
-    """All that a call uploads, int32, as `GraphParts` has it."""
+    """Parameters that a call uploads, int32, laid out as in `GraphParts`."""
     cuts: CutKinds | None
     adjustments: Adjustments | None
     is_sparse: bool
     batch: Batch
-    """Of the passes: a graph has the addresses of its tensors, and does not hold them."""
+    """Batch of the passes, kept alive here: a graph has only the addresses of its tensors."""
     drawn: torch.Tensor
-    """[draws, rows, 2, num_top] int32, of which the caller fills the first; what is drawn is first in each."""
+    """[draws, rows, 2, num_top] int32; draw 0 is filled before the replay. The first entry is the drawn token."""
     replay: Callable[[], None]
     results: torch.Tensor
-    """What a replay fills; the same as `drawn` on a device."""
+    """Tensor that a replay fills; on a GPU it is `drawn`."""
 
 
 class DeviceDrawing:
-    """``Drawing`` on a GPU: every row is computed to the end, and the host drops what would not have been drawn.
+    """``Drawing`` on a GPU: every row is computed to the end, and the host drops draws past a row's end.
 
-    Cost: one copy to the device, four launches, a graph, and one copy back, for which it waits. Where a row has cuts,
-    each draw has those launches more that `launch_cuts` has; where its logits are adjusted, two more and what
-    `Adjustments.fill` costs. Such graphs are captured when such a row is first met.
+    Cost: one copy to the device, four launches, a graph, and one copy back, for which it waits. If a row has cuts, each
+    draw adds the launches of `launch_cuts`. If a row's logits are adjusted, each draw adds two launches, and a call the
+    cost of `Adjustments.fill`. Graphs of these kinds are captured when the first such row comes.
     """
 
     most_rounds = ROUND_BUCKETS[-1]
     ends_at_forks = False
     has_sparse = True
     most_call_s = 8e-3
-    """About two steps of a target that is worth drafting for. Chosen, not measured."""
+    """Seconds, about two steps of a target that is worth drafting for. Chosen, not measured."""
 
     def __init__(
         self,
@@ -89,9 +91,15 @@ class DeviceDrawing:
         sampler: Sampler,
         other_ids: OtherIds | None = None,
     ) -> None:
-        """``steps`` are of ``cache``, whose last block is the spare one; ``max_len``: positions of the model.
+        """Draw by the model of ``steps`` over ``cache``, whose last block is the spare one.
 
-        With ``other_ids`` the sampler is of those that are drawn, and ``vocab_size`` is how many these are.
+        Args:
+            steps: model that replays captured steps.
+            cache: KV cache of the model.
+            vocab_size: number of ids that are drawn.
+            max_len: number of positions of the model.
+            sampler: draws single tokens where no graph serves.
+            other_ids: ids to draw by in place of the model's; None: the model's.
         """
         self.num_passes = 0
         self._steps = steps
@@ -107,17 +115,17 @@ class DeviceDrawing:
         self._other_ids = None if other_ids is None else IdTables(other_ids, cache.device, cache.device)
 
     def takes(self, rule: DrawRule) -> bool:
-        """See ``Drawing``: all but bad words."""
+        """See ``Drawing``: it takes all rules without bad words."""
         return can_adjust(rule.params)
 
     def by_ids(self, ids: OtherIds) -> DeviceDrawing:
-        """See ``Drawing``; torch finds ids that the model does not have. Cost: a copy of the logits of each pass."""
+        """See ``Drawing``; ids that the model does not have raise in torch. Cost: a copy of the logits of each pass."""
         num_ids = len(ids.columns)
         sampler = Sampler(num_ids, self._sampler.device)
         return DeviceDrawing(self._steps, self._cache, num_ids, self._max_len, sampler, ids)
 
     def prepare(self, num_top: int) -> None:
-        """Capture graphs for few rows and contexts that fit the shortest table, as far as time and memory go."""
+        """Capture graphs for few rows and contexts that fit the shortest table, as far as time and memory allow."""
         num_blocks, num_top = table_bucket(1, self._cache.block_size), min(num_top, self._vocab_size)
         keys = [
             _Key(num_rows, num_blocks, num_draws, num_top)
@@ -148,7 +156,7 @@ class DeviceDrawing:
     ) -> list[list[DraftSample | None]]:
         """See ``Drawing``."""
         self._check(rows)
-        # How many are drawn must not depend on what was drawn before (docs/rejection.md).
+        # The number of draws must not depend on tokens drawn before (docs/rejection.md).
         num_draws, num_sparse = max(row.num_rounds for row in rows), min(num_sparse, self._vocab_size)
         results = self._replayed(rows, logits, num_draws, 1 + num_sparse, is_sparse=True) if num_draws > 1 else None
         if results is None:
@@ -164,7 +172,8 @@ class DeviceDrawing:
     def _replayed(
         self, rows: Sequence[DrawRow], logits: torch.Tensor, num_draws: int, num_top: int, *, is_sparse: bool = False
     ) -> torch.Tensor | None:
-        """What so many draws bring, or some more, ``[draws, rows, 2, num_top]`` on the host; None: no graph serves."""
+        """Results of ``num_draws`` draws, rounded up to a bucket, ``[draws, rows, 2, num_top]`` on the host; None: no
+        graph serves."""
         num_rows = row_bucket(len(rows))
         cuts, kinds = self._cuts(rows, is_sparse=is_sparse)
         is_adjusted = any(row.adjusting is not None for row in rows)
@@ -187,8 +196,8 @@ class DeviceDrawing:
         return graph.results.cpu()[:, : len(rows)]
 
     def _cuts(self, rows: Sequence[DrawRow], *, is_sparse: bool) -> tuple[torch.Tensor, CutKinds | None]:
-        """Parameters of rows' cuts, and which there are; None where there is nothing to do. What is sparse is drawn
-        from scores, so that temperatures are a part of it."""
+        """Parameters of rows' cuts, and their kinds; None: no row needs `launch_cuts`. Sparse draws always need it, as
+        it divides by the temperature."""
         temperatures = [
             scaling_of(row) if row.rule.params.has_cuts or (is_sparse and not row.rule.params.is_greedy) else 0.0
             for row in rows
@@ -198,7 +207,7 @@ class DeviceDrawing:
 
     @staticmethod
     def _launch_draw(graph: _Graph, parts: GraphParts, number: int, logits: torch.Tensor) -> None:
-        """Draw one token of each row of the logits, by as many of the graph's rows."""
+        """Launch one draw for each row of the logits, by the graph's first rows."""
         num_rows, out = len(logits), graph.drawn[number]
         if graph.adjustments is not None:
             logits = graph.adjustments.adjusted(logits, number)
@@ -226,7 +235,7 @@ class DeviceDrawing:
                 raise IndexError(f"position {row.position} and {row.num_rounds - 1} more are out of the model's range")
 
     def _upload(self, graph: _Graph, rows: Sequence[DrawRow], cuts: torch.Tensor) -> GraphParts:
-        """Fill a graph's state by one copy; returns its parts on the device."""
+        """Upload a graph's state in one copy; returns its parts on the device."""
         num_draws, num_rows = graph.drawn.shape[:2]
         has_cuts = graph.cuts is not None
         state = np.zeros(len(graph.state), np.int32)
@@ -262,7 +271,7 @@ class DeviceDrawing:
         return graph
 
     def _rounds(self, graph: _Graph, parts: GraphParts) -> torch.Tensor:
-        """Compute what was drawn and draw again, to the end."""
+        """All passes and draws after the first draw: the part that is captured."""
         batch = graph.batch
         for number in range(len(graph.drawn) - 1):
             if graph.adjustments is not None:
@@ -278,6 +287,6 @@ class DeviceDrawing:
 
 
 def _until_none(samples: Sequence[DraftSample | None]) -> list[DraftSample | None]:
-    """Up to the first draw that found nothing, which nothing follows."""
+    """The samples up to the first None, included."""
     end = next((index + 1 for index, sample in enumerate(samples) if sample is None), len(samples))
     return list(samples[:end])

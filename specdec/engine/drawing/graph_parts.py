@@ -1,4 +1,4 @@
-"""What a call of a captured graph uploads in one copy."""
+"""The parameters that a call of a captured graph uploads in one copy."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class GraphParts(NamedTuple):
     """Views of a graph's state, on the host or on the device."""
 
     positions: Any
-    """[rows], of round 0."""
+    """[rows], positions of the tokens of round 0."""
     num_passes: Any
-    """[rows]"""
+    """[rows], number of each row's passes."""
     logits_rows: Any
-    """[rows], of the logits that the first draw is made from."""
+    """[rows], rows of the logits for the first draw."""
     parameters: Any
-    """[draws, rows, 3], of `row_parameters`."""
+    """[draws, rows, 3], from `row_parameters` or `sparse_rows`."""
     cuts: Any
-    """[rows, 5], of `cut_parameters`; no rows where there are none."""
+    """[rows, 5], from `cut_parameters`; [0, 5] in a graph without cuts."""
     tables: Any
-    """[rows, blocks]"""
+    """[rows, blocks], block tables."""
 
     @staticmethod
     def of(state: Any, num_draws: int, num_rows: int, has_cuts: bool) -> GraphParts:
-        """Of a tensor or an array."""
+        """The parts of a graph's state, a one-dimensional int32 tensor or array."""
         ends = list(
             itertools.accumulate(
                 (num_rows, num_rows, num_rows, 3 * num_draws * num_rows, NUM_CUT_WORDS * num_rows * has_cuts)
@@ -52,7 +52,7 @@ def scaling_of(row: DrawRow) -> float:
 
 
 def parameters_of(rows: Sequence[DrawRow], num_draws: int, num_rows: int) -> npt.NDArray[np.int32]:
-    """Of each draw of each row, ``[num_draws, num_rows, 3]``, as ``launch_top`` takes them."""
+    """Parameters of each draw of each row, ``[num_draws, num_rows, 3]`` int32, as ``launch_top`` takes them."""
     temperatures, keys = np.zeros((num_draws, num_rows), np.float32), np.zeros((num_draws, num_rows, 2), np.int64)
     for index, row in enumerate(rows):
         params = row.rule.params
@@ -66,7 +66,7 @@ def parameters_of(rows: Sequence[DrawRow], num_draws: int, num_rows: int) -> npt
 
 
 def sparse_parameters_of(rows: Sequence[DrawRow], num_draws: int, num_rows: int) -> npt.NDArray[np.int32]:
-    """The same, as ``launch_sparse`` takes them."""
+    """Parameters of each draw of each row, ``[num_draws, num_rows, 3]`` int32, as ``launch_sparse`` takes them."""
     temperatures, numbers = np.zeros((num_draws, num_rows), np.float32), np.zeros((num_draws, num_rows))
     for index, row in enumerate(rows):
         params = row.rule.params

@@ -1,4 +1,5 @@
-"""Several tokens of each row in one native call: draw, compute what was drawn, draw again (``native/ahead.cpp``)."""
+"""Draws several tokens of each row in one native call: draw, compute the drawn tokens, draw again
+(``native/ahead.cpp``)."""
 
 import ctypes
 from array import array
@@ -26,7 +27,7 @@ class _Call(ctypes.Structure):
 
 
 class DrawingDecoder:
-    """Draws from logits and computes what it has drawn, round by round, in one native call."""
+    """``Drawing`` on a CPU: draws from logits and computes the drawn tokens, round by round, in one native call."""
 
     most_rounds = 4
     most_call_s = 1e-3
@@ -36,9 +37,9 @@ class DrawingDecoder:
     def __init__(
         self, decoder: FusedDecoder, cache: KVCache, vocab_size: int, other_ids: OtherIds | None = None
     ) -> None:
-        """`vocab_size`: ids at and past it are never drawn; of `other_ids` it is those that have no column.
+        """`vocab_size`: ids from here on are never drawn; with `other_ids`, the number of their columns replaces it.
 
-        Raises ``ValueError`` where these stand for ids that the decoder does not have.
+        Raises ``ValueError``: `other_ids` map to ids that the decoder does not have.
         """
         self._decoder = decoder
         self._cache = cache
@@ -53,7 +54,7 @@ class DrawingDecoder:
         self._function = decoder.library.specdec_decoder_ahead
 
     def takes(self, rule: DrawRule) -> bool:
-        """See ``Drawing``: nothing that adjusts logits, which depends on more than a position."""
+        """See ``Drawing``: it takes rules that adjust no logits."""
         return not rule.params.adjusts_logits
 
     def draw(self, rows: Sequence[DrawRow], logits: torch.Tensor, num_top: int) -> list[list[Draw]]:
@@ -103,12 +104,12 @@ class DrawingDecoder:
     def draw_sparse(
         self, rows: Sequence[DrawRow], logits: torch.Tensor, num_sparse: int
     ) -> list[list[DraftSample | None]]:
-        """Not here: a row of the logits is sorted for each draw, beside which a call of its own costs nothing."""
+        """Not supported: each draw sorts a row of logits, beside which the cost of separate calls is negligible."""
         raise NotImplementedError
 
     def prepare(self, num_top: int) -> None:
-        """Nothing is to be done."""
+        """Does nothing."""
 
     def by_ids(self, ids: OtherIds) -> "DrawingDecoder":
-        """See ``Drawing``. Cost: a pass over a row of logits for each token but the first of a call."""
+        """See ``Drawing``. Cost: a pass over a row of logits for each drawn token but the first of a call."""
         return DrawingDecoder(self._decoder, self._cache, self._vocab_size, ids)

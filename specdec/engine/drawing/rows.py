@@ -1,4 +1,4 @@
-"""How the tokens of a choice are drawn: the arguments of a call that draws several of each row, and by which ids."""
+"""Arguments of a call that draws several tokens of each row, and the protocol of what makes it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from specdec.wire.sampling_params import SamplingParams
 
 _INT64, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 Draw = tuple[list[int], list[float]]
-"""Best tokens with their scores, as ``NativeSampling.perturbed_top`` returns them of one row."""
+"""Best tokens with their scores, as ``NativeSampling.perturbed_top`` returns them for one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherIds:
-    """By what tokens are drawn in place of a model's own ids: noise, cuts, ends and ties go by these."""
+    """Token ids that replace a model's own in drawing: noise, cuts, ends and ties use them."""
 
     inputs: Sequence[int]
-    """[ids]: the model's id for each."""
+    """[num_ids], the model's id for each id."""
     columns: Sequence[int]
-    """[ids that are drawn], the first ones: the model's id whose logit it has; -1: it is never drawn."""
+    """[number of drawn ids], for each of the first ids the model's id whose logit it takes; -1: it is never drawn."""
 
     def check(self, num_logits: int) -> None:
-        """Raises ``ValueError`` unless all stand for ids below `num_logits`."""
+        """Raises ``ValueError``: an id maps to none of the model's `num_logits` ids, or ``columns`` is too long."""
         if len(self.columns) > len(self.inputs):
             raise ValueError(f"{len(self.inputs)} ids, of which {len(self.columns)} are drawn")
         for name, least, ids in (("inputs", 0, self.inputs), ("columns", -1, self.columns)):
@@ -39,7 +39,7 @@ class OtherIds:
 
 
 class IdTables:
-    """Both lists on the devices where they are used."""
+    """``OtherIds`` as tensors: ``inputs`` on the batch's device, ``columns`` on that of the logits."""
 
     def __init__(self, ids: OtherIds, device: torch.device, logits_device: torch.device) -> None:
         self._inputs = torch.tensor(ids.inputs, dtype=torch.int64, device=device)
@@ -48,11 +48,11 @@ class IdTables:
         self._columns = columns.clamp(min=0)
 
     def model_ids(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The model's ids for those of a batch, [T] int64."""
+        """The model's ids [T] int64 for the ids [T] of a batch."""
         return self._inputs.index_select(0, token_ids)
 
     def by_drawn_id(self, logits: torch.Tensor) -> torch.Tensor:
-        """A model's logits [R, V] in the order of drawn ids, minus infinity for what is never drawn: a copy."""
+        """A copy of a model's logits [R, V] in the order of drawn ids; minus infinity for ids that are never drawn."""
         return logits.index_select(1, self._columns).masked_fill_(self._lacks, -torch.inf)
 
 
@@ -76,7 +76,7 @@ class NativeRow(ctypes.Structure):
 
 
 class DrawRule:
-    """How the tokens of a choice are drawn."""
+    """Sampling parameters of a choice in the form that native drawing takes."""
 
     def __init__(self, params: SamplingParams) -> None:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else params.eos_token_ids)}
@@ -102,29 +102,30 @@ class DrawRow:
 
     rule: DrawRule
     logits_row: int
-    """Which row of the logits follows its tokens."""
+    """Row of the logits from which the first token is drawn."""
     position: int
-    """Number of its tokens: the position of the first one drawn."""
+    """Position of the first drawn token: the number of the sequence's tokens."""
     num_rounds: int
     """Most tokens to draw. All but the last may be computed: ``block_ids`` covers their slots, from ``position`` on."""
     block_ids: array[int]
-    """Its block table; not to be resized during the call."""
+    """Block table of the sequence, which must not be resized during the call."""
     path_score: float = 1.0
-    """Times the score of each token drawn, as a share of those of its draw; below ``least_path_score`` it ends."""
+    """Score of the row's path; each drawn token multiplies it by the token's share of its draw's scores."""
     least_path_score: float = 0.0
+    """Path score below which the row ends."""
     least_fork_score: float = math.inf
-    """A second best token that makes this path score ends the rounds of all rows."""
+    """Path score of a second best token from which on all rows' rounds end."""
     ends_all: bool = False
-    """The end of this row ends the rounds of all."""
+    """Whether the end of this row ends the rounds of all rows."""
     adjusting: RowContext | None = None
-    """What its logits are adjusted by, where its rule says that they are."""
+    """Context for adjusting the logits of the first draw; needed if the rule adjusts logits."""
 
     chain: int = 0
-    """Rejection mode: which of the chains that come to its position its draws are for."""
+    """Rejection mode: number of the chain that the draws belong to, which selects their random numbers."""
 
     @property
     def context(self) -> RowContext:
-        """What the sampler must know of its first draw."""
+        """The sampler's context of the first draw."""
         return self.adjusting or RowContext(self.rule.params, self.position, self.position)
 
 
@@ -132,58 +133,59 @@ class Drawing(Protocol):
     """Draws several tokens of each row in one call."""
 
     most_rounds: int
-    """More draws of a row than this are not worth a call."""
+    """Most draws of a row that a call should ask for."""
     most_call_s: float
-    """What a call should take at most: commits wait for its end."""
+    """Most seconds that a call should take: commits wait for its end."""
     has_sparse: bool
-    """`draw_sparse` can be called."""
+    """Whether `draw_sparse` is supported."""
     ends_at_forks: bool
-    """Rounds end for all rows where one forks: to draw on without those that join is worth less than it costs."""
+    """Whether all rows should end where one forks: more rounds without the forked rows gain less than they cost."""
     num_passes: int
-    """Forward passes of the last call."""
+    """Number of forward passes of the last call."""
 
     def takes(self, rule: DrawRule) -> bool:
-        """Whether it draws rows of this rule."""
+        """Whether rows of this rule can be drawn."""
 
     def draw(self, rows: Sequence[DrawRow], logits: torch.Tensor, num_top: int) -> list[list[Draw]]:
-        """What is drawn for each row, one draw or more: a row ends early where nothing would follow a token.
+        """The draws of each row, one or more; a row ends early at an end token or a low path score.
 
-        Each draw is what the sampler draws at that position from what a step computes there, bit for bit. Writes the
-        keys and values of every token drawn but a row's last into the slots from the row's position on; the caller
-        must own these.
+        Each draw equals, bit for bit, the sampler's draw from a step's logits at that position. The keys and values of
+        every drawn token but a row's last are written to the slots from the row's position on, which the caller must
+        own.
 
         Args:
-            rows: at least one, in any order.
-            logits: [R, num_logits] float32, as the last step of this runner gave them; with other ids in their order.
-            num_top: tokens per draw, at most the vocabulary.
+            rows: one row or more, in any order.
+            logits: [R, num_logits] float32 of this runner's last step; with other ids in the order of these.
+            num_top: tokens per draw, at most the vocabulary's size.
 
         Raises:
             IndexError: a position is out of the model's range.
-            ValueError: a row has a rule that it does not take, or lacks what its logits are adjusted by.
+            ValueError: a row's rule is not taken, or the row lacks `adjusting`.
         """
 
     def draw_sparse(
         self, rows: Sequence[DrawRow], logits: torch.Tensor, num_sparse: int
     ) -> list[list[DraftSample | None]]:
-        """As `draw`, for rejection verification: a token of each row's likeliest `num_sparse`, with their distribution.
+        """As `draw`, for rejection verification: each draw is one of the `num_sparse` likeliest tokens, with their
+        distribution.
 
-        A row's draws are as many as it asks for, or fewer for all rows, whatever is drawn; None, from which nothing can
-        be drawn, is its last one.
+        The number of a row's draws does not depend on drawn tokens: it is `num_rounds`, or a lower limit for all rows.
+        A None, where no token can be drawn, is a row's last draw.
         """
 
     def prepare(self, num_top: int) -> None:
-        """Do what can be done before the first call, with so many tokens per draw."""
+        """Prepare calls with `num_top` tokens per draw, before the first request."""
 
     def by_ids(self, ids: OtherIds) -> Drawing:
-        """The same over the same model, of which logits, draws and ends have other ids than the model's.
+        """A ``Drawing`` over the same model that takes and draws other ids than the model's.
 
         Raises:
-            ValueError: some stand for ids that the model does not have, where nothing else would notice.
+            ValueError: an id maps to none of the model's ids; an implementation on a GPU leaves the check to torch.
         """
 
 
 def pruned(rows: Sequence[DrawRow], of_rounds: Sequence[Sequence[Draw]]) -> list[list[Draw]]:
-    """What rounds would have drawn that end where ``DrawRow`` says so: the same as ``native/ahead.cpp`` draws."""
+    """The draws of each row up to the end that ``DrawRow`` defines, equal to those of ``native/ahead.cpp``."""
     drawn: list[list[Draw]] = [[] for _ in rows]
     path_scores = [row.path_score for row in rows]
     active = list(range(len(rows)))

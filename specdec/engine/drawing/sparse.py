@@ -1,7 +1,7 @@
 """Draws for rejection verification in a captured graph: a sparse distribution of each row, and a token drawn from it.
 
-What is told is what the token was drawn from: the probabilities and the token are made in one place, from the same
-float32 numbers (docs/rejection.md).
+The reported distribution is exactly the one that the token is drawn from: both use the same float32 probabilities
+(docs/rejection.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from specdec.engine.sampling.sampler import sparse_distributions
 
 
 def sparse_rows(temperatures: npt.NDArray[Any], numbers: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """What ``launch_sparse`` must know of rows, ``[R, 3]`` int32: numbers from (0, 1), temperatures (0: greedy)."""
+    """Rows' parameters for ``launch_sparse``, ``[R, 3]`` int32: random numbers from (0, 1) as float64 bits, and
+    temperatures as float32 bits (0: greedy)."""
     words = np.empty((len(temperatures), 3), np.int32)
     words[:, :2] = numbers.astype(np.float64).view(np.int32).reshape(-1, 2)
     words[:, 2] = temperatures.astype(np.float32).view(np.int32)
@@ -25,13 +26,13 @@ def sparse_rows(temperatures: npt.NDArray[Any], numbers: npt.NDArray[Any]) -> np
 
 
 def launch_sparse(scores: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Draw a token of each row from its likeliest ones. Nothing waits for data.
+    """Draw a token of each row from its likeliest ones. No operation waits for data.
 
     Args:
-        scores: ``[R, V]`` float32, of ``launch_cuts``; logits of greedy rows.
-        rows: of ``sparse_rows``, on the same device.
-        out: ``[R, 2, 1 + num_sparse]`` int32: the token, then the ids; a zero, then their probabilities, as bits. These
-            are NaN where nothing can be drawn.
+        scores: ``[R, V]`` float32, result of ``launch_cuts``; for greedy rows their logits.
+        rows: result of ``sparse_rows``, on the same device.
+        out: ``[R, 2, 1 + num_sparse]`` int32, is filled: the token, then the ids; a zero, which is not written, then
+            the ids' probabilities as bits. They are NaN where no token can be drawn.
     """
     num_sparse, device = out.shape[2] - 1, scores.device
     probs = torch.softmax(scores.to(torch.float64), dim=1).to(torch.float32)
@@ -45,7 +46,7 @@ def launch_sparse(scores: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -
     mass = torch.where(is_greedy, certain, mass)
     ids = torch.where(is_greedy, torch.cat([greedy_ids, ids[:, 1:]], dim=1), ids)
     cumulated = mass.to(torch.float64).cumsum(dim=1)
-    # A copy in any case: what is contiguous may begin where no float64 does.
+    # Always a copy: a contiguous view may begin at an address that is not aligned for float64.
     numbers = rows[:, :2].clone(memory_format=torch.contiguous_format).view(torch.float64)
     points = numbers * cumulated[:, -1:]
     # The product can round up to the whole sum.
@@ -56,10 +57,10 @@ def launch_sparse(scores: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -
 
 
 def read_sparse(out: torch.Tensor) -> list[DraftSample | None]:
-    """What rows have drawn, of ``launch_sparse``'s ``[R, 2, 1 + num_sparse]`` on the host; None: nothing."""
+    """Samples of ``launch_sparse``'s ``out``, ``[R, 2, 1 + num_sparse]`` on the host; None: no token can be drawn."""
     ids, mass = out[:, 0].tolist(), out[:, 1, 1:].contiguous().view(torch.float32).tolist()
     samples: list[DraftSample | None] = []
     for (token, *of_row), probs in zip(ids, mass, strict=True):
-        size = sum(prob > 0.0 for prob in probs)  # they fall, and NaN is not above 0
+        size = sum(prob > 0.0 for prob in probs)  # probabilities fall, and NaN is not above 0
         samples.append(DraftSample(token, tuple(of_row[:size]), tuple(probs[:size])) if size else None)
     return samples
