@@ -32,26 +32,27 @@ PARTS = ("decode", "systems", "steps", "sweep", "arrivals", "adversity", "drafte
 _USUAL = PARTS[:3]
 _CHECK_PROMPTS, _CHECK_TOKENS = 2, 32
 _LOG_WIDTH = 200
-"""Of tables that go to a file."""
+"""Characters of a line where the output is no terminal."""
 _MOST_CHECKED_BYTES = 48 << 30
-"""Above, an inflated model is compared with its source in its own dtype: in float32 no GPU would hold it."""
+"""Bytes of a checkpoint above which it is compared with its source in bfloat16: no GPU holds it in float32."""
 
 
 def main(
     pair: Annotated[str, typer.Option(help=f"{', '.join(PAIRS)}, or TARGET:DRAFT of names and folders.")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     placement: Annotated[
-        Literal["apart", "together"], typer.Option(help="Of the draft: a service, or run by the target in turns.")
+        Literal["apart", "together"],
+        typer.Option(help="Where the draft runs: as a service, or in the target's process, in turns."),
     ] = "apart",
     cores: Annotated[int, typer.Option(help="Cores that every system may use; 0: all.", min=0)] = 0,
     only: Annotated[str, typer.Option(help=f"Comma-separated parts: {', '.join(PARTS)}.")] = ",".join(_USUAL),
     sweeps: Annotated[
         str, typer.Option("--sweep", help=f"Comma-separated: {', '.join(sweep.SWEEPS)}.")
     ] = "concurrency",
-    systems: Annotated[str, typer.Option(help="Comma-separated beginnings of names; none: all.")] = "",
-    repeats: Annotated[int, typer.Option(help="Times each prompt is run by each system.", min=1)] = 2,
+    systems: Annotated[str, typer.Option(help="Comma-separated beginnings of systems' names; none: all systems.")] = "",
+    repeats: Annotated[int, typer.Option(help="Runs of each prompt by each system.", min=1)] = 2,
     rounds: Annotated[
-        int, typer.Option(help="Requests that follow each other in each place of several at once; 1: no loop.", min=1)
+        int, typer.Option(help="Requests per place of a batch, one after the other (closed loop); 1: no loop.", min=1)
     ] = 1,
     prompts: Annotated[int, typer.Option(help="Held-out prompts.", min=1)] = 4,
     max_tokens: Annotated[int, typer.Option(min=8)] = 96,
@@ -59,17 +60,23 @@ def main(
     temperature: Annotated[str, typer.Option(help="Comma-separated temperatures.")] = "0,1",
     verify_mode: Annotated[str, typer.Option(help="coupled or rejection")] = "coupled",
     sync_tokens: Annotated[str, typer.Option(help="Draft tokens of synchronous speculation.")] = "4",
-    sync_hold_off_ms: Annotated[float, typer.Option(help="Its longest wait for the draft.", min=0)] = 10.0,
-    peer_tokens: Annotated[str, typer.Option(help="Draft tokens that peers try; the fastest counts.")] = "3,5,8",
+    sync_hold_off_ms: Annotated[
+        float, typer.Option(help="Longest wait of synchronous speculation for the draft.", min=0)
+    ] = 10.0,
+    peer_tokens: Annotated[
+        str, typer.Option(help="Draft tokens that other systems are tried with; the fastest counts.")
+    ] = "3,5,8",
     rates: Annotated[str, typer.Option(help="Arrivals per second; none: doubled until saturation.")] = "",
-    seconds: Annotated[float, typer.Option(help="How long requests arrive at each rate.", min=0.1)] = 20.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of arrivals at each rate.", min=0.1)] = 20.0,
     bursts: Annotated[str, typer.Option(help="Requests at one moment.")] = "8,32",
-    first_token_slo_ms: Annotated[float, typer.Option(help="For goodput: until the first token.")] = 500.0,
-    per_token_slo_ms: Annotated[float, typer.Option(help="For goodput: mean time per token after it.")] = 50.0,
-    shapes: Annotated[str, typer.Option(help="Of step times: target, draft, llama-1b, llama-8b.")] = "",
+    first_token_slo_ms: Annotated[float, typer.Option(help="Limit of goodput on the time to the first token.")] = 500.0,
+    per_token_slo_ms: Annotated[float, typer.Option(help="Limit of goodput on the mean time per later token.")] = 50.0,
+    shapes: Annotated[
+        str, typer.Option(help="Comma-separated shapes whose steps are timed: target, draft, llama-1b, llama-8b.")
+    ] = "",
     check: Annotated[bool, typer.Option(help="Compare inflated models with their sources first.")] = True,
-    save: Annotated[bool, typer.Option(help="Write <date>-<device>-<pair>.* into the folder of results.")] = True,
-    results: Annotated[Path, typer.Option(help="That folder.")] = RESULTS,
+    save: Annotated[bool, typer.Option(help="Write <date>-<device>-<pair>.* into --results.")] = True,
+    results: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
 ) -> None:
     """Measure and report."""
     console = Console()
@@ -135,7 +142,7 @@ def main(
 
 
 def _check(pair: Pair, device: str, found: Report, progress: Progress) -> None:
-    """Raises TokensNotSame."""
+    """Compare inflated models with their sources. Raises TokensNotSame."""
     import torch
 
     from bench.sameness import check_sameness
@@ -145,7 +152,7 @@ def _check(pair: Pair, device: str, found: Report, progress: Progress) -> None:
     for model in (pair.target, pair.draft):
         if model.source is None:
             continue
-        progress.tell(f"that {model.name} says what its source says")
+        progress.tell(f"comparing {model.name} with its source")
         is_huge = 2 * sum(file.stat().st_size for file in model.folder.glob("*.safetensors")) > _MOST_CHECKED_BYTES
         sameness = check_sameness(
             model.source,
@@ -157,7 +164,7 @@ def _check(pair: Pair, device: str, found: Report, progress: Progress) -> None:
         )
         results[model.name] = sameness.as_facts()
         found.console.print(
-            f"{model.name} says what its source says: {sameness.num_equal} of {sameness.num_tokens} greedy tokens, "
+            f"{model.name} has its source's output: {sameness.num_equal} of {sameness.num_tokens} greedy tokens, "
             f"largest difference of a logit {sameness.largest_logit_difference:.1e} ({sameness.dtype})",
             highlight=False,
             soft_wrap=True,

@@ -1,7 +1,7 @@
-"""Drafts, prompts and loads that do their worst: whether decoding with speculation on stays as fast as without.
+"""The worst drafts, prompts and loads: whether decoding with speculation stays as fast as plain decoding.
 
-Each *adversity* is a scenario of some seconds, run with speculation and without, in turns; its figure is the time that
-it took without over the time with. What breaks the promise of "never slower" is a figure below 0.97.
+Each *adversity* is a scenario of some seconds, run with speculation and without, in turns. Its figure is the time of
+plain decoding over the time with speculation. A figure below 0.97 breaks the promise of "never slower".
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Adversity:
     name: str
     groups: Sequence[Sequence[Prompt]]
     is_random: bool = False
-    """The draft's weights are."""
+    """Whether the draft's weights are random."""
     delays_ms: tuple[float, ...] = ()
-    """Of the draft's link, one way; several take turns."""
+    """One-way delays of the draft's link; several take turns."""
 
 
 def _adversities(plan: BenchPlan) -> list[Adversity]:
@@ -91,7 +91,7 @@ def run(plan: BenchPlan, report: Report, progress: Progress) -> None:
     for row in rows:
         columns = ("what", "temperature", "speedup", "worst", "share_of_steps_suspended")
         table.add(*(row[column] for column in columns))
-    table.notes.append(f"Medians and quartiles of runs in turns; the promise is {PROMISE} and above.")
+    table.notes.append(f"Medians and quartiles of runs in turns; the promise is {PROMISE} or more.")
     report.add("adversity", rows, [table])
 
 
@@ -155,7 +155,7 @@ def _tokens(runs: Sequence[Run]) -> list[list[list[int]]]:
 
 @contextmanager
 def _switched(proxy: DelayProxy | None, delays_ms: Sequence[float]) -> Iterator[None]:
-    """The link has these delays in turns, the first one at the beginning."""
+    """Give the link these delays in turns, beginning with the first."""
     if proxy is None or not delays_ms:
         yield
         return

@@ -1,9 +1,9 @@
-"""Requests that come when they come, whatever the server manages: an open loop, with and without speculation.
+"""Requests that arrive independently of the server's speed (an open loop), with and without speculation.
 
 Poisson arrivals at rising rates, until the server no longer keeps up, and bursts of requests at one moment.
 `specdec.commands.measuring.streams` defines TTFT and ITL. Goodput counts requests within both limits: the time to the
-first token, and the mean time per token after it. A request that was refused, or that has not ended `_LATE_S` after
-the last arrival, is not counted.
+first token, and the mean time per later token. It leaves out requests that were refused or had not ended `_LATE_S`
+after the last arrival.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from specdec.commands.measuring.svg import PlotPoint, lines
 from specdec.commands.measuring.tables import Table
 
 FIRST_RATE, GROWTH, MOST_RATES = 0.5, 2.0, 10
-"""Requests per second, without rates from the command line: doubled until saturation."""
+"""Requests per second of the first Poisson rate, its growth, and the most rates, where the command line names none."""
 _SATURATED = 0.9
-"""Ended per second over arrived per second; below it the server does not keep up."""
+"""Ratio of ended to arrived requests per second below which the server is saturated."""
 _LATE_S = 20.0
 _PROMPT_TOKENS = 512
 _MOST_AT_ONCE = 64
@@ -35,7 +35,7 @@ _COLUMNS = ("load", "speculation", "req/s offered", "req/s ended", "tokens/s", "
 
 
 async def offer(address: str, plan: BenchPlan, times: Sequence[float], *, speculate: bool) -> dict[str, object]:
-    """Send requests at these times; returns the figures."""
+    """Send requests at these times, in seconds; returns the figures."""
     prompts = held_out_prompts(plan.pair.target.folder, len(times))
     sampling = dataclasses.replace(plan.sampling, temperature=plan.temperatures[0])
     requests = [make_request(prompt, sampling, seed, speculate=speculate) for seed, prompt in enumerate(prompts)]
@@ -86,7 +86,7 @@ def run(plan: BenchPlan, report: Report, progress: Progress) -> None:
         table.add(*(row[key] for key in ("load", "speculation", "offered_per_s", "ended_per_s", "tokens_per_s",
                                          "goodput_per_s", "num_failed")), *times)  # fmt: skip
     table.notes.append(
-        f"Good: first token within {plan.first_token_slo_ms:g} ms, then {plan.per_token_slo_ms:g} ms per token at most."
+        f"Goodput: a first token in {plan.first_token_slo_ms:g} ms, then at most {plan.per_token_slo_ms:g} ms a token."
     )
     report.add("arrivals", rows, [table], _plots(rows, plan))
 
@@ -112,7 +112,7 @@ async def _measure(address: str, plan: BenchPlan, progress: Progress) -> list[di
 async def _both(
     address: str, plan: BenchPlan, times: Sequence[float], load: str, number: int
 ) -> list[dict[str, object]]:
-    """With speculation and without, in an order that flips."""
+    """Offer a load with speculation and without; the order alternates with `number`."""
     found = {s: await offer(address, plan, times, speculate=s) for s in ((True, False), (False, True))[number % 2]}
     return [{"load": load, "speculation": speculate, **found[speculate]} for speculate in (True, False)]
 

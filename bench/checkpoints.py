@@ -1,4 +1,4 @@
-"""Inflated checkpoints in a cache folder, each under a name that tells its content."""
+"""Inflated checkpoints in a cache folder, each under a digest of its content."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from bench.inflate import Inflation, Shape, Tensors, describe
 from specdec.engine.checkpoints.files import weights_digest
 
 _RECIPE = 1
-"""Raised when the same source, shape and seed give other weights than before."""
+"""Version of the inflation; raised when the same source, shape and seed give other weights than before."""
 _SHARD_BYTES = 1 << 30
 _SEED = 0
 _SHARD_ROOM = 1 << 30
-"""Left on each disk of two that share a checkpoint."""
+"""Bytes left free on each of two disks that share a checkpoint."""
 _SLACK = 1.01
 _IN_MEMORY = Path("/dev/shm/specdec-bench")
 _KEPT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
@@ -36,11 +36,11 @@ def cache_folder() -> Path:
 
 
 def inflated(source: Path, shape: Shape, name: str, device: str = "cpu", cache: Path | None = None) -> Path:
-    """Return the folder of an inflated checkpoint, which is made, on the device, unless the cache has it.
+    """Return the folder of an inflated checkpoint, which is made on the device unless the cache has it.
 
-    Where the cache's disk has no room for it, it is kept in memory, or partly there where neither has room for all.
+    A checkpoint that the cache's disk has no room for is kept in memory, or divided between both.
 
-    Raises InflationImpossible, and OSError where there is no room in both together.
+    Raises InflationImpossible, and OSError where both together have no room.
     """
     content = f"{_RECIPE} {_SEED} {torch.device(device).type} {weights_digest(source)} {describe(shape)}"
     config = (source / "config.json").read_text()
@@ -66,7 +66,7 @@ def inflated(source: Path, shape: Shape, name: str, device: str = "cpu", cache: 
 
 
 def inflated_bytes(source: Path, shape: Shape) -> int:
-    """Of the weights of an inflated checkpoint; a few more where it has biases."""
+    """Bytes of the weights of an inflated checkpoint, biases not counted."""
     weights: Tensors = {}
     for file in sorted(source.glob("*.safetensors")):
         weights |= load_file(file)
@@ -79,8 +79,10 @@ def inflated_bytes(source: Path, shape: Shape) -> int:
 
 
 def _roomy(folders: list[Path], num_bytes: int) -> tuple[Path, Path | None]:
-    """The first of the folders on whose disk there is room, and None; else the one with the most room, and where the
-    shards go that it has none for. Folders around them are made. Raises OSError where there is no room at all."""
+    """The first folder whose disk has room, and None; else the folder with the most room, and a folder for the rest.
+
+    Makes their parents. Raises OSError where the disks together have no room.
+    """
     free: dict[Path, int] = {}
     for folder in folders:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +102,7 @@ def _device_of(folder: Path) -> int:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what processes that were killed have left of a checkpoint."""
+    """Remove unfinished copies of a checkpoint whose processes have ended."""
     for left in folder.parent.glob(f".{folder.name}-*"):
         pid = left.name.removeprefix(f".{folder.name}-").partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
@@ -110,7 +112,7 @@ def _remove_unfinished(folder: Path) -> None:
 def write_inflated(source: Path, shape: Shape, folder: Path, device: str = "cpu", rest: Path | None = None) -> None:
     """Write an inflated checkpoint, with its source's tokenizer. Weights come to the CPU a shard at a time.
 
-    ``rest``: where shards go that the folder's disk has no room for; the folder has links to them.
+    ``rest``: folder of the shards that the disk of ``folder`` has no room for; ``folder`` gets links to them.
 
     Raises InflationImpossible.
     """
@@ -129,7 +131,7 @@ def write_inflated(source: Path, shape: Shape, folder: Path, device: str = "cpu"
 
 
 class _ShardWriter:
-    """Collects tensors, and writes them whenever they fill a shard."""
+    """Collects tensors and writes them when they fill a shard."""
 
     def __init__(self, folder: Path, rest: Path | None) -> None:
         self._folder, self._rest = folder, rest
@@ -145,7 +147,7 @@ class _ShardWriter:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left, and the index."""
+        """Write the last shard and the index."""
         self._flush()
         if self._num_shards == 1:
             (self._folder / "model-00001.safetensors").rename(self._folder / "model.safetensors")
@@ -173,11 +175,11 @@ class _ShardWriter:
 
 
 def num_parameters(folder: Path) -> int:
-    """Of a checkpoint, by the shapes in its files."""
+    """Parameters of a checkpoint, by the shapes in its files."""
     total = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+            for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
                 size = 1
                 for length in tensors.get_slice(name).get_shape():
                     size *= length

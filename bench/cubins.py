@@ -2,8 +2,8 @@
 
     python -m bench.cubins --markdown bench/results/cubins.md
 
-Kernels are those that a step of each shape launches, recorded on the meta device, with the constants and the types that
-it launches them with. Needs triton and nothing else.
+The kernels that a step of each shape launches are recorded on the meta device, with their constants and types. Needs
+triton, but no CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What one kernel needs on one architecture."""
+    """Resources of one kernel on one architecture."""
 
     kernel: str
     shape: str
@@ -79,16 +79,16 @@ class Compiled:
     architecture: str
     registers: int
     spilled_bytes: int
-    """Stack of a thread: what did not fit into its registers."""
+    """Bytes of a thread's stack, for values that its registers do not hold."""
     shared_bytes: int
     num_warps: int
     code_bytes: int
     instructions: tuple[str, ...]
-    """For products of tiles, as PTX names them: a row's bits depend on which one it is."""
+    """Matrix instructions, as PTX names them; a row's bits depend on the instruction."""
     copies_ahead: int
-    """Loads of sixteen bytes that a loop begins some rounds before it needs them."""
+    """Asynchronous loads of 16 bytes, which a loop begins some rounds before it needs them."""
     sum_layouts: tuple[str, ...]
-    """Of tiles [M, N] whose lines are summed, as Triton spreads them over threads: it is the order of the sums."""
+    """Triton's layouts of the tiles [M, N] whose rows are summed; a layout fixes the order of the sum."""
 
 
 def meta_batch(num_rows: int, context_len: int, block_size: int = 16) -> Batch:
@@ -112,7 +112,7 @@ def meta_batch(num_rows: int, context_len: int, block_size: int = 16) -> Batch:
 
 
 def adjusted_on_meta(logits: torch.Tensor) -> torch.Tensor:
-    """Logits after a bias, as of the first draw of a call, and a draw counted."""
+    """Logits after a bias, with the launches of a call's first draw and of counting it."""
     adjustments = Adjustments(len(logits), logits.shape[1], _META)
     params = SamplingParams(seed=1, max_tokens=9, logit_bias={5: 1.0}, presence_penalty=1.0)
     adjustments.fill([RowContext(params, 2, 2, TokenHistory([5, 6]))])
@@ -121,7 +121,7 @@ def adjusted_on_meta(logits: torch.Tensor) -> torch.Tensor:
 
 
 def launches_of(shape: AttentionShape) -> dict[str, list[Launch]]:
-    """Every launch of a step with a model of this shape, by variant."""
+    """Launches of a step with a model of this shape, by variant."""
     heads, dim = shape.num_heads, shape.head_dim
     config = LlamaConfig(
         hidden_size=heads * dim,
@@ -175,7 +175,7 @@ def launches_of(shape: AttentionShape) -> dict[str, list[Launch]]:
 
 
 def compile_launch(launch: Launch, shape: str, variant: str, architecture: int) -> Compiled:
-    """Compile one launch to a cubin and read what it needs from it."""
+    """Compile one launch to a cubin and read its resources."""
     kernel = launch.kernel
     signature: dict[str, str] = {}
     aligned: dict[tuple[int], Any] = {}
@@ -204,7 +204,7 @@ def compile_launch(launch: Launch, shape: str, variant: str, architecture: int) 
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if match is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers: {usage}")
+        raise RuntimeError(f"cuobjdump reports no registers: {usage}")
     return Compiled(
         kernel=launch.name,
         shape=shape,
@@ -222,7 +222,7 @@ def compile_launch(launch: Launch, shape: str, variant: str, architecture: int) 
 
 
 def _sum_layouts(ttgir: str) -> tuple[str, ...]:
-    """Layouts of the tiles that a kernel sums line by line, with their names resolved."""
+    """Layouts of the tiles whose rows a kernel sums, with their names resolved."""
     names = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
     found = set()
     for reduction in ttgir.split('"tt.reduce"')[1:]:
@@ -237,7 +237,7 @@ def _is_same(launch: Launch, other: Launch) -> bool:
 
 
 def markdown(rows: list[Compiled]) -> str:
-    """A page with one row per kernel: the most that any shape and variant needs on each architecture."""
+    """A page with one row per kernel: the maxima over shapes and variants on each architecture."""
     names = list(dict.fromkeys(row.kernel for row in rows))
     architectures = list(dict.fromkeys(row.architecture for row in rows))
     lines = [
@@ -261,11 +261,11 @@ def markdown(rows: list[Compiled]) -> str:
 
 
 def main() -> int:
-    """Compile all; the exit code is 1 where a kernel spills."""
+    """Compile all launches; the exit code is 1 where a kernel spills."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--architectures", type=int, nargs="*", default=list(ARCHITECTURES))
     parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--markdown", type=Path, help="write the table there")
+    parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args()
     rows = []
     for name in options.shapes:

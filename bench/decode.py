@@ -1,9 +1,9 @@
 """Decoding speed through the whole system, with and without speculation, and where the time of a step goes.
 
-Runs alternate: each prompt (or group of prompts) is decoded with speculation and without, one right after the other, in
-an order that flips from repeat to repeat; the figure is the median of the pairwise ratios. Where speculation may change
-no token, every pair's tokens must be equal, or the run fails; of GPUs, whose fast products go by the number of rows,
-the share of requests with equal tokens is told.
+Runs alternate: each prompt (or group of prompts) is decoded with speculation and without, in an order that flips from
+repeat to repeat. The figure is the median of the pairwise ratios. Where speculation may change no token, the run fails
+unless the tokens of every pair are equal. On GPUs, whose fast matrix products depend on the number of rows, the share
+of requests with equal tokens is reported instead.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row: which requests, how many at once, how often."""
+    """Requests, concurrency and repeats of one row."""
 
     prompts: Sequence[Prompt]
     sampling: Sampling
     batch: int = 1
     repeats: int = 1
     rounds: int = 1
-    """Of a group of several at once; more than 1: a closed loop."""
+    """Requests per place of a batch above 1; more than one is a closed loop."""
     is_exact: bool = True
-    """Whether a token's logits are the same in any company; else near-ties may flip, and tokens are only counted."""
+    """Whether logits do not depend on the batch; otherwise near-ties may flip, and equal tokens are only counted."""
 
     @property
     def is_loop(self) -> bool:
-        """Whether requests that end are followed by others."""
+        """Whether a request that ends is followed by another one."""
         return self.batch > 1 and self.rounds > 1
 
     @property
     def groups(self) -> list[Sequence[Prompt]]:
-        """Prompts that run at once, or in one loop."""
+        """Prompts of each batch, or of each loop."""
         size = self.batch * self.rounds if self.is_loop else self.batch
         prompts = list(itertools.islice(itertools.cycle(self.prompts), max(size, len(self.prompts))))
         return [prompts[i : i + size] for i in range(0, len(prompts) - size + 1, size)]
@@ -110,7 +110,7 @@ async def _measure(address: str, plan: BenchPlan, progress: Progress) -> list[di
 
 
 async def warm_up(address: str, plan: BenchPlan) -> None:
-    """Let both engines, and what learns from steps, see some."""
+    """Run requests that fill caches and teach the cost models."""
     prompts = held_out_prompts(plan.pair.target.folder, 2)
     for speculate in (True, False):
         await run_group(address, prompts, Sampling(max_tokens=min(32, plan.max_tokens)), speculate=speculate)
@@ -135,8 +135,10 @@ async def measure(address: str, case: Case, progress: Progress) -> dict[str, obj
 
 
 def _outside(run: Run) -> dict[str, object]:
-    """What steps took beside the forward pass and the hold-off: coordinator, gRPC, detokenizing, drafts' share of the
-    cores. By whether anything that was proposed was accepted. Not of the timed runs: telling of each step takes time.
+    """Milliseconds of steps outside the forward pass and the hold-off, of hits and of misses.
+
+    The coordinator, gRPC, detokenizing and the draft's use of the cores take them. The run is not a timed one, because
+    reporting each step takes time.
     """
     found: dict[bool, list[float]] = {True: [], False: []}
     for completion in run.completions:
@@ -147,7 +149,7 @@ def _outside(run: Run) -> dict[str, object]:
 
 
 def _share_equal(pairs: Sequence[tuple[Run, Run]]) -> float:
-    """Of the requests, those whose tokens are the same with and without speculation."""
+    """Share of the requests whose tokens are the same with and without speculation."""
     of_both = [both for fast, slow in pairs for both in zip(fast.token_ids, slow.token_ids, strict=True)]
     return sum(fast == slow for fast, slow in of_both) / len(of_both)
 

@@ -1,8 +1,8 @@
-"""A link that delays what it carries, in a process of its own: `python -m bench.delay_proxy`.
+"""A TCP proxy that delays bytes, in a process of its own: `python -m bench.delay_proxy`.
 
-It listens on a free port of loopback and carries connections to another one. What comes in is handed on the delay
-later, in both directions, in order. It takes lines on standard input (`to HOST:PORT`, `delay MS`), answers each with
-one, and ends with it.
+It listens on a free port of loopback and forwards connections to another address. Bytes are forwarded after the delay,
+in both directions, in order. The process reads commands from standard input (`to HOST:PORT`, `delay MS`), answers each
+with one line, and ends when standard input ends.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _READ_BYTES = 64 * 1024
 
 
 class DelayProxy:
-    """The process. Use as a context manager."""
+    """The proxy's process, as a context manager."""
 
     def __init__(self, cores: Sequence[int]) -> None:
-        """`cores` are those it may run on."""
+        """Start the process on `cores`."""
         command = [sys.executable, "-m", "bench.delay_proxy", ",".join(map(str, cores))]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
@@ -41,11 +41,11 @@ class DelayProxy:
         self._process.wait()
 
     def lead_to(self, address: str) -> None:
-        """Carry new connections to this address."""
+        """Forward new connections to this address."""
         self._tell(f"to {address}")
 
     def delay(self, delay_ms: float) -> None:
-        """Delay what comes from now on by so much, each way."""
+        """Delay bytes that arrive from now on by `delay_ms`, each way."""
         self._tell(f"delay {delay_ms}")
 
     def _tell(self, line: str) -> None:
@@ -62,14 +62,14 @@ class DelayProxy:
 
 
 class _Link:
-    """What lines say, and the connections that it holds for."""
+    """Address and delay of the connections, as the commands set them."""
 
     def __init__(self) -> None:
         self.to = (_HOST, 0)
         self.delay_s = 0.0
 
     def obey(self, line: str) -> None:
-        """Take a line."""
+        """Run one command."""
         word, _, value = line.strip().partition(" ")
         if word == "to":
             host, _, port = value.rpartition(":")
@@ -78,7 +78,7 @@ class _Link:
             self.delay_s = float(value) / 1e3
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one connection to its end, or its other side's."""
+        """Forward one connection until either side closes it."""
         with contextlib.suppress(OSError):
             far_reader, far_writer = await asyncio.open_connection(*self.to)
             for end in (writer, far_writer):
@@ -130,7 +130,7 @@ def main() -> None:
     """Serve until standard input ends."""
     if cores := [int(core) for core in sys.argv[1].split(",") if core]:
         os.sched_setaffinity(0, cores)
-    # select, since epoll rounds waits up to a millisecond.
+    # select, because epoll rounds waits up to whole milliseconds.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
         runner.run(_serve())
 

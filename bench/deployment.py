@@ -20,37 +20,37 @@ from specdec.commands.up.service_process import ServiceSpec
 _LEAST_KV_BYTES = 1 << 30
 _KV_ITEM_BYTES = {"cpu": 4, "cuda": 2}
 _WARMUP_TOKENS = 4096
-"""Room in the KV cache beside what requests need: prefixes stay cached."""
+"""Tokens of the KV cache beyond the requests' own, so that prefixes stay cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredDeployment:
-    """What `specdec up` would start, on cores that are told."""
+    """What `specdec up` would start, on given cores."""
 
     pair: Pair
     cores: tuple[int, ...]
     device: str = "cpu"
     placement: Placement = "apart"
     is_plain: bool = False
-    """No draft; on CPU the target's engine has all cores but one that the other processes share, and with up to two
-    cores it shares them all."""
+    """Whether there is no draft. On CPU the target's engine then has all cores but one, which the other processes
+    share; with one or two cores, all processes share all."""
     most_tokens: int = 0
-    """KV caches for so many tokens at once: on a GPU each deployment leaves the rest of the memory to others."""
+    """Tokens that the KV caches hold at once; on a GPU other deployments have the rest of the memory."""
     target: Mapping[str, object] = field(default_factory=dict)
     draft: Mapping[str, object] = field(default_factory=dict)
     coordinator: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, object]:
-        """What differs from the defaults, for the results."""
+        """Settings that differ from the defaults, for the results."""
         return {"target": dict(self.target), "draft": dict(self.draft), "coordinator": dict(self.coordinator)}
 
 
 @contextmanager
 def running(deployment: MeasuredDeployment, progress: Progress, proxy: DelayProxy | None = None) -> Iterator[Cluster]:
-    """Start it, and stop it at the end; meanwhile this thread, the client, runs where clients belong.
+    """Run a deployment within the context; meanwhile this thread, the client's, is pinned to `client_cores`.
 
-    With a proxy the coordinator reaches its drafts through that.
+    The coordinator reaches its drafts through the proxy, if there is one.
 
     Raises ClusterFailed.
     """
@@ -69,13 +69,13 @@ def running(deployment: MeasuredDeployment, progress: Progress, proxy: DelayProx
 
 
 def client_cores(cores: Sequence[int], placement: Placement = "apart") -> tuple[int, ...]:
-    """Where the client belongs: with the coordinator, beside no thread of the target where there is a choice."""
+    """The coordinator's cores; where there are enough cores, no thread of the target runs on them."""
     return (share_cores(cores) if placement == "together" else assign_cores(cores)).shared
 
 
 @contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Run this thread, and threads and processes that it starts, on these cores."""
+    """Pin this thread, and the threads and processes that it starts, to these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:

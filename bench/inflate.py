@@ -1,18 +1,18 @@
 """Enlarges a Llama-like checkpoint without changing what it computes.
 
-What is added computes, and contributes nothing:
+The added parts compute, and contribute exactly zero:
 
-* width: the residual stream is zero there, since the embedding's added columns and the added rows of what writes to the
-  stream (attention output, MLP output) are zero. Weights that read it there are random;
+* width: the added part of the residual stream is zero, because the embedding's added columns and the added rows of the
+  output projections (attention, MLP) are zero. Weights that read it are random;
 * heads and MLP rows: random queries, keys, values, gates and ups, whose columns in the output projections are zero;
-* layers: random, with output projections of zeros, so that they add zero to the stream;
+* layers: random weights, and output projections of zeros;
 * vocabulary: copies of the padding token's row. No tokenizer names them, so this system never samples them; another
-  would have to find padding likelier than everything else.
+  system samples one only where padding is the likeliest token.
 
 An RMS norm over a stream that is zero past its old width sees a mean of squares that is smaller by `old / new`. With
-`eps' = eps * old / new` and `weight' = weight * sqrt(old / new)` it gives the values it gave. That root is a power of
-two where the width grows by a power of four, and then no weight is rounded and every product keeps its bits; what is
-left is that sums with more terms are added up in another order. Else the checkpoint is written in float32.
+`eps' = eps * old / new` and `weight' = weight * sqrt(old / new)` its values stay the same. That root is a power of two
+where the width grows by a power of four. Then no weight is rounded and every product keeps its bits; only the order of
+sums over more terms changes. Otherwise the checkpoint is written in float32.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 class InflationImpossible(ValueError):
-    """The shape does not hold the model, or the model is of no family whose layers are known."""
+    """The shape is too small for the model, or the model's family is not in `FAMILIES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a checkpoint is enlarged to; heads keep their size."""
+    """Sizes that a checkpoint is enlarged to; the size of a head stays."""
 
     hidden_size: int
     intermediate_size: int
@@ -50,7 +50,7 @@ class Shape:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Shape:
-        """The shape that a config has."""
+        """The shape in a config."""
         return Shape(
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
@@ -63,7 +63,7 @@ class Shape:
 
 
 class Inflation:
-    """A source's weights, and how they lie in the larger shape. All tensors are made on the device of the weights."""
+    """A source's weights and their places in the larger shape. Tensors are made on the weights' device."""
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], shape: Shape, seed: int) -> None:
         """Raises InflationImpossible."""
@@ -81,7 +81,7 @@ class Inflation:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the larger checkpoint."""
+        """Dtype of the larger checkpoint."""
         return self._dtype
 
     @property
@@ -111,7 +111,7 @@ class Inflation:
         return config
 
     def parts(self) -> Iterator[Tensors]:
-        """All tensors, in parts of about a layer each, so that no more than one needs to be in memory."""
+        """All tensors, in parts of about a layer each, of which one at a time is in memory."""
         yield {"model.embed_tokens.weight": self._embedding("model.embed_tokens.weight")}
         for layer in range(self._new.num_layers):
             yield self._layer(layer)
@@ -129,7 +129,7 @@ class Inflation:
             name = f"{_LAYER}{number}.{kind}"
             if kind.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):
                 tensors[name] = self._norm(name, None if is_added else source)
-            elif kind.endswith(("q_norm.weight", "k_norm.weight")):  # over a head, whose size stays
+            elif kind.endswith(("q_norm.weight", "k_norm.weight")):  # norms over a head, whose size stays
                 tensors[name] = self._weights[source].to(self._dtype, copy=True)
             else:
                 tensors[name] = self._projection(name, kind, source, is_added)
@@ -172,7 +172,7 @@ class Inflation:
                 return _Layout((new.intermediate_size, new.hidden_size), mlp, mlp, width, False)
             case "down_proj":
                 return _Layout((new.hidden_size, new.intermediate_size), width, width, mlp, True)
-        raise InflationImpossible(f"what {projection} does is not known")
+        raise InflationImpossible(f"{projection}: no projection of a Llama-like layer")
 
     def _norm(self, name: str, source: str | None) -> torch.Tensor:
         tensor = 1 + self._random(name, (self._new.hidden_size,))
@@ -196,7 +196,7 @@ class Inflation:
 
     @property
     def _normalizes_heads(self) -> bool:
-        """Queries and keys have norms of their own, which see the same `eps'`: what they normalize shrinks with it."""
+        """Whether queries and keys have norms, which use the same `eps'`, so that their inputs must be scaled."""
         return f"{_LAYER}0.self_attn.q_norm.weight" in self._weights
 
     @property
@@ -204,7 +204,7 @@ class Inflation:
         return int(self._config.get("pad_token_id") or 0)
 
     def _random(self, name: str, sizes: Sequence[int]) -> torch.Tensor:
-        """The same values for a name, whatever was made before."""
+        """Random values that depend on the seed and the name alone."""
         digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=7).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little"))
         tensor = torch.empty(tuple(sizes), device=self._device, dtype=self._dtype)
@@ -213,21 +213,21 @@ class Inflation:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the rows and columns of a source's projection lie in the larger one."""
+    """Places of the rows and columns of a source's projection in the larger one."""
 
     sizes: tuple[int, int]
     rows: Sequence[int]
     old_rows: Sequence[int]
-    """The row of the source that each of `rows` is."""
+    """Source row of each of `rows`."""
     columns: Sequence[int]
     writes: bool
-    """To the residual stream: zero wherever the source is not."""
+    """Whether it writes to the residual stream, so that the added weights are zero."""
 
 
 def _place_heads(old: Shape, new: Shape) -> tuple[list[int], list[tuple[int, int]]]:
     """The new place of every head, and (head, place) of every KV head.
 
-    Heads that share a KV head go on doing so. Where fewer share one than before, KV heads are repeated.
+    Heads still share their KV head; where the new groups are smaller, KV heads are repeated.
     """
     old_group, new_group = old.num_heads // old.num_kv_heads, new.num_heads // new.num_kv_heads
     num_copies = -(-old_group // new_group)
@@ -250,5 +250,5 @@ def _check_larger(old: Shape, new: Shape) -> None:
 
 
 def describe(shape: Shape) -> str:
-    """For people and for the name in the cache."""
+    """A shape as JSON, for the digest in the cache folder's name."""
     return json.dumps({name: getattr(shape, name) for name in Shape.__slots__}, sort_keys=True)

@@ -1,4 +1,4 @@
-"""The pairs that are measured: which target with which draft, and what is said of them beside every figure.
+"""The measured pairs of target and draft, and their descriptions beside every figure.
 
 A pair is one of `PAIRS`, or TARGET:DRAFT, where either is the name of a model below or a folder.
 """
@@ -49,27 +49,27 @@ PAIRS = {
 
 
 class NoSuchPair(ValueError):
-    """The name is no pair, and no two models."""
+    """The name is neither a pair nor two models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairMember:
-    """A checkpoint, and the one that it was made of."""
+    """A checkpoint and its source."""
 
     name: str
     folder: Path
     source: Path | None = None
-    """The smaller checkpoint that says the same; None: it is nobody's."""
+    """The smaller checkpoint with the same outputs; None for a checkpoint that is not inflated."""
 
     @property
     def config(self) -> dict[str, Any]:
-        """As in its file."""
+        """Content of config.json."""
         content: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
         return content
 
     @property
     def is_larger(self) -> bool:
-        """Than its source, which it is an inflation of."""
+        """Whether it has more parameters than its source."""
         return self.source is not None and num_parameters(self.folder) > num_parameters(self.source)
 
     @property
@@ -93,28 +93,28 @@ class Pair:
 
     @property
     def description(self) -> str:
-        """For every table: what was measured, and what inflation is where there is any."""
+        """Text above every table: both models, and what inflation means where a model is inflated."""
         text = f"{self.name}: target {self.target.description}, draft {self.draft.description}."
         return f"{text} {INFLATION}" if self.target.is_larger or self.draft.is_larger else text
 
     @property
     def caption(self) -> str:
-        """The same in a line, for plots."""
+        """Sizes in one line, for plots."""
         sizes = ", ".join(
             f"{role} {num_parameters(model.folder) / 1e6:.3g} M{' (inflated)' if model.is_larger else ''}"
             for role, model in (("target", self.target), ("draft", self.draft))
         )
         is_inflated = self.target.is_larger or self.draft.is_larger
-        return f"{sizes}{'; inflated: as slow as its size, says what the shipped one says' if is_inflated else ''}"
+        return f"{sizes}{'; inflated: cost of its size, output of the shipped model' if is_inflated else ''}"
 
     @property
     def max_tokens(self) -> int:
-        """Longest prompt plus output."""
+        """Tokens of the longest prompt with its output."""
         return min(int(model.config["max_position_embeddings"]) for model in (self.target, self.draft))
 
 
 def resolve_pair(name: str, device: str, cache: Path | None = None) -> Pair:
-    """Return a pair by its name, after making what has to be made on the device (`cpu` or `cuda`).
+    """Return a pair by its name; missing checkpoints are made on the device (`cpu` or `cuda`).
 
     Raises NoSuchPair.
     """
@@ -128,7 +128,7 @@ def resolve_pair(name: str, device: str, cache: Path | None = None) -> Pair:
 
 
 def resolve_model(name: str, device: str, cache: Path | None = None) -> PairMember:
-    """Return a model by its name or folder; makes it where it has to be made. Raises NoSuchPair."""
+    """Return a model by its name or folder; a missing checkpoint is made. Raises NoSuchPair."""
     if name in ("shipped-target", "shipped-draft"):
         return PairMember(name=name, folder=Path(shipped_model(name.removeprefix("shipped-"))))
     shape = TARGETS.get(name) or DRAFTS.get(name)

@@ -1,4 +1,4 @@
-"""What to measure, as the command line says."""
+"""The measurements that the command line asks for."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from specdec.commands.up.plan import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """One run of the bench. Every part takes from it what concerns it."""
+    """Options of one run of the bench."""
 
     pair: Pair
     cores: tuple[int, ...]
-    """All that any system may use; each gets all of them."""
+    """Cores of every system."""
     device: str = "cpu"
     placement: Placement = "apart"
-    """Of the draft, in all parts but those that compare placements, or delay a draft."""
+    """Where the draft runs, except in parts that compare placements or delay the draft."""
     num_prompts: int = 4
     max_tokens: int = 96
     repeats: int = 2
     rounds: int = 1
-    """Requests per place: 1, all begin together; more, a closed loop (`specdec.commands.measuring.closed_loop`)."""
+    """Requests per place of a batch; more than 1 is a closed loop (`specdec.commands.measuring.closed_loop`)."""
     batches: tuple[int, ...] = (1, 8)
     temperatures: tuple[float, ...] = (0.0, 1.0)
     verify_mode: str = "coupled"
     systems: tuple[str, ...] = ()
-    """Names or beginnings of names; none: all that are there."""
+    """Names of systems or their beginnings; empty: all available systems."""
     sync_tokens: tuple[int, ...] = (4,)
     sync_hold_off_ms: float = 10.0
     peer_tokens: tuple[int, ...] = (3, 5, 8)
@@ -41,7 +41,7 @@ class BenchPlan:
 
     @property
     def label(self) -> str:
-        """For titles: the pair, and how proposals are verified where that is not as usual."""
+        """Title: the pair, and the verify mode, placement and loop where they are not the defaults."""
         place = "" if self.placement == "apart" else ", draft in the target"
         mode = "" if self.verify_mode == "coupled" else f", {self.verify_mode} mode"
         loop = "" if self.rounds == 1 else ", closed loop"
@@ -49,10 +49,10 @@ class BenchPlan:
 
     @property
     def sampling(self) -> Sampling:
-        """What all requests have in common, but for the temperature."""
+        """Sampling options of all requests, without the temperature."""
         return Sampling(max_tokens=self.max_tokens, verify_mode=self.verify_mode)
 
     def facts(self) -> dict[str, Any]:
-        """For the results."""
+        """Options for the results, as JSON values."""
         kept = {name: getattr(self, name) for name in self.__slots__ if name != "pair"}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}

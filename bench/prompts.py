@@ -1,4 +1,4 @@
-"""Held-out prompts as token ids: as they are, or of a given length."""
+"""Held-out prompts as token ids, whole or of a given length."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def held_out_prompts(model: Path, count: int) -> list[Prompt]:
 
 
 def prompts_of_length(model: Path, count: int, num_tokens: int) -> list[Prompt]:
-    """Prompts of exactly so many tokens: texts one after the other, beginning with another one each time."""
+    """Prompts of exactly `num_tokens` tokens: concatenated texts, beginning with another one each time."""
     texts = _encoded(model)
     start = texts[0][:1]
     found = []
     for first in range(count):
-        # Only the beginning has the token that begins a text.
+        # Only the first text keeps its beginning-of-sequence token.
         joined = itertools.chain(start, *(texts[(first + n) % len(texts)][1:] for n in range(num_tokens)))
         found.append(tuple(itertools.islice(joined, num_tokens)))
     return found

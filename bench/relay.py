@@ -1,12 +1,12 @@
-"""What one coordinator process relays before it fills its core, and what memory a stream takes.
+"""Measures the tokens that one coordinator process relays before it fills its core, and the memory of a stream.
 
     python -m bench.relay
     python -m bench.relay --streams 64,256 --step-ms 30 --tokens-per-verdict 3
 
-The coordinator is the real one, a process of its own pinned to a core. Around it are a target and a draft that only
-speak the protocol: every `step_ms` the target commits some tokens of every session that has credit, in one frame, as an
-engine does, and the draft answers every commit with a proposal, which the coordinator relays. Clients read the streams
-and do not parse them. Tokens are counted by the coordinator's own metric, CPU time and memory by the kernel.
+The coordinator is the real one, a process of its own pinned to a core. The target and the draft only speak the
+protocol. Every `step_ms` the target commits some tokens of every session with credit, in one frame, as an engine does.
+The draft answers every commit with a proposal, which the coordinator relays. Clients read the streams and do not parse
+them. The coordinator's metric counts tokens, and the kernel counts CPU time and memory.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class PacedTarget(target_pb2_grpc.TargetServiceServicer):
         self._num_tokens = tokens_per_verdict
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[pb.GetTokenizerResponse]:  # noqa: N802
-        """The shipped tokenizer."""
+        """Send the shipped tokenizer."""
         yield pb.GetTokenizerResponse(tokenizer_json=_tokenizer(), tokenizer_config="{}")
 
     async def Verify(self, requests: Any, context: Any) -> AsyncIterator[target_pb2.VerifyResponse]:  # noqa: N802
-        """One coordinator's stream."""
+        """Serve one coordinator's stream."""
         sessions: dict[str, _Session] = {}
         reader = asyncio.create_task(self._read(requests, sessions))
         try:
@@ -114,7 +114,7 @@ class EchoDraft(draft_pb2_grpc.DraftServiceServicer):
         self._identity = identity
 
     async def Draft(self, requests: Any, context: Any) -> AsyncIterator[draft_pb2.DraftResponse]:  # noqa: N802
-        """One coordinator's stream."""
+        """Serve one coordinator's stream."""
         proposal = pb.Proposal(token_ids=range(8), scores=bytes(8), draft_us=100, path_length=8)
         yield draft_pb2.DraftResponse(attached=pb.Attached(identity=self._identity))
         async for request in requests:
@@ -140,7 +140,7 @@ async def _serve_replicas(base_port: int, step_ms: float, tokens_per_verdict: in
     identity = pb.ModelIdentity(
         name="paced", weights_digest="w", tokenizer_digest="t", vocab_size=4096, max_model_len=_CONTEXT
     )
-    servers = []  # one that nothing refers to is stopped
+    servers = []  # a server without references is stopped
     for role in ("target", "draft"):
         server = grpc.aio.server(options=[("grpc.http2.min_ping_interval_without_data_ms", 1000)])
         if role == "target":
@@ -156,7 +156,7 @@ async def _serve_replicas(base_port: int, step_ms: float, tokens_per_verdict: in
 
 @app.command(hidden=True)
 def clients(base_port: int, num_streams: int, prompt_tokens: int) -> None:
-    """Read this many streams until killed."""
+    """Read `num_streams` streams until killed."""
     asyncio.run(_read_streams(f"127.0.0.1:{base_port + _PORTS['coordinator']}", num_streams, prompt_tokens))
 
 
@@ -181,7 +181,7 @@ def measure(
     step_ms: Annotated[float, typer.Option(help="Time between two verdicts of a stream.")] = 30.0,
     tokens_per_verdict: Annotated[int, typer.Option(min=1)] = 3,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 1000,
-    seconds: Annotated[float, typer.Option(help="How long to measure.")] = 8.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of each measurement.")] = 8.0,
     speculate: Annotated[bool, typer.Option(help="With a draft, whose proposals are relayed.")] = True,
 ) -> None:
     """Measure and print a table."""
@@ -196,7 +196,7 @@ def measure(
             idle_bytes = coordinator.memory_info().rss
             with _clients(base_port, num_streams, prompt_tokens):
                 _wait_for(base_port, "specdec_coordinator_requests_running", num_streams)
-                time.sleep(2)  # until what starting them took is over
+                time.sleep(2)  # lets the cost of their start pass
                 before, began_s = _snapshot(coordinator, base_port), time.monotonic()
                 time.sleep(seconds)
                 after, elapsed_s = _snapshot(coordinator, base_port), time.monotonic() - began_s
@@ -266,7 +266,7 @@ def _wait_for(base_port: int, sample: str, value: float) -> None:
 
 
 def _metric(base_port: int, sample: str) -> float:
-    """The sum of the samples whose name, with labels where there are any, begins so; 0 while nothing answers."""
+    """Sum of the samples with this name, or this name and labels; 0 while nothing answers."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{base_port + _PORTS['metrics']}/metrics", timeout=10) as page:
             lines = page.read().decode().splitlines()
@@ -276,7 +276,7 @@ def _metric(base_port: int, sample: str) -> float:
 
 
 def _free_base() -> int:
-    """One from which on all of `_PORTS` are free."""
+    """A base port at which all of `_PORTS` are free."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

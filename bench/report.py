@@ -1,4 +1,4 @@
-"""What results of this bench are named, and the versions that they are of."""
+"""File names of results, and the versions that they were measured with."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "tokenizers")
 
 
 def file_name(pair: str, device: str) -> str:
-    """Of one run's results: when, on what, and which pair."""
+    """File name of a run's results: the time, the device and the pair."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M")
     short = "-".join(Path(part).name for part in pair.split(":"))
     return f"{stamp}-{device}-{re.sub(r'[^A-Za-z0-9.]+', '-', short)}"
 
 
 def versions() -> dict[str, str]:
-    """Of this code and of what it runs on."""
+    """Versions of this code, of Python and of the main packages."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), "specdec": _revision(), **found}
 

@@ -2,9 +2,9 @@
 
     python -m bench.roofline --markdown bench/results/roofline.md
 
-Kernels and the bytes of weights and activations are counted in the decoder itself, on the meta device. A step takes as
-long as memory or arithmetic, whichever is slower, at a share of the vendor's figures, and the starts of its kernels
-within a captured graph. What a slot on a GPU measures (``bench.gpu_slot``) confirms or refutes it.
+Kernels and the bytes of weights and activations are counted in the decoder itself, on the meta device. The time of a
+step is the longer one of memory and arithmetic, at a share of the vendor's figures, and the starts of its kernels in a
+captured graph. A slot on a GPU (``bench.gpu_slot``) confirms or refutes the predictions.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from specdec.engine.model.loader import random_model
 BANDWIDTH_SHARE = 0.9
 COMPUTE_SHARE = 0.6
 KERNEL_START_S = 1.2e-6
-"""Of one kernel of a graph behind another."""
+"""Seconds from one kernel of a graph to the next."""
 HOST_GAP_S = 150e-6
-"""The GPU idles so long between two steps: the aim."""
+"""Seconds that the GPU idles between two steps; the aim, not a measurement."""
 ALL_REDUCE_S = 12e-6
-"""Of a few rows over NVLink; twice a layer with several ranks."""
+"""Seconds of a sum over ranks, of a few rows over NVLink; a layer has two."""
 CONTEXT = 1024
 MOST_DRAFTED = 8
 
@@ -86,7 +86,7 @@ PAIRS = (("1B", "8B", 1), ("1B", "70B", 4), ("0.5B", "32B", 1))
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step of some rows of one sequence costs."""
+    """Cost of a step of some rows of one sequence."""
 
     num_kernels: int
     num_bytes: int
@@ -99,7 +99,7 @@ def _sizes(of: str | ModelSizes) -> ModelSizes:
 
 @cache
 def step_of(of: str | ModelSizes, num_rows: int, context: int = CONTEXT) -> StepCost:
-    """Count a step of a model, one of ``MODELS`` or another. Cost: a pass on the meta device."""
+    """Count the cost of a step of a model, by a pass on the meta device."""
     model = _sizes(of)
     geometries = [LayerGeometry(model.kv_heads, model.head_dim, model.head_dim)] * model.layers
     batch = meta_batch(num_rows, context)
@@ -133,7 +133,7 @@ def _decoder(model: ModelSizes) -> DeviceDecoder:
 
 
 def _num_weights(model: ModelSizes) -> int:
-    """Of a step's matrix products, the output layer included."""
+    """Weights of a step's matrix products, the output layer included."""
     attention = model.hidden * (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     return model.layers * (attention + 3 * model.hidden * model.intermediate) + model.hidden * model.vocab
 
@@ -155,9 +155,10 @@ def fits(names: tuple[str, ...], gpu: Gpu, num_ranks: int = 1) -> bool:
 def speed_up(
     draft: str | ModelSizes, target: str | ModelSizes, num_ranks: int, gpu: Gpu, acceptance: float
 ) -> tuple[float, int]:
-    """Tokens per second with a chain of drafted tokens over plain decoding, at the best length, and that length.
+    """Speed-up of speculation with chains of the best length over plain decoding, and that length.
 
-    The draft runs before each step, not beside it; ``acceptance`` is the share accepted of tokens after accepted ones.
+    The draft runs before each step, not beside it. ``acceptance``: share of the tokens after accepted ones that are
+    accepted.
     """
     plain_s = step_s(target, 1, gpu, num_ranks) + HOST_GAP_S
     best = (1.0, 0)
@@ -170,7 +171,7 @@ def speed_up(
 
 
 def markdown() -> str:
-    """A page with both tables."""
+    """The page with both tables."""
     rows = (1, 8, 64)
     lines = [
         "# What GPUs are predicted to do",
@@ -212,9 +213,9 @@ def markdown() -> str:
 
 
 def main() -> int:
-    """Print the page, or write it."""
+    """Print the page or write it to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", type=Path, help="write the page there")
+    parser.add_argument("--markdown", type=Path, help="file for the page; without it the page is printed")
     options = parser.parse_args()
     page = markdown()
     if options.markdown:

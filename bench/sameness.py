@@ -1,7 +1,7 @@
-"""Whether an inflated model says what its source says.
+"""Checks that an inflated model has the greedy output of its source.
 
-The source decodes greedily. Then both models see its text in one forward pass each. Where the larger one's best token
-is the source's next token at every position, its own greedy decoding is the same text, by induction.
+The source decodes greedily. Then both models compute its text in one forward pass each. Where the larger model's best
+token is the source's next token at every position, its greedy output is the same text, by induction.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 NEAR_TIES = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.25}
-"""Two tokens whose logits differ by less may change places when sums are added up in another order."""
+"""Difference of two tokens' logits below which another order of sums may exchange them, by dtype."""
 
 
 class TokensNotSame(AssertionError):
-    """An inflated model says something else than its source."""
+    """An inflated model's greedy output differs from its source's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sameness:
-    """What a comparison found."""
+    """Result of a comparison."""
 
     dtype: str
     num_tokens: int
     num_equal: int
     num_near_ties: int
-    """Of the tokens that are not equal: those between which the source itself hardly decides."""
+    """Unequal tokens at positions where the source's two best logits are a near-tie."""
     largest_logit_difference: float
 
     @property
     def holds(self) -> bool:
-        """Every token is equal, or a near-tie."""
+        """Whether every token is equal or a near-tie."""
         return self.num_equal + self.num_near_ties == self.num_tokens
 
     def as_facts(self) -> dict[str, object]:
-        """For the results."""
+        """The result as JSON values."""
         return dataclasses.asdict(self)
 
 
@@ -56,7 +56,7 @@ def check_sameness(
 ) -> Sameness:
     """Compare greedy tokens and logits over the first `num_tokens` tokens after each prompt.
 
-    Raises TokensNotSame where one differs that is no near-tie.
+    Raises TokensNotSame where a token differs that is no near-tie.
     """
     disable_progress_bar()
     small = _load(source, device, dtype)
@@ -93,7 +93,7 @@ def _load(folder: Path, device: str, dtype: torch.dtype) -> Any:
 
 
 def _decode(model: Any, prompt: Sequence[int], num_tokens: int, device: str) -> torch.Tensor:
-    """The prompt and what follows it greedily, [1, T]."""
+    """The prompt and its greedy continuation, [1, T]."""
     text = torch.tensor([list(prompt)], device=device)
     output = model(input_ids=text, use_cache=True)
     for _ in range(num_tokens - 1):

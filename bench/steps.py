@@ -1,10 +1,9 @@
 """Time of one engine step for 1, 8 and 16 rows, against the time to read the weights once.
 
-The floor of a step is weight bytes over memory bandwidth. Weights count as they are stored: bfloat16 needs not be read
-as float32. The bandwidth on CPU is that of reading a large array on as many threads as the target's engine has, on GPUs
-that of a large copy, read and written bytes counted. On CPU the shapes are the pair's models, on GPUs Llama shapes with
-random weights, for times do not depend on values. All of it takes turns, and ratios are of one turn: what else a shared
-machine does comes and goes.
+The floor of a step is the bytes of its weights, as they are stored, over the memory bandwidth. The bandwidth on CPU is
+that of reading a large array with the threads of the target's engine. On GPUs it is that of a large copy, read and
+written bytes counted. The shapes on CPU are the pair's models, and on GPUs Llama shapes with random weights. All
+measurements take turns, and a ratio is of one turn, because the load of a shared machine varies.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ SHAPES: dict[str, dict[str, int]] = {
 CONTEXT = 256
 _WARMUP, _REPEATS, _TURNS = 3, 12, 5
 _ROWS = {"one_row": (1, 0), "eight_rows": (1, 7), "sixteen_rows": (1, 15), "eight_sequences": (8, 0)}
-"""How many sequences, and how many nodes each verifies."""
+"""Sequences of a step, and nodes that each verifies."""
 _LARGE_BYTES = 1 << 29
 
 
 def run(names: Sequence[str], plan: BenchPlan, report: Report, progress: Progress) -> None:
     """Measure 1 row, 8 and 16 rows of one sequence, and 8 sequences for each shape.
 
-    Names are `target` and `draft` of the pair, or of `SHAPES`; none: what the device usually has.
+    `names`: `target` and `draft` of the pair, or names of `SHAPES`; empty: the pair on CPU, all of `SHAPES` on GPUs.
     """
     progress.part("steps")
     names = names or (["target", "draft"] if plan.device == "cpu" else list(SHAPES))
@@ -73,12 +72,14 @@ def run(names: Sequence[str], plan: BenchPlan, report: Report, progress: Progres
     table = Table(title, ["shape", *columns.values()])
     for row in rows:
         table.add(row["shape"], *(row[key] for key in columns))
-    table.notes.append("Floor: the weights once at the memory bandwidth. Medians, ratios with quartiles, of turns.")
+    table.notes.append(
+        "Floor: one read of the weights at the memory bandwidth. Medians of turns; ratios with quartiles."
+    )
     report.add("steps", rows, [table])
 
 
 def measure(name: str, plan: BenchPlan) -> dict[str, object]:
-    """Medians of one shape, in milliseconds, and ratios."""
+    """Median times of one shape in milliseconds, and ratios."""
     with tempfile.TemporaryDirectory() as folder:
         settings = _settings(name, plan, Path(folder))
         runner = ModelRunner.load(settings)
@@ -119,7 +120,7 @@ def measure(name: str, plan: BenchPlan) -> dict[str, object]:
 
 
 def memory_bandwidth(plan: BenchPlan) -> float:
-    """Bytes per second of a large read on CPU, of a large copy (read plus written) on GPUs."""
+    """Bytes per second of a large read on CPU, and of a large copy (read and written) on GPUs."""
     device = plan.device
     source = torch.ones(_LARGE_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source) if device != "cpu" else None
@@ -141,7 +142,7 @@ def memory_bandwidth(plan: BenchPlan) -> float:
 
 
 def _stored_bytes(folder: Path) -> int:
-    """Of a checkpoint's weights; 0 where it has none."""
+    """Bytes of a checkpoint's weights; 0 where there are none."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 

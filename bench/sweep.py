@@ -1,7 +1,7 @@
-"""One thing varied, everything else kept: speculation against plain decoding at each value.
+"""Speculation against plain decoding at each value of one varied parameter.
 
-`SWEEPS` has a function for each. It gives the values, each with the deployment that it needs and the requests that are
-sent; neighbours that need the same deployment share one.
+`SWEEPS` has a function for each parameter, which gives the values with their deployments and requests. Neighbouring
+values with equal deployments share one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 TREE_WIDTHS = ((0, 1), (1, 1), (2, 1), (2, 2), (2, 4), (4, 4), (8, 8))
-"""(num_siblings, max_heads) of the draft."""
+"""Pairs of num_siblings and max_heads of the draft."""
 DRAFT_WEIGHTS = ("none", "int8", "int4")
-"""weight_quantization of the draft, which is for CPUs."""
+"""Values of the draft's weight_quantization; only CPUs have it."""
 DELAYS_MS = (0.0, 1.0, 5.0, 20.0)
 _PROMPT_TOKENS = 512
 _COLUMNS = {
@@ -46,19 +46,19 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepStep:
-    """One value of what is varied."""
+    """One value of the varied parameter."""
 
     label: str
     x: float
     deployment: MeasuredDeployment
     case: Case
     delay_ms: float | None = None
-    """One-way, between coordinator and draft; None: no proxy between them."""
+    """One-way delay between coordinator and draft; None: no proxy between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What is varied."""
+    """A varied parameter and its values."""
 
     name: str
     steps: Sequence[SweepStep]
@@ -163,7 +163,7 @@ SWEEPS: dict[str, Callable[[BenchPlan], Sweep]] = {
 
 
 def run(names: Sequence[str], plan: BenchPlan, report: Report, progress: Progress) -> None:
-    """Run sweeps; those that do not vary the temperature are run at each of the plan's. Raises KeyError for a name."""
+    """Run sweeps, each at every temperature of the plan unless it varies that. Raises KeyError for unknown names."""
     results: dict[str, object] = {}
     tables, plots = [], {}
     for name in names:
@@ -203,7 +203,7 @@ async def _measure(sweep: Sweep, plan: BenchPlan, progress: Progress) -> list[di
                 await warm_up(address, plan)
             if proxy is not None and step.delay_ms is not None:
                 proxy.delay(step.delay_ms)
-                await warm_up(address, plan)  # what is learnt of the draft's latency is of another delay
+                await warm_up(address, plan)  # the latencies learnt so far are of another delay
             progress.tell(step.label)
             rows.append({"value": step.label, **await measure(address, step.case, progress)})
     return rows

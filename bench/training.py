@@ -1,12 +1,12 @@
-"""Trains drafters of several kinds with several losses on the same texts, and compares what is accepted of them.
+"""Trains drafters of several kinds with several losses on the same texts, and compares their acceptance.
 
     python models/head_prompts.py --out prompts.jsonl --count 300
-    python -m bench.training --prompts prompts.jsonl --work DIR                              # losses, by kind
+    python -m bench.training --prompts prompts.jsonl --work DIR                              # losses by kind
     python -m bench.training --prompts prompts.jsonl --work DIR --losses kl --costs \
-        --kinds eagle3,dspark,medusa,draft_model                                             # kinds, with their speed
+        --kinds eagle3,dspark,medusa,draft_model                                             # kinds and their speed
 
-For the shipped target, on CPU with one thread. Runs of one seed begin with the same weights and see the same texts in
-the same order, so a step of one loss is a step of another. What is done lies in DIR and is not done again.
+The target is the shipped one, on CPU with one thread. Runs of one seed have the same initial weights and the same order
+of texts, so their steps are comparable between losses. Finished runs are kept in DIR and are not repeated.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from specdec.commands.train.worth import StepCosts, measured_costs, speeds
 
 RESULTS = Path(__file__).parent / "results"
 TEMPERATURES = (1.0, 0.0)
-# Heads as wide as the target that name the tokens of the shipped head; the draft is of the shipped draft's shape.
+# Heads have the target's width and the shipped head's vocabulary; the draft has the shipped draft's shape.
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "eagle3": Recipe(kind="eagle3", draft_vocab_size=1024, intermediate_size=384),
@@ -58,23 +58,23 @@ _SHIPPED = "the shipped draft"
 
 @dataclass(frozen=True, slots=True)
 class TrainingOutcome:
-    """One run."""
+    """Result of one run."""
 
     recipe: Recipe
     folder: Path
-    """Of its checkpoint."""
+    """Folder of the checkpoint."""
     cpu_s: float
-    """Of its steps."""
+    """CPU seconds of the training steps."""
     num_learned: int
-    """Parameters."""
+    """Trained parameters."""
     after: list[MeasuredAcceptance]
 
     def at(self, temperature: float) -> MeasuredAcceptance:
-        """On the outputs of one temperature."""
+        """Acceptance on the outputs of one temperature."""
         return next(each for each in self.after if each.temperature == temperature)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, to be read again."""
+        """The result as JSON values, which `_trained` reads back."""
         draft = self.recipe.initial_draft
         return {
             "recipe": {**self.recipe.as_json(), "initial_draft": draft and Path(draft).name},
@@ -85,7 +85,7 @@ class TrainingOutcome:
 
 
 def main() -> None:
-    """Train, and write a page to bench/results."""
+    """Train, and write a page to the folder of results."""
     options = _options()
     torch.set_num_threads(1)
     pair = shipped_pair()
@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def losses_table(outcomes: Sequence[TrainingOutcome], kind: str, temperature: float) -> Table:
-    """What is accepted by depth after training with each loss, the mean over seeds."""
+    """Acceptance by depth after training with each loss, as means over seeds."""
     found = [each for each in outcomes if each.recipe.kind == kind]
     depths = range(1, len(found[0].at(temperature).coupled) + 1)
     ways = ("coupled", "ratio") if temperature else ("coupled",)
@@ -177,13 +177,13 @@ def losses_table(outcomes: Sequence[TrainingOutcome], kind: str, temperature: fl
 
 
 def kinds_table(outcomes: Sequence[TrainingOutcome], costs: Mapping[str, StepCosts]) -> Table:
-    """What each drafter comes to in tokens per second at the length that is best for it, the first of its seeds."""
+    """Tokens per second of each drafter at its best length, for its first seed."""
     columns = ["drafter", "parameters learned", "steps", "CPU s", "to draft 1 token, all, ms"]
     for temperature in TEMPERATURES:
         at = f"at temperature {temperature:g}"
         columns += [f"tokens a step {at}", f"length, tokens/s {at}", "over plain"]
     table = Table("Drafting and verifying in turns, with step times measured here", columns)
-    # The target's steps are the same whoever drafts: the fastest measurement of each is the least disturbed one.
+    # The target's steps do not depend on the drafter: the fastest measurement of each is the least disturbed one.
     plain_ms = min(cost.plain_ms for cost in costs.values())
     verify_ms = [min(column) for column in zip(*(cost.verify_ms for cost in costs.values()), strict=True)]
     seen: set[str] = set()
@@ -226,7 +226,7 @@ def _states(loaded: Loaded, options: argparse.Namespace, pair: Path, progress: P
 
 
 def _of_kind(states: States, loaded: Loaded, recipe: Recipe) -> States:
-    """The same with the layers that this recipe reads: all, or none but the last states."""
+    """States of the layers that a recipe reads: all, or only the last."""
     return states if loaded.parts.taps(recipe) else replace(states, layer_ids=(), rows=states.rows[:, -1:])
 
 
@@ -240,7 +240,7 @@ def _trained(loaded: Loaded, states: States, recipe: Recipe, work: Path, progres
             return TrainingOutcome(recipe, folder, known["cpu_s"], known["num_learned"], after)
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / "state.pt"
-    state.unlink(missing_ok=True)  # Its seconds would not count.
+    state.unlink(missing_ok=True)  # a resumed run would not count the seconds before
     began: list[float] = []
     ended = 0.0
 
@@ -251,7 +251,7 @@ def _trained(loaded: Loaded, states: States, recipe: Recipe, work: Path, progres
         progress.tell(f"step {done} of {recipe.num_steps}, loss {loss:.3f}")
 
     found = learn(loaded.parts, _of_kind(states, loaded, recipe), recipe, folder, state, progress.tell, on_step)
-    # The first step, which warms up, counts like the others.
+    # The first step is not timed; it counts like the others.
     cpu_s = (ended - began[0]) * recipe.num_steps / max(1, recipe.num_steps - 1)
     learned = sum(each.numel() for each in found.trainee.module.parameters() if each.requires_grad)
     outcome = TrainingOutcome(recipe, folder, cpu_s, learned, found.after)
@@ -269,17 +269,21 @@ def _shipped(loaded: Loaded, states: States, draft: Path, depth: int) -> Trainin
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, required=True, help="to learn from: models/head_prompts.py makes them")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help="prompts of the training texts, made by models/head_prompts.py"
+    )
     parser.add_argument("--work", type=Path, required=True, help="folder for texts, states and checkpoints")
     parser.add_argument("--kinds", type=_names(KINDS), default=["eagle3", "dspark"], help=", ".join(KINDS))
     parser.add_argument("--losses", type=_names(LOSSES), default=["kl", "tv", "lk", "coupled"], help=", ".join(LOSSES))
     parser.add_argument("--seeds", type=lambda text: [int(each) for each in text.split(",")], default=[0])
-    parser.add_argument("--steps", type=_steps, default={"": 120}, help="of all, or of kinds: 120,draft_model=400")
-    parser.add_argument("--batch", type=int, default=4, help="texts of a step")
+    parser.add_argument(
+        "--steps", type=_steps, default={"": 120}, help="steps of all kinds, or of one: 120,draft_model=400"
+    )
+    parser.add_argument("--batch", type=int, default=4, help="texts per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--depth", type=int, default=3, help="tokens ahead")
-    parser.add_argument("--max-tokens", type=int, default=96, help="of an output")
-    parser.add_argument("--costs", action="store_true", help="measure step times, and tell tokens per second")
+    parser.add_argument("--depth", type=int, default=3, help="draft tokens per position")
+    parser.add_argument("--max-tokens", type=int, default=96, help="tokens of an output, at most")
+    parser.add_argument("--costs", action="store_true", help="measure step times, and report tokens per second")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the page")
     return parser.parse_args()
 

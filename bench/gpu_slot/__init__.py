@@ -1,1 +1,1 @@
-"""Ten minutes on a GPU: what is checked and measured first, in order, by one command that can go on in a later slot."""
+"""Ten minutes on a GPU: checks and measurements in order of importance, by one command that a later slot resumes."""

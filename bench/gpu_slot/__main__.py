@@ -1,12 +1,12 @@
-"""Run the steps of ``steps.py`` on the GPU that is here, until none is left or time is up.
+"""Run the steps of ``steps.py`` on this machine's GPU, until none is left or time is up.
 
-    python -m bench.gpu_slot                  # go on where the last slot stopped
+    python -m bench.gpu_slot                  # continue where the last slot stopped
     python -m bench.gpu_slot --dry            # the same steps, small, without a GPU
     python -m bench.gpu_slot --again attention --only attention
 
-Each step is a process of its own: one that crashes or hangs costs its own time only. What it finds is written as it
-finds it, and told again at the end, beside what is aimed at (``aims.py``) and what is predicted (``predicted.py``).
-What ``--wheels`` names (made by ``python -m bench.gpu_slot.wheels``) is unpacked first; no network is needed.
+Each step is a process of its own, so a crash or a hang costs the time of one step. Results are written as they are
+found, and printed at the end beside the aims (``aims.py``) and the predictions (``predicted.py``). The wheels of
+``--wheels`` (made by ``python -m bench.gpu_slot.wheels``) are unpacked first; no network is needed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from bench.gpu_slot.wheels import DRY, EARLIER
 
 LIMIT_S = 570.0
 LEAST_S = 10.0
-"""No step is begun with less time than this."""
-# In this order, with the seconds that a step may take.
+"""Seconds that must be left for a step to begin."""
+# In the order of running.
 STEPS = {
     "versions": 120,
     "exactness": 90,
@@ -52,25 +52,26 @@ STEPS = {
     "inflated_32b": 500,
 }
 LEAST_OF_S = {"steps": 60.0, "gaps": 60.0, "inflated": 150.0, "loaded": 120.0, "inflated_32b": 240.0}
-"""Of those that find nothing in less: they are left to the next slot, and what follows them may be begun."""
+"""Seconds that must be left for steps which find nothing in less; without them the next slot runs the step."""
 _MOST_TOLD = 1500
-"""Characters per step on the terminal, whose end may be all that comes back; the file has everything."""
+"""Characters per step on the terminal; the file has everything."""
 
 State = dict[str, dict[str, Any]]
 RunStep = Callable[[str, float, Callable[[Written], None]], dict[str, Any]]
 
 
 def run_slot(state: State, names: Sequence[str], run: RunStep, save: Callable[[State], None], limit_s: float) -> State:
-    """Run what has not succeeded, in order, saving whenever a step has found something; what does not fit into the
-    time is left. What a step has found that did not succeed is kept beside what it finds when it is tried again.
+    """Run the steps that have not succeeded, in order, and save whenever a step has found something.
+
+    Steps that do not fit into the time are left out. The findings of a failed step stay beside those of its next try.
 
     Args:
-        state: results by step: of earlier slots.
-        names: of the steps.
-        run: runs a step within some seconds; tells what it has written so far; returns its result, whose ``status``
-            is ok, failed or timeout.
-        save: keeps the state.
-        limit_s: for all.
+        state: results of earlier slots, by step.
+        names: the steps.
+        run: runs a step within a number of seconds, passes on what the step has written so far, and returns its
+            result, whose ``status`` is ok, failed or timeout.
+        save: writes the state to a file.
+        limit_s: seconds for all steps.
     """
     end_s = time.monotonic() + limit_s
     for name in names:
@@ -85,7 +86,7 @@ def run_slot(state: State, names: Sequence[str], run: RunStep, save: Callable[[S
             state[name] = {**result, **kept}
             save(state)
 
-        tell({"status": "running"})  # a machine that is taken away shows which step it was
+        tell({"status": "running"})  # if the machine is lost, the file names the step
         began_s = time.monotonic()
         result = run(name, min(left_s, STEPS.get(name, left_s)), lambda written: tell({"status": "running", **written}))
         kept = {} if result["status"] == "ok" else kept
@@ -94,15 +95,15 @@ def run_slot(state: State, names: Sequence[str], run: RunStep, save: Callable[[S
 
 
 def _kept(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What earlier tries of a step have found, the last one's in place of those before."""
+    """Findings of the latest try of a step that found something."""
     found = {"gpu": entry.get("gpu"), "found": entry["found"]} if entry.get("found") else entry.get("earlier")
     return {"earlier": found} if found else {}
 
 
 def unpack(wheels: Path, folder: Path) -> None:
-    """Unpack an archive of ``bench.gpu_slot.wheels``, or a folder of wheels, which are zip files, for PYTHONPATH.
+    """Unpack an archive of ``bench.gpu_slot.wheels``, or a folder of wheels, into ``folder``, for PYTHONPATH.
 
-    Raises ``FileNotFoundError`` where there is neither: without them steps fail one after the other.
+    Raises ``FileNotFoundError`` where there is neither, before any step fails for lack of packages.
     """
     if wheels.is_file():
         with tarfile.open(wheels) as archive:
@@ -117,12 +118,12 @@ def unpack(wheels: Path, folder: Path) -> None:
 
 
 def distributions() -> list[dict[str, str]]:
-    """What is installed beside what is carried, as pip lists it: for ``bench.gpu_slot.wheels``."""
+    """Installed distributions as pip lists them, for ``bench.gpu_slot.wheels``."""
     return [{"name": each.name, "version": each.version} for each in metadata.distributions()]
 
 
 def told(name: str, result: Mapping[str, Any]) -> str:
-    """A step's result for the terminal: what it found, and of one that did not succeed how it ended."""
+    """A step's result for the terminal: its findings, and the end of its output if it did not succeed."""
     lines = [f"{name}: {result['status']}, {json.dumps(result.get('found'))}"[:_MOST_TOLD]]
     if output := result.get("output"):
         lines.append(output[-_MOST_TOLD:])
@@ -130,23 +131,29 @@ def told(name: str, result: Mapping[str, Any]) -> str:
 
 
 def found_so_far(out: Path, earlier: Path, dry: bool) -> State:
-    """The results of ``out`` if it is there, else those of ``earlier``, else none: small steps on a CPU leave nothing
-    out of a slot on a GPU, nor the other way round."""
+    """The results of ``out`` if it exists, else those of ``earlier``, else none.
+
+    Dry slots and slots on a GPU ignore each other's results.
+    """
     found: State = next((json.loads(path.read_text()) for path in (out, earlier) if path.exists()), {})
     return found if found.get("machine", {}).get("dry", dry) == dry else {}
 
 
 def main() -> int:
-    """Run the slot; the exit code is 1 while a step has not succeeded."""
+    """Run the slot; the exit code is 1 unless all steps have succeeded."""
     began_s = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry", action="store_true", help="small, on the CPU, kernels interpreted")
+    parser.add_argument("--dry", action="store_true", help="run small steps on the CPU, with interpreted kernels")
     parser.add_argument("--only", nargs="*", choices=list(STEPS), default=list(STEPS))
-    parser.add_argument("--again", nargs="*", choices=list(STEPS), default=[], help="forget what these found")
+    parser.add_argument(
+        "--again", nargs="*", choices=list(STEPS), default=[], help="steps whose results are discarded first"
+    )
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)
     parser.add_argument("--out", type=Path, help=f"default: {EARLIER}, or {DRY} of a dry slot")
-    parser.add_argument("--earlier", type=Path, default=EARLIER, help="what to go on from, where --out is not there")
-    parser.add_argument("--wheels", type=Path, help="to unpack and put before all others: an archive or a folder")
+    parser.add_argument(
+        "--earlier", type=Path, default=EARLIER, help="results to continue from where --out does not exist"
+    )
+    parser.add_argument("--wheels", type=Path, help="archive or folder of wheels, which precede all other packages")
     options = parser.parse_args()
     out: Path = options.out or (DRY if options.dry else EARLIER)
     state = found_so_far(out, options.earlier, options.dry)
@@ -161,11 +168,11 @@ def main() -> int:
         paths.insert(1, str(folder))
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     environment.pop("TRITON_INTERPRET", None)
-    environment.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched; without a network to try takes its time
+    environment.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched, and attempts without a network take long
     if options.dry:
         environment["TRITON_INTERPRET"] = "1"
     else:
-        end_left_behind()  # by a slot that was killed: it would share the GPU with what is measured
+        end_left_behind()  # processes of a killed slot would share the GPU
 
     def save(state: State) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is aimed at on an H200 and what is predicted of the GPU that was there, beside what a slot has found."""
+"""Aims for an H200, and predictions for the GPU of a slot, beside the slot's findings."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from dataclasses import dataclass
 from typing import Any
 
 Found = Mapping[str, Any]
-"""What a step has found."""
+"""Findings of a step."""
 Entry = Mapping[str, Any]
-"""A step's result: what it has found, and on which GPU."""
+"""Result of a step: its findings and its GPU."""
 _TRANSFORMERS, _OURS = "transformers, assisted", "specdec, speculation"
 _AIMED_AT, _COPIES, _AIMED_TB_PER_S = "H200", "copies, TB/s", 4.3
 _CONFIRMED_WITHIN = 0.15
-"""Of what is measured."""
+"""Share of a measured figure by which a confirmed prediction may differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """One figure that a step finds, or that follows from what it finds."""
+    """One figure among a step's findings, or computed from them, and its bound."""
 
     what: str
     step: str
     figure: Callable[[Found], float]
-    """Raises LookupError or TypeError where the step has not found it."""
+    """The figure of a step's findings. Raises LookupError or TypeError where they lack it."""
     bound: float
     is_least: bool = False
-    """The bound is the least that is aimed at, and not the most."""
+    """Whether the bound is a minimum and not a maximum."""
     of_memory: bool = False
-    """A time that goes by how fast memory is: on other GPUs the bound is longer by what copies take there."""
+    """Whether the figure is a time bound by memory: on other GPUs the bound grows with the time of a copy."""
 
     def told(self, entry: Entry | None) -> str:
-        """A line for people, with the result of a step; None: it has none."""
+        """A line for people, with the result of the aim's step; None: the step has none."""
         entry = entry or {}
         for tried in (entry, entry.get("earlier") or {}):
             found = tried.get("found") or {}
@@ -50,7 +50,7 @@ class Aim:
         return f"aim: {'at least' if self.is_least else 'at most'} {self.bound:g}"
 
     def _bound_on(self, gpu: str | None, found: Found) -> tuple[float, str]:
-        """The bound on the GPU that was there, and what is to be said of it."""
+        """The bound on the slot's GPU, and the words that explain it."""
         if gpu is None or _AIMED_AT in gpu:
             return self.bound, ""
         copies = found.get(_COPIES)
@@ -69,7 +69,7 @@ def _ratio(name: str, of: str) -> Callable[[Found], float]:
 
 
 def _speedup(batch: int) -> Callable[[Found], float]:
-    """The least median over temperatures."""
+    """The smallest median over temperatures."""
 
     def figure(found: Found) -> float:
         rows = [row for row in found["results"]["decode"] if row["batch"] == batch]
@@ -92,7 +92,7 @@ def _differing(found: Found) -> float:
 
 
 def _void(found: Found) -> float:
-    """Systems whose greedy tokens are others than those of plain decoding, near-ties aside."""
+    """Number of systems whose greedy tokens differ from plain decoding's by more than near-ties."""
     verdicts = [row["tokens"] for case in found["results"]["systems"]["cases"] for row in case["rows"]]
     return float(sum(verdict.startswith("VOID") for verdict in verdicts)) if verdicts else _least(verdicts)
 
@@ -130,7 +130,7 @@ AIMS = (
 
 
 def beside_aims(state: Mapping[str, Entry]) -> list[str]:
-    """A line for each aim, with what the steps of a slot have found."""
+    """A line for each aim, with the findings of a slot."""
     return [aim.told(state.get(aim.step)) for aim in AIMS]
 
 

@@ -19,12 +19,12 @@ _NUM_HEADS = 8
 
 
 def attention(place: StepSetup) -> Found:
-    """Triton's attention against gathering, in each dtype; raises where they are far apart."""
+    """Largest differences between Triton's attention and torch's; raises AssertionError above a dtype's limit."""
     found = {}
     limits = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
     for dtype, limit in limits.items():
         if place.dry and dtype == torch.bfloat16:
-            continue  # wrong in the interpreter
+            continue  # the interpreter computes it wrongly
         for head_dim in (64, 128, 256):
             for name, (batch, options) in _cases(place, head_dim).items():
                 error = _attention_error(place, dtype, head_dim, batch, options)
@@ -36,7 +36,7 @@ def attention(place: StepSetup) -> Found:
 
 
 def _cases(place: StepSetup, head_dim: int) -> dict[str, tuple[Batch, AttentionOptions]]:
-    """Batches and what is asked of attention over them, by name."""
+    """Batches and options of attention, by name."""
     plain = AttentionOptions(head_dim**-0.5)
     one, few, many = ((1, 40), (8, 200), (20, 90)) if place.dry else ((1, 1000), (8, 5000), (512, 4000))
     of_few = _one_sequence(place, few[1], few[0])
@@ -98,7 +98,7 @@ def _one_sequence(place: StepSetup, start: int, num_rows: int) -> Batch:
 
 
 def _together(batches: Sequence[Batch]) -> Batch:
-    """Sequences without trees in one batch, each in blocks of its own."""
+    """One batch of sequences without trees, each in blocks of its own."""
     widest = max(batch.block_tables.shape[1] for batch in batches)
     tables, slots, first = [], [], 0
     for batch in batches:

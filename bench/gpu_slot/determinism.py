@@ -1,4 +1,4 @@
-"""Steps of the slot about a row's bits: what changes them, and what it costs that nothing does."""
+"""Steps of the slot about a row's bits: what changes them, and what row-invariant products cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _MORE_THAN_CACHED_BYTES = 256 << 20
 
 
 def num_cuts_that_differ(place: StepSetup, logits: torch.Tensor) -> int:
-    """Scores of up to 8 rows, on the host, that the device's top-k, top-p and min-p leave other than the CPU's."""
+    """Number of scores that differ between the device's and the CPU's top-k, top-p and min-p.
+
+    ``logits``: at most 8 rows, on the host.
+    """
     num_rows = len(logits)
     top_k, top_p, min_score = [0, 40] * 4, [0.9, 1.0, 0.95, 1.0] * 2, [-torch.inf, -torch.inf, -3.0, -9.0] * 2
     cuts: CutArguments = (top_k[:num_rows], top_p[:num_rows], min_score[:num_rows])
@@ -39,7 +42,7 @@ def num_cuts_that_differ(place: StepSetup, logits: torch.Tensor) -> int:
 
 
 def adjusting_rows(num_rows: int) -> list[RowContext]:
-    """Rows that ask for penalties, a bias and a least number of tokens."""
+    """Rows with penalties, a logit bias and min_tokens."""
     params = SamplingParams(
         seed=1,
         max_tokens=99,
@@ -58,7 +61,7 @@ def adjusting_rows(num_rows: int) -> list[RowContext]:
 
 
 def num_adjusted_that_differ(place: StepSetup, logits: torch.Tensor) -> int:
-    """Logits, on the host, that the device's bias, penalties and min_tokens make other than the CPU's."""
+    """Number of logits that differ between the device's and the CPU's bias, penalties and min_tokens."""
     rows = adjusting_rows(len(logits))
     adjustments = Adjustments(len(logits), logits.shape[1], place.device)
     adjustments.fill(rows)
@@ -66,10 +69,10 @@ def num_adjusted_that_differ(place: StepSetup, logits: torch.Tensor) -> int:
 
 
 def bitwise(place: StepSetup) -> Found:
-    """In how many rows logits differ when the same tokens are computed in chunks of other sizes, or in a tree.
+    """Number of rows whose logits change when the same tokens are computed in chunks of another size, or in a tree.
 
-    8B's prefill attends in one pass over all splits there, and its smaller steps by parts that are folded. Raises where
-    a row differs with row-invariant products.
+    The 8B model's prefill attends in one pass over all splits, and its smaller steps in parts that are then merged.
+    Raises AssertionError where a row differs with row-invariant products.
     """
     found: Found = {}
     for shape, length in (("1b", 24),) if place.dry else (("1b", 1536), ("8b", 4608)):
@@ -78,7 +81,7 @@ def bitwise(place: StepSetup) -> Found:
             differing = _differing_rows(place, model, length)
             found |= {f"{kind}: rows in {name} that differ, {shape}": counts for name, counts in differing.items()}
             place.keep(found)
-            # The interpreter's own products go by the number of rows.
+            # The interpreter's products depend on the number of rows.
             if kind == "deterministic" and not place.dry and any(counts[0] for counts in differing.values()):
                 raise AssertionError(found)
             del model
@@ -86,8 +89,10 @@ def bitwise(place: StepSetup) -> Found:
 
 
 def _differing_rows(place: StepSetup, model: SlotModel, length: int) -> dict[str, list[int]]:
-    """Rows that differ from those of a prefill in the longest chunks, and how many were compared, by how they were
-    computed otherwise: the last ones of a sequence."""
+    """Numbers of differing and of compared rows, by the way of computing them.
+
+    The rows are a sequence's last ones, and the reference is a prefill in the longest chunks.
+    """
     most, other = (24, 10) if place.dry else (512, 384)
     whole = _prefilled(model, length, most)
     first = length - most
@@ -101,7 +106,7 @@ def _differing_rows(place: StepSetup, model: SlotModel, length: int) -> dict[str
                 part = compute(model.rows(start, rows), model.cache)
                 differing += int((part != whole[start - first : start - first + rows]).any(1).sum())
             found[f"chunks of {rows}{how}"] = [differing, rows * len(starts)]
-    cut = _prefilled(model, length, other)  # of all that comes before, too
+    cut = _prefilled(model, length, other)  # in other chunks from the first token on
     found[f"a prefill in chunks of {other}"] = [int((cut != whole[most - len(cut) :]).any(1).sum()), len(cut)]
     rows = 5 if place.dry else 64
     chain, start = chain_rows(rows), length - (8 if place.dry else rows)
@@ -113,7 +118,7 @@ def _differing_rows(place: StepSetup, model: SlotModel, length: int) -> dict[str
 
 
 def _prefilled(model: SlotModel, length: int, chunk: int) -> torch.Tensor:
-    """Logits of the last chunk of a sequence that is computed from its first token on."""
+    """Logits of the last chunk of a sequence, prefilled from its first token on."""
     logits = torch.empty(0)
     for start in range(0, length, chunk):
         logits = model.decoder(model.rows(start, min(chunk, length - start)), model.cache)
@@ -123,7 +128,7 @@ def _prefilled(model: SlotModel, length: int, chunk: int) -> torch.Tensor:
 def products(place: StepSetup) -> Found:
     """Times of row-invariant products with several tiles beside torch's; raises where tiles change a bit.
 
-    Weights take turns, so that none is in a GPU's cache when it is read.
+    Several weights take turns, so that none is in the GPU's cache when it is read.
     """
     sizes = ((48, 64),) if place.dry else ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256))
     found: Found = {}

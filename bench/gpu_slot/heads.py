@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head of an 8B model takes to draft on a GPU: launched kernel by kernel, and replayed."""
+"""Times of drafting with an EAGLE-3 head of an 8B model on a GPU: launched kernel by kernel, and replayed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from specdec.wire.sampling_params import SamplingParams
 
 _TAPS = (2, 16, 29)
 _COMMITTED = 3
-"""Tokens that a head takes in before it drafts."""
+"""Committed tokens that a head processes before it drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """What a head asks of its target's runner."""
+    """The part of its target's runner that a head uses."""
 
     device: torch.device
     dtype: torch.dtype
@@ -43,11 +43,11 @@ class _Runner:
 
 
 def heads(place: StepSetup) -> Found:
-    """Times of a draft of five levels, chains and trees, for one session and eight; what is committed is taken in."""
+    """Times of drafts of five levels, as chains and as trees, for one session and eight, committed tokens included."""
     found: Found = {COPIES: place.copy_tb_per_s()}
     context, most_sessions = (32, 1) if place.dry else (1024, 8)
     shape = models.SHAPES["tiny" if place.dry else "8b"]
-    small = models.make("1b", place, 64)  # only what captures its steps is of use
+    small = models.make("1b", place, 64)  # only its captured steps are used
     replays = models.replays_of(place, small)
     config = read_config({**shape, "num_hidden_layers": 1, "max_position_embeddings": context + 64})
     model, vocabulary = _made(place, config, shape)
@@ -78,7 +78,7 @@ def heads(place: StepSetup) -> Found:
 
 
 def _made(place: StepSetup, config: HeadConfig, shape: dict[str, int]) -> tuple[Eagle3Model, DraftVocabulary]:
-    """A head of random weights, with a quarter of the target's tokens."""
+    """A head of random weights that drafts a quarter of the target's vocabulary."""
     num_positions = config.layers.max_position_embeddings
     width, vocab_size = shape["hidden_size"], shape["vocab_size"]
     draft_size = vocab_size // 4

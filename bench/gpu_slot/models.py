@@ -21,16 +21,16 @@ from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
 
 Found = dict[str, Any]
-"""What a step found, as JSON has it."""
+"""Findings of a step, as JSON values."""
 COPIES = "copies, TB/s"
-"""A figure of steps whose times go by it."""
+"""Name of the figure that steps bound by memory are compared with."""
 BLOCK_SIZE = 16
 _REPEATS, _ROUNDS = 20, 5
 _COPIED_BYTES = 1 << 30
 _HELD_UP_CYCLES = 40_000_000
-"""20 ms of a GPU at 2 GHz."""
+"""Cycles that the device is held up: 20 ms at 2 GHz."""
 _DEPTHS = 8
-"""Of large trees. Captured steps have room for paths as long."""
+"""Levels of large trees; captured steps have room for paths of this length."""
 SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 128256},
@@ -43,25 +43,25 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class StepSetup:
-    """Where a step runs, and how large it is."""
+    """Device and size of a step."""
 
     device: torch.device
     dry: bool
     keep: Callable[[Found], None] = field(default=lambda found: None)
-    """Writes what a step has found so far: all that is left of one that fails or runs out of time."""
+    """Writes the findings so far, which remain if the step fails or runs out of time."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of models: the interpreter's products of bfloat16 are wrong."""
+        """Dtype of models; float32 on CPU, because Triton's interpreter multiplies bfloat16 wrongly."""
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def synchronize(self) -> None:
-        """Wait for all that was launched."""
+        """Wait for all launched work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def median_ms(self, run: Callable[[], object]) -> float:
-        """The median time of calls with all that they launch, after three that are not counted; of one if dry."""
+        """Median milliseconds of a call with the work that it launches, after three warm-up calls; one call if dry."""
         times = []
         for _ in range(1 if self.dry else 3):
             run()
@@ -74,8 +74,10 @@ class StepSetup:
         return round(statistics.median(times) * 1000, 4)
 
     def device_ms(self, run: Callable[[], object]) -> float:
-        """What a call takes of the device alone, the median of rounds: of each, many are launched while the device is
-        held up, so that it waits for none."""
+        """Milliseconds of a call on the device alone, the median of rounds.
+
+        In each round many calls are launched while the device is held up, so that it waits for none.
+        """
         if self.device.type != "cuda":
             return self.median_ms(run)
         for _ in range(3):
@@ -93,7 +95,7 @@ class StepSetup:
         return round(statistics.median(times_ms), 4)
 
     def copy_tb_per_s(self) -> float:
-        """What copies on the device move, bytes that are read and written both counted."""
+        """TB/s of a copy on the device, read and written bytes counted."""
         source = torch.empty(_COPIED_BYTES // (1000 if self.dry else 1), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return round(2 * source.nbytes / self.device_ms(lambda: target.copy_(source)) / 1e9, 3)
@@ -101,7 +103,7 @@ class StepSetup:
 
 @dataclass(slots=True)
 class SlotModel:
-    """A decoder and a cache for one long sequence, and a block for padding."""
+    """A decoder, and a KV cache for one long sequence and a block of padding."""
 
     decoder: DeviceDecoder
     cache: KVCache
@@ -109,7 +111,7 @@ class SlotModel:
     weight_bytes: int
 
     def rows(self, start: int, num_rows: int, context_len: int | None = None) -> Batch:
-        """Tokens ``start .. start + num_rows`` of the sequence, all logits wanted; a table for ``context_len``."""
+        """Tokens ``start .. start + num_rows`` of the sequence, with all logits and blocks for ``context_len``."""
         device = self.cache.device
         positions = torch.arange(start, start + num_rows, device=device)
         num_blocks = -(-(context_len or start + num_rows) // BLOCK_SIZE)
@@ -127,7 +129,7 @@ class SlotModel:
         )
 
     def tree(self, start: int, num_rows: int, context_len: int | None = None) -> Batch:
-        """The token at ``start`` and a tree below it, as ``tree_of`` has it."""
+        """The token at ``start`` and a tree below it, in the form of ``tree_of``."""
         batch = tree_of(self.rows(start, num_rows, context_len), start)
         others = torch.arange(num_rows, device=self.cache.device)
         others[chain_rows(num_rows)] = 0
@@ -135,8 +137,10 @@ class SlotModel:
 
 
 def tree_of(batch: Batch, start: int) -> Batch:
-    """The rows of one sequence from ``start`` on as a tree: the first one is its root. The sequence goes on in
-    ``chain_rows``; at each depth others stand beside its row."""
+    """The rows of one sequence from ``start`` on as a tree, with the first row as its root.
+
+    The sequence continues in ``chain_rows``; the other rows are their siblings.
+    """
     num_rows, device = batch.input_ids.shape[0], batch.input_ids.device
     chain = chain_rows(num_rows)
     width = chain[1] - chain[0] if len(chain) > 1 else 1
@@ -155,13 +159,13 @@ def tree_of(batch: Batch, start: int) -> Batch:
 
 
 def chain_rows(num_rows: int) -> list[int]:
-    """Rows of ``SlotModel.tree`` below its root that are the sequence's own tokens, by depth."""
+    """Rows of ``SlotModel.tree`` that continue the sequence below the root, by depth."""
     width = max(2, -(-(num_rows - 1) // _DEPTHS))
     return list(range(1, num_rows, width))
 
 
 def make(name: str, place: StepSetup, max_len: int, *, row_invariant: bool = False) -> SlotModel:
-    """A model of a shape, or the tiny one in a dry run; ``row_invariant`` as ``DeviceDecoder`` takes it."""
+    """A random model of a shape, or of the tiny shape in a dry run; ``row_invariant`` goes to ``DeviceDecoder``."""
     config = LlamaConfig.from_dict({**SHAPES["tiny" if place.dry else name], "max_position_embeddings": max_len})
     model = random_model(config, place.dtype, place.device).eval()
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -173,7 +177,7 @@ def make(name: str, place: StepSetup, max_len: int, *, row_invariant: bool = Fal
     decoder = DeviceDecoder(model, geometries, options, max_len, row_invariant=row_invariant)
     cache = KVCache(geometries, -(-max_len // BLOCK_SIZE) + 1, BLOCK_SIZE, place.dtype, place.device)
     for store in (*cache.keys, *cache.values):
-        store.normal_()  # a device is faster with zeros
+        store.normal_()  # zeros would make a device faster
     return SlotModel(decoder, cache, config.vocab_size, weight_bytes)
 
 
@@ -188,11 +192,11 @@ class _Rerun:
     """``Capture`` without a GPU."""
 
     def held_bytes(self) -> int:
-        """Nothing is kept."""
+        """Zero: nothing is kept."""
         return 0
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """What was captured is run again."""
+        """Return a replay that runs the step again, and its logits."""
         logits = run()
 
         def replay() -> None:

@@ -1,4 +1,4 @@
-"""What ``bench.roofline`` predicts of what a slot measures, computed where it is measured, and kept beside it."""
+"""Predictions of ``bench.roofline`` for a slot's measurements, computed on the slot's machine and kept beside them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 _MODELS = {"1b": "1B", "8b": "8B"}
 _GPUS = {"H200": "H200", "H100 80GB HBM3": "H100 SXM", "A100-SXM4-80GB": "A100 80 GB", "NVIDIA L4": "L4",
          "RTX 4090": "RTX 4090", "RTX 3090": "RTX 3090"}  # fmt: skip
-"""Parts of the names that drivers give to GPUs of ``bench.roofline``."""
+"""GPUs of ``bench.roofline`` by a part of the driver's name."""
 _HEAD_DIM = 64
-"""Of the shipped pair, and so of what is inflated from it."""
+"""Elements of a head of the shipped pair, and so of its inflated models."""
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """A GPU by its driver's name; None: nothing is predicted of it. "NVIDIA L40S" is no L4."""
+    """A GPU by its driver's name; None where ``bench.roofline`` does not know it. "NVIDIA L40S" is no L4."""
     known = [gpu for part, gpu in _GPUS.items() if part in name and not name.partition(part)[2][:1].isalnum()]
     return GPUS[known[0]] if known else None
 
 
 def predicted_steps(gpu_name: str) -> Found:
-    """Milliseconds of steps at context 1024, under the names of what is measured. Cost: a second or two."""
+    """Milliseconds of steps at context 1024, under the names of the measured figures. Takes one or two seconds."""
     gpu = gpu_named(gpu_name)
     if gpu is None:
         return {}
@@ -37,7 +37,7 @@ def predicted_steps(gpu_name: str) -> Found:
 
 
 def predicted_speed_ups(gpu_name: str, target: Shape, draft: Shape, decoded: list[dict[str, Any]]) -> Found:
-    """Speed-ups of single streams by temperature, from the share of first guesses that was accepted.
+    """Speed-ups of single streams by temperature, from the acceptance rate of the first draft token.
 
     ``decoded``: rows of ``bench.decode``.
     """

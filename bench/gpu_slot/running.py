@@ -1,4 +1,4 @@
-"""A step as a process of its own: what it finds is seen as it finds it, and what it has started ends with it."""
+"""A step as a process of its own: its findings are read while it runs, and its child processes end with it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import Any
 _MOST_OUTPUT = 4000
 _POLL_S = 1.0
 _LEAVING_S = 5.0
-"""For a step that was killed to be gone; one that the driver holds may never be."""
+"""Seconds to wait for a killed step to end; one that the driver holds may never end."""
 _MARK = "SPECDEC_SLOT_STEP"
 _MOST_ROUNDS = 10
 
 Written = dict[str, Any]
-"""What a step has written: ``found``, and ``gpu``, its name."""
+"""Content of a step's file: ``found``, and ``gpu``, the GPU's name."""
 
 
 def run_process(
@@ -33,20 +33,20 @@ def run_process(
     environment: Mapping[str, str],
     on_written: Callable[[Written], None] = lambda written: None,
 ) -> dict[str, Any]:
-    """Run one step as a process; whatever happens to it is a result.
+    """Run one step as a process; a crash and a timeout are results, too.
 
     Args:
-        name: of the step.
-        timeout_s: then it is killed.
-        dry: as ``steps`` takes it.
-        environment: of the step.
-        on_written: gets what the step has written so far, whenever that is something else.
+        name: the step.
+        timeout_s: seconds before the step is killed.
+        dry: whether the step gets ``--dry``.
+        environment: the step's environment variables.
+        on_written: gets the content of the step's file whenever it changes.
     """
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
         file = Path(folder) / "found.json"
         command = [sys.executable, "-m", "bench.gpu_slot.steps", name, "--out", str(file), *(["--dry"] if dry else [])]
-        # To a file, and not to a pipe, whose end whatever a step has left behind would keep open.
+        # A file, because processes that a step leaves behind would keep a pipe open.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             env={**environment, _MARK: mark},
@@ -54,7 +54,7 @@ def run_process(
         status = _waited(process, timeout_s, file, on_written)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        end_left_behind(mark)  # services are in sessions of their own, and would keep the GPU's memory
+        end_left_behind(mark)  # services have sessions of their own, and would keep the GPU's memory
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_LEAVING_S)
         log.seek(max(0, log.seek(0, os.SEEK_END) - _MOST_OUTPUT))
@@ -69,7 +69,7 @@ def run_process(
 def _waited(
     process: subprocess.Popen[bytes], timeout_s: float, file: Path, on_written: Callable[[Written], None]
 ) -> str:
-    """The status of a step at its end, or when its time is up."""
+    """Wait for a step's end or timeout; returns ok, failed or timeout."""
     end_s, told = time.monotonic() + timeout_s, None
     while (left_s := end_s - time.monotonic()) > 0:
         try:
@@ -83,12 +83,12 @@ def _waited(
 
 
 def end_left_behind(mark: str = "") -> None:
-    """Kill every process of a step, and what these start meanwhile; of any step, if none is named."""
+    """Kill every process of the step with this mark, new ones included; of any step if there is no mark."""
     line = f"{_MARK}={mark}".encode()
     for _ in range(_MOST_ROUNDS):
         found = False
         for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
                 if any(each.startswith(line) for each in path.read_bytes().split(b"\0")):
                     os.kill(int(path.parent.name), signal.SIGKILL)
                     found = True
@@ -98,7 +98,7 @@ def end_left_behind(mark: str = "") -> None:
 
 
 def _read(file: Path) -> Written | None:
-    """What a step wrote; None where it was stopped before it did."""
+    """Content of a step's file; None where the step has not written it."""
     try:
         written: Written = json.loads(file.read_text())
     except (OSError, ValueError):

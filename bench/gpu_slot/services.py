@@ -1,4 +1,4 @@
-"""Steps that run all services: each a command of its own, whose report is kept."""
+"""Steps that run all services by a command, whose report is kept."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from bench.inflate import Shape
 
 _BESIDE_BYTES = 8 << 30
-"""Of a GPU, beside weights: KV caches, captured steps, what libraries keep, of both services."""
+"""Bytes of GPU memory beside weights: KV caches, captured steps and libraries of both services."""
 _MOST_KEPT = 6000
-"""Characters of what a command says."""
+"""Characters kept of a command's output."""
 
 
 def selftest(place: StepSetup) -> Found:
-    """The shipped target as an engine loads it, in each dtype, fast and deterministic: what computes it then.
+    """Numerics ids of the shipped target as an engine loads it, in each dtype, fast and deterministic.
 
-    Raises where the GPU's decoder is not what does: it has failed its self-test, whose error the log tells.
+    Raises AssertionError where the GPU's decoder failed its self-test and is not used; the log has the error.
     """
     from specdec.commands.up.plan import shipped_model
     from specdec.engine.model.runner import ModelRunner
@@ -70,28 +70,28 @@ def gaps(place: StepSetup) -> Found:
 
 
 def inflated(place: StepSetup) -> Found:
-    """An enlarged pair served with and without speculation, beside transformers' own: speeds, and whose tokens differ.
+    """An inflated pair served with and without speculation, beside transformers: speeds, and differing tokens.
 
-    Its weights are written to disk first, 17 GiB; a slot that is too short for it leaves it to the next.
+    Its 17 GiB of weights are written to disk first.
     """
     only = ["--only", "systems", "--systems", "transformers", "--batch", "1", "--prompts", "2", "--peer-tokens", "5"]
     return _bench(place, "gpu-8b", 2, *only)
 
 
 def loaded(place: StepSetup) -> Found:
-    """The same pair with several streams at once, and what passes between the steps of the target."""
+    """The inflated 8B pair with several streams at once, and the times between the target's steps."""
     return _bench(place, "gpu-8b", 1, "--only", "decode", "--batch", "2" if place.dry else "1,8,32", "--prompts", "2")
 
 
 def inflated_32b(place: StepSetup) -> Found:
-    """A pair whose target has 32 B parameters, one stream; 62 GiB are written to disk first."""
+    """An inflated pair whose target has 32 B parameters, one stream; 62 GiB are written to disk first."""
     return _bench(place, "gpu-32b", 1, "--only", "decode", "--batch", "1", "--prompts", "1")
 
 
 def _bench(place: StepSetup, pair: str, num_copies: int, *arguments: str) -> Found:
-    """The report of ``bench``, and what is predicted of its pair, which is on the GPU so many times at once.
+    """The report of ``bench``, and the predictions for its pair, of which the GPU holds ``num_copies`` at once.
 
-    Raises ``MemoryError`` where that does not fit, before anything is made.
+    Raises ``MemoryError`` before anything is made where they do not fit.
     """
     if not place.dry:
         _check_fits(pair, num_copies, torch.cuda.get_device_properties(place.device).total_memory)
@@ -129,7 +129,10 @@ def _check_fits(pair: str, num_copies: int, memory_bytes: int) -> None:
 
 
 def _told(module: str, *arguments: str) -> Found:
-    """What a command says, which is told on as it comes: of one that takes too long that is all that is known."""
+    """The output of a command, which is also printed line by line, so that a step that times out has shown it.
+
+    Raises RuntimeError where the command fails.
+    """
     command = [sys.executable, "-m", module, *arguments]
     lines: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -36,7 +36,7 @@ _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "grpcio", "protobu
 
 
 def versions(place: StepSetup) -> Found:
-    """What is installed, and on what."""
+    """Versions of packages, and the GPU."""
     found: Found = {"python": sys.version}
     for name in _PACKAGES:
         try:
@@ -54,7 +54,7 @@ def versions(place: StepSetup) -> Found:
 
 
 def exactness(place: StepSetup) -> Found:
-    """Tokens and scores of the device's sampling against the CPU's; raises where a token differs."""
+    """Differences between the device's sampling and the CPU's; raises AssertionError where a token differs."""
     num_rows, vocab_size = (3, 3000) if place.dry else (64, 128256)
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
     temperatures = [(0.0, 0.7, 1.0)[row % 3] for row in range(num_rows)]
@@ -75,7 +75,7 @@ def exactness(place: StepSetup) -> Found:
 
 
 def graph(place: StepSetup) -> Found:
-    """Replays of captured steps against eager ones; raises where a bit differs or a replay waits for the device."""
+    """Compare replays of captured steps with eager steps; raises where a bit differs or a replay synchronizes."""
     model = models.make("1b", place, 64 if place.dry else 2048)
     found: Found = {}
     context = 32 if place.dry else 1024
@@ -94,7 +94,7 @@ def graph(place: StepSetup) -> Found:
         same = bool(torch.equal(replayed, model.decoder(batch, model.cache)))
         found[f"{rows} rows: equal bits"] = same
         place.keep(found)
-        if not same and rows in ROW_BUCKETS:  # products of padded rows may be others
+        if not same and rows in ROW_BUCKETS:  # products over padded rows may differ
             raise AssertionError(found)
     if replays.num_graphs == 0:
         raise AssertionError("no step was captured")
@@ -102,7 +102,7 @@ def graph(place: StepSetup) -> Found:
 
 
 def trace(place: StepSetup) -> Found:
-    """Where the time of a step of the 8B shape goes, by kernel."""
+    """Time of a step of the 8B shape by kernel."""
     from torch.profiler import ProfilerActivity, profile
 
     model = models.make("8b", place, 64 if place.dry else 2048)
@@ -143,22 +143,22 @@ STEPS: dict[str, Callable[[StepSetup], Found]] = {
 
 @torch.inference_mode()
 def main() -> int:
-    """Run one step and write what it found."""
+    """Run one step and write its findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("step", choices=list(STEPS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
     if not options.dry and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device is here: --dry runs the same steps without one")
+        raise SystemExit("no CUDA device is here: --dry runs the same steps on the CPU")
 
-    die_with_parent(os.getppid())  # a slot that is killed leaves nothing on the GPU
+    die_with_parent(os.getppid())  # a killed slot leaves nothing on the GPU
     gpu = None if options.dry else torch.cuda.get_device_name()
 
     def keep(found: Found) -> None:
         unfinished = options.out.with_suffix(".unfinished")
         unfinished.write_text(json.dumps({"gpu": gpu, "found": found}))
-        unfinished.replace(options.out)  # the slot reads it meanwhile
+        unfinished.replace(options.out)  # atomic, because the slot reads the file meanwhile
 
     keep(STEPS[options.step](StepSetup(torch.device("cpu" if options.dry else "cuda:0"), options.dry, keep)))
     return 0

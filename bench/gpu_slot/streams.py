@@ -1,4 +1,4 @@
-"""Steps that serve streams and look closer than a command's report: exact fail-over, and what the GPU waits for."""
+"""Steps that serve streams: exact fail-over, and the GPU's gaps between steps."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _KV_BYTES = 2 << 30
 _POLL_S = 0.02
 _KEPT = ("tokenizer.json", "tokenizer_config.json")
 Counts = dict[float, float]
-"""Of a histogram: how many values there are up to a bound."""
+"""Cumulative counts of a histogram, by bucket bound."""
 
 
 def failover(place: StepSetup) -> Found:
-    """Streams of two `deterministic` targets on one GPU, of which one is killed: whose tokens are others then.
+    """Number of streams whose tokens stay the same when one of two `deterministic` targets on a GPU is killed.
 
-    Raises where any are. The engines are no clients of MPS, where one that is killed may take the others with it.
+    Raises AssertionError unless all do. The engines do not use MPS, where a killed client may end the others.
     """
     num_streams, num_tokens = (6, 200) if place.dry else (100, 800)
     plan = LocalPlan(
@@ -56,8 +56,10 @@ def failover(place: StepSetup) -> Found:
 
 
 def gaps(place: StepSetup) -> Found:
-    """For how long the GPU has no pass between two steps of an 8B model that is served, plainly, to 1 and 8 streams;
-    and of the shipped pair, which is too small to hide anything."""
+    """Median times in which the GPU computes nothing between two steps, at 1 and 8 streams.
+
+    Served are an 8B model without speculation, and the shipped pair, whose steps are too short to hide the host's work.
+    """
     found: Found = {}
     with tempfile.TemporaryDirectory() as folder:
         large = shipped_model("target") if place.dry else _random_8b(Path(folder))
@@ -106,7 +108,7 @@ def _requests(num_streams: int, num_tokens: int) -> list[api.GenerateRequest]:
 async def _compared(
     cluster: Cluster, requests: Sequence[api.GenerateRequest]
 ) -> tuple[Found, list[Completion], list[Completion]]:
-    """What requests give, then what they give when a target is killed once every stream has tokens."""
+    """Outputs of the requests undisturbed, and with a target killed once every stream has tokens."""
     async with Client(cluster.address) as client:
         undisturbed = await _streams(client, requests, lambda: None)
         status = await client.status()
@@ -128,7 +130,7 @@ async def _compared(
 async def _streams(
     client: Client, requests: Sequence[api.GenerateRequest], on_all_begun: Callable[[], None]
 ) -> list[Completion]:
-    """Run requests at once; told when the last of them has its first tokens."""
+    """Run requests at once; calls `on_all_begun` when each has its first tokens."""
     waiting = set(range(len(requests)))
 
     async def one(number: int) -> Completion:
@@ -161,7 +163,7 @@ def _gap_counts(metrics_port: int) -> Counts:
 
 
 def _median(before: Mapping[float, float], after: Mapping[float, float]) -> float | None:
-    """Of what was counted in between, as Prometheus interpolates it; None where nothing was."""
+    """Median of the values counted between two readings, interpolated as Prometheus does; None where there are none."""
     counts = {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
     half = max(counts.values(), default=0.0) / 2
     low, below = 0.0, 0.0

@@ -21,11 +21,11 @@ from specdec.engine.sampling.sampler import Sampler
 from specdec.wire.sampling_params import SamplingParams
 
 LEAST_CONTEXT = 8
-"""Where attention costs a step next to nothing."""
+"""Tokens of a context whose attention costs next to nothing."""
 
 
 def steps(place: StepSetup) -> Found:
-    """Times of a step, eager and replayed, of 8B and 1B shapes at several contexts, beside what is predicted."""
+    """Times of a step, eager and replayed, of 8B and 1B shapes at several contexts, beside the predictions."""
     found: Found = {COPIES: place.copy_tb_per_s()}
     found["predicted"] = {} if place.dry else predicted_steps(torch.cuda.get_device_name())
     contexts = (16, 32) if place.dry else (256, 1024, 4096)
@@ -54,7 +54,7 @@ def steps(place: StepSetup) -> Found:
 
 
 def _sampling(place: StepSetup) -> Found:
-    """What the device takes to draw from the logits of 8 rows, to cut them, and to adjust them."""
+    """Device times of drawing from the logits of 8 rows, of cutting them, and of adjusting them."""
     vocab_size = 3000 if place.dry else 128256
     logits = torch.randn(8, vocab_size, device=place.device)
     parameters = row_parameters([1.0] * 8, list(range(16))).to(place.device)
@@ -69,7 +69,7 @@ def _sampling(place: StepSetup) -> Found:
 
 
 def _prefill(place: StepSetup, model: SlotModel, num_tokens: int) -> None:
-    """A prompt in chunks, of which the last token's logits are wanted."""
+    """Prefill a prompt in chunks, with the logits of each chunk's last token."""
     chunk = 16 if place.dry else 512
     for start in range(0, num_tokens, chunk):
         batch = model.rows(start, min(chunk, num_tokens - start), num_tokens)
@@ -77,9 +77,9 @@ def _prefill(place: StepSetup, model: SlotModel, num_tokens: int) -> None:
 
 
 def draft(place: StepSetup) -> Found:
-    """Eight tokens one after the other, each computed and drawn on the device without a word from the host.
+    """Times of drafting eight tokens on the device without the host between them: eight passes.
 
-    The first is drawn from a pass over the last token that is there, which is a part of the time: eight passes.
+    The first token is drawn from a pass over the context's last token, which counts.
     """
     model = models.make("1b", place, 64 if place.dry else 2048)
     context, num_tokens = (16, 2) if place.dry else (1024, 8)

@@ -1,5 +1,4 @@
-"""Every kind of kernel once, small, as a program that compute-sanitizer watches: ``python -m bench.gpu_slot.watched
-cuda``."""
+"""A small run of every kind of kernel for compute-sanitizer: ``python -m bench.gpu_slot.watched cuda``."""
 
 from __future__ import annotations
 
@@ -21,12 +20,14 @@ from specdec.engine.drawing.adjustments import Adjustments
 _ERROR_CODE = "9"
 _USUAL_FOLDER = "/usr/local/cuda/bin"
 _UNKNOWN = "Device not supported"
-"""What the tool says of devices that it cannot watch, as those of some virtual machines."""
+"""Output of compute-sanitizer for devices that it cannot watch, such as those of some virtual machines."""
 
 
 def sanitizer(place: StepSetup) -> Found:
-    """Small steps under compute-sanitizer, which fails what reads or writes outside of its tensors; where it is not
-    installed, or does not know the device, they run unwatched, and the result says so."""
+    """Run small steps under compute-sanitizer, which fails reads and writes outside of tensors.
+
+    Where it is not installed, or cannot watch the device, the steps run without it, and ``watched`` is false.
+    """
     tool = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), _USUAL_FOLDER]))
     watch = [] if place.dry or tool is None else [tool, "--error-exitcode", _ERROR_CODE]
     done = _run(watch, place)
@@ -49,7 +50,7 @@ def _run(watch: list[str], place: StepSetup) -> subprocess.CompletedProcess[str]
 
 @torch.inference_mode()
 def main(device: str) -> None:
-    """Run them on a device: cpu in the interpreter, or cuda."""
+    """Run the kernels on a device: cpu (interpreted) or cuda."""
     place = StepSetup(torch.device(device), dry=True)
     for row_invariant in (False, True):
         model = models.make("8b", place, 64, row_invariant=row_invariant)

@@ -1,11 +1,11 @@
-"""Which wheels a slot must carry for a machine without a network, in one archive, and whether that is small enough.
+"""Packs the wheels that a machine without a network lacks into one archive, and checks its size.
 
     python -m bench.gpu_slot.wheels dist/gpu-wheels
 
-Wanted is all that targets, drafts and coordinators need without TLS, in the versions that are installed here; not what
-the machine has in a version that will do, and never torch, triton and what they bring, which it has. What a machine has
-pip lists (``--has``), or the last slot's results say; before the first one it is ``EXPECTED``. The archive and the
-checkout travel together.
+The archive has what targets, drafts and coordinators need without TLS, in the versions that are installed here. It
+leaves out packages that the machine has in a sufficient version, and always torch, triton and their dependencies. The
+machine's packages come from pip's list (``--has``), or from the last slot's results, or else from ``EXPECTED``. The
+limit of size holds for the archive and the checkout together.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 EARLIER = Path("bench/results/gpu-slot.json")
-"""What the next slot goes on from."""
+"""Results that the next slot continues from."""
 DRY = Path("dist/gpu-slot-dry.json")
-"""Of a slot without a GPU, which leaves nothing done."""
+"""Results of a slot without a GPU."""
 
 
 MOST_BYTES = 64 << 20
-"""Of the archive and the checkout."""
+"""Bytes of the archive and the checkout together, at most."""
 ARCHIVE = "wheels.tar.xz"
 _EXTRAS = ("engine",)
 _LEFT_OUT = ("torch", "triton", "nvidia-", "cuda-", "cryptography")
 _ENOUGH = {"transformers": SpecifierSet(">=5.17"), "tokenizers": SpecifierSet(">=0.23")}
-"""What a slot on one GPU does ran with these as well, on a CPU; a release is not tested with them."""
+"""Versions with which a slot's steps have run on a CPU; releases are not tested with them."""
 EXPECTED = {
     "accelerate": "1.15.0",
     "huggingface-hub": "1.33.0",
@@ -48,17 +48,17 @@ EXPECTED = {
     "transformers": "5.17.0",
     "triton": "3.6.0",
 }
-"""Of a machine that no slot has been on."""
+"""Packages of a machine before its first slot."""
 _NEWEST_GLIBC = 39
-"""Of wheels that the machine can load: 2.39."""
+"""Minor version of the newest glibc whose wheels the machine can load: 2.39."""
 
 
 def wanted(has: Mapping[str, str], python_version: str = "3.12") -> dict[str, str]:
-    """Distributions to carry with their versions, by name.
+    """Versions of the distributions to carry, by name.
 
     Args:
-        has: versions by name of what the machine has.
-        python_version: the machine's.
+        has: versions of the machine's distributions, by name.
+        python_version: the machine's Python.
     """
     environment = {"python_version": python_version, "python_full_version": f"{python_version}.0"}
     chosen: dict[str, str] = {}
@@ -85,7 +85,7 @@ def wanted(has: Mapping[str, str], python_version: str = "3.12") -> dict[str, st
 
 
 def known(has: Path | None, earlier: Path) -> dict[str, str]:
-    """Versions by name of what the machine has: by a list, else by the last slot's results, else as expected."""
+    """Versions of the machine's distributions: from a list, else from the last slot's results, else ``EXPECTED``."""
     if has is not None:
         return installed(has)
     is_real = earlier.exists() and not json.loads(earlier.read_text()).get("machine", {"dry": True}).get("dry", False)
@@ -93,25 +93,25 @@ def known(has: Path | None, earlier: Path) -> dict[str, str]:
 
 
 def installed(path: Path) -> dict[str, str]:
-    """Versions by name, of pip's list or of a slot's results."""
+    """Versions by name, from pip's list or a slot's results."""
     listed = json.loads(path.read_text())
     listed = listed["machine"]["found"]["distributions"] if isinstance(listed, dict) else listed
     return {canonicalize_name(item["name"]): item["version"] for item in listed}
 
 
 def check_size(archive: Path, beside_bytes: int) -> int:
-    """Bytes of an archive. Raises ``ValueError`` where it and what travels beside it are more than may be carried."""
+    """Bytes of an archive. Raises ``ValueError`` where it and ``beside_bytes`` exceed ``MOST_BYTES``."""
     size = archive.stat().st_size
     if size + beside_bytes > MOST_BYTES:
         raise ValueError(
             f"{size / 2**20:.1f} MiB of wheels beside a checkout of {beside_bytes / 2**20:.1f}, and "
-            f"{MOST_BYTES / 2**20:.0f} may be carried: say what the machine has (--has)"
+            f"{MOST_BYTES / 2**20:.0f} may be carried: name what the machine has (--has)"
         )
     return size
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Put what a folder's wheels unpack to into one archive: two thirds of their size, as all are compressed as one."""
+    """Pack the contents of a folder's wheels into one archive, which takes two thirds of their size."""
     with tarfile.open(archive, "w:xz") as together:
         for wheel in sorted(folder.glob("*.whl")):
             with zipfile.ZipFile(wheel) as content:
@@ -130,12 +130,12 @@ def checkout_bytes() -> int:
 
 
 def main() -> int:
-    """Download and pack what is wanted; the exit code is 1 where it is too large."""
+    """Download and pack the wheels; the exit code is 1 where they are too large."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--has", type=Path, help="the machine's `pip list --format json`, or results of a slot")
-    parser.add_argument("--python", default="3.12", help="its version of Python")
-    parser.add_argument("--list", action="store_true", help="say what is wanted, and download nothing")
+    parser.add_argument("--has", type=Path, help="the machine's `pip list --format json`, or a slot's results")
+    parser.add_argument("--python", default="3.12", help="the machine's version of Python")
+    parser.add_argument("--list", action="store_true", help="print the versions, and download nothing")
     options = parser.parse_args()
     chosen = wanted(known(options.has, EARLIER), options.python)
     pins = [f"{name}=={version}" for name, version in chosen.items()]
@@ -147,7 +147,7 @@ def main() -> int:
     tags += [f"--platform=manylinux_2_{minor}_x86_64" for minor in range(_NEWEST_GLIBC, 4, -1)]
     tags += [f"--platform=manylinux{tag}_x86_64" for tag in ("2014", "2010", "1")]
     for old in options.folder.glob("*.whl"):
-        old.unlink()  # of other versions, perhaps
+        old.unlink()  # they may have other versions
     subprocess.run([*command, *tags, "--dest", str(options.folder), *pins], check=True)
     archive = options.folder / ARCHIVE
     pack(options.folder, archive)

@@ -1,1 +1,1 @@
-"""What a gateway adds to gRPC, and how many streams one carries: `python -m bench.http`."""
+"""The latency that a gateway adds to gRPC, and the streams that it carries: `python -m bench.http`."""

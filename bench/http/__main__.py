@@ -1,12 +1,11 @@
-"""What a gateway adds to the times of gRPC, and how many streams a core of it carries.
+"""Measures the latency that a gateway adds to gRPC, and the streams that one core of a gateway carries.
 
     python -m bench.http
     python -m bench.http --streams 1,64 --seconds 6 --load 64,128,192
 
-The gateway is the real one, a process pinned to a core of its own. Before it is a coordinator that only streams 50
-tokens a second to each request (`upstream.py`), on the core of the clients. Every token carries the time at which it
-left, so what is told of gRPC and of HTTP is the way of a token; one that left late counts as on time.
-CPU time and memory are the kernel's.
+The gateway is the real one, a process pinned to a core of its own. Its coordinator only streams 50 tokens a second to
+each request (`upstream.py`), on the clients' core. Every token carries the time at which it was sent, so the figures of
+gRPC and HTTP are transit times of tokens, even of tokens that were sent late. The kernel counts CPU time and memory.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from specdec.commands.up.cluster import free_port
 
 _PATIENCE_S = 30.0
 _SPREAD_S = 2.0
-"""Over which streams begin, so that a new one finds others that run, and not a crowd of new ones."""
+"""Seconds over which the streams begin, so that a new stream meets running ones."""
 _MS = 1e6
 app = typer.Typer(add_completion=False)
 
 
 @contextmanager
 def _process(command: Sequence[str], core: int, port: int) -> Iterator[psutil.Process]:
-    """A process on one core, which listens."""
+    """Run a process on one core; entered once it listens on the port."""
     with Popen([sys.executable, *command], preexec_fn=lambda: os.sched_setaffinity(0, {core})) as process:
         try:
             known = psutil.Process(process.pid)
@@ -80,7 +79,7 @@ async def _all_over_http(port: int, num_streams: int, num_tokens: int) -> list[T
 
 
 async def _first_tokens(port: int, address: str, num_requests: int) -> dict[str, list[float]]:
-    """TTFT in ms of requests one after the other, gRPC and HTTP in turns."""
+    """TTFT in ms of sequential requests over gRPC and HTTP in turns, without the first tenth."""
     found: dict[str, list[float]] = {"grpc": [], "http": []}
     async with Client(address) as client:
         for _ in range(num_requests):
@@ -91,26 +90,30 @@ async def _first_tokens(port: int, address: str, num_requests: int) -> dict[str,
 
 
 def _figures(streams: Sequence[Timed]) -> dict[str, float]:
-    """In ms. `late`: from leaving the coordinator to arriving."""
+    """Times of streams in ms; `late` is the time from the coordinator to the client."""
     first = [(timed.first_ns - timed.asked_ns) / _MS for timed in streams]
     late = [delay / _MS for timed in streams for delay in timed.delays_ns]
     return {"ttft_p50": median(first), "late_p50": median(late), "late_p99": quantiles(late, n=100)[98]}
 
 
 def _added(measured: dict[str, list[dict[str, float]]], name: str) -> float:
-    """The median over the repeats of what HTTP has more than gRPC, which it took turns with."""
+    """Median over the repeats of HTTP's figure less gRPC's."""
     return median(http[name] - grpc[name] for http, grpc in zip(measured["http"], measured["grpc"], strict=True))
 
 
 @app.command()
 def main(
-    streams: Annotated[str, typer.Option(help="Numbers of streams at which times are compared.")] = "1,64",
-    load: Annotated[str, typer.Option(help="Numbers of streams at which CPU time is taken.")] = "32,64,128",
-    seconds: Annotated[float, typer.Option(help="Of each stream.")] = 5.0,
-    repeats: Annotated[int, typer.Option(help="Of each comparison, in turns.")] = 3,
+    streams: Annotated[
+        str, typer.Option(help="Comma-separated numbers of streams for the comparison of times.")
+    ] = "1,64",
+    load: Annotated[str, typer.Option(help="Comma-separated numbers of streams for the CPU time.")] = "32,64,128",
+    seconds: Annotated[float, typer.Option(help="Length of each stream.")] = 5.0,
+    repeats: Annotated[int, typer.Option(help="Runs of each comparison, in turns.")] = 3,
     rate: Annotated[float, typer.Option(help="Tokens per second of a stream.")] = 50.0,
-    core: Annotated[int, typer.Option(help="Of the gateway; clients and coordinator have another one.")] = 1,
-    output: Annotated[Path | None, typer.Option(help="Folder for the results; without it they are shown only.")] = None,
+    core: Annotated[int, typer.Option(help="Core of the gateway; clients and coordinator share another one.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the results; without it they are only printed.")
+    ] = None,
 ) -> None:
     """Measure."""
     clients = next(other for other in sorted(os.sched_getaffinity(0)) if other != core)
@@ -134,9 +137,7 @@ def main(
     ):
         alone = uvloop.run(_first_tokens(port, address, 200))
         table = Table("What HTTP adds (ms, p50)", ["streams", "TTFT gRPC", "TTFT HTTP", "added", "ITL added"])
-        table.notes.append(
-            "ITL: how much later a token arrives than over gRPC, which a reader that waits for each one sees."
-        )
+        table.notes.append("ITL added: the median time by which a token arrives later over HTTP than over gRPC.")
         table.add("1, one token", median(alone["grpc"]), median(alone["http"]), _difference(alone), None)
         raw: dict[str, Any] = {"first tokens": alone}
         for num in map(int, streams.split(",")):
@@ -151,14 +152,16 @@ def main(
         table = Table(
             "A gateway's core", ["streams", "tokens/s", "of a core", "streams per core", "late p50, ms", "p99", "MB"]
         )
-        table.notes.append("Streams per core: those that ran over the share of a core that they took.")
+        table.notes.append("Streams per core: the running streams divided by the share of a core that they took.")
         raw = {}
         for num in map(int, load.split(",")):
             began_s, busy_s = time.monotonic(), _busy_s(gateway)
             runs = uvloop.run(_all_over_http(port, num, num_tokens))
             wall_s, busy_s = time.monotonic() - began_s, _busy_s(gateway) - busy_s
             figures = _figures(runs)
-            tokens_s = sum(timed.num_tokens for timed in runs) / wall_s  # fewer than at once, as they begin and end
+            tokens_s = (
+                sum(timed.num_tokens for timed in runs) / wall_s
+            )  # fewer than all streams' rate, as they begin and end one by one
             per_core = tokens_s / rate / (busy_s / wall_s)
             memory = gateway.memory_info().rss / 1e6
             share = busy_s / wall_s

@@ -1,4 +1,4 @@
-"""Streams over gRPC and over HTTP, read as cheaply as can be, and how late each token came."""
+"""Streams over gRPC and HTTP, read at little cost, and the transit time of each token."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _SENT = re.compile(rb"(\d{6,})\|")
 
 @dataclass(slots=True)
 class Timed:
-    """One stream. Times in ns on the clock of all processes of this machine."""
+    """Times of one stream, in ns of the machine's monotonic clock."""
 
     asked_ns: int = 0
     first_ns: int = 0
     delays_ns: list[int] = field(default_factory=list)
-    """From leaving the coordinator to arriving here, of each token but the first."""
+    """Transit times from the coordinator to here, of each token but the first."""
 
     @property
     def num_tokens(self) -> int:
-        """All that came."""
+        """Tokens received."""
         return len(self.delays_ns) + bool(self.first_ns)
 
     def saw(self, sent_ns: Sequence[int]) -> None:
-        """Tokens have come, just now."""
+        """Record tokens that have just arrived, by the times at which they were sent."""
         now_ns = time.monotonic_ns()
         for sent in sent_ns:
             if self.first_ns:
@@ -40,7 +40,7 @@ class Timed:
 
 
 async def over_grpc(client: Client, num_tokens: int) -> Timed:
-    """Read one stream of a coordinator."""
+    """Read one stream from a coordinator."""
     body = api.GenerateRequest(prompt="x")
     body.sampling.max_tokens = num_tokens
     timed = Timed(asked_ns=time.monotonic_ns())
@@ -51,7 +51,7 @@ async def over_grpc(client: Client, num_tokens: int) -> Timed:
 
 
 class _Reading(asyncio.Protocol):
-    """Counts what comes on one connection, until the stream's end."""
+    """Records the tokens of one connection until the stream's end."""
 
     def __init__(self, timed: Timed) -> None:
         self._timed = timed
@@ -72,7 +72,7 @@ class _Reading(asyncio.Protocol):
 
 
 async def over_http(port: int, num_tokens: int, wait_s: float = 0.0) -> Timed:
-    """Read one stream of a gateway, over a connection that is opened before the time is taken."""
+    """Read one stream from a gateway; the connection is opened before the clock starts."""
     timed = Timed()
     transport, reading = await asyncio.get_running_loop().create_connection(lambda: _Reading(timed), "127.0.0.1", port)
     body = json.dumps({"prompt": "x", "max_tokens": num_tokens, "stream": True}).encode()

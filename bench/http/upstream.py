@@ -1,4 +1,4 @@
-"""A coordinator that only streams: a token of every request every so often, each with the time at which it left.
+"""A coordinator that only streams: one token of every request per interval, each with the time at which it was sent.
 
 python -m bench.http.upstream PORT INTERVAL_MS
 """
@@ -20,13 +20,13 @@ from specdec.v1 import coordinator_pb2_grpc
 
 
 class PacedCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """The text of a token is the reading of the monotonic clock when it is sent, in ns, and a bar."""
+    """Streams tokens whose text is the monotonic time of sending, in ns, and a bar."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
 
     async def Generate(self, request: api.GenerateRequest, context: Any) -> AsyncIterator[api.GenerateResponse]:  # noqa: N802
-        """The first token at once, the others in step, those that are late one after the other."""
+        """Stream the first token at once and the others at their due times; late ones follow without a wait."""
         identity = pb.ModelIdentity(name="paced", numerics_id="n", tokenizer_digest="t")
         yield api.GenerateResponse(started=api.GenerateStarted(request_id=request.request_id, model=identity))
         due_s = time.monotonic()

@@ -1,1 +1,1 @@
-"""One round of speculation taken apart: from a verdict to the proposal that answers it."""
+"""Times of the stages of one round of speculation: from a verdict to the proposal that answers it."""

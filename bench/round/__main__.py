@@ -1,11 +1,11 @@
-"""`python -m bench.round`: where the time of a round goes, from "verdict decided" to "proposal in the tree".
+"""`python -m bench.round`: times of a round's stages, from "verdict decided" to "proposal in the tree".
 
     python -m bench.round                                    # cpu-80m, coupled and rejection, 1 and 8 sessions
     python -m bench.round --delays 0,0.2,1,5 --machine idle,full
 
-The services are the real ones, each with a probe (`probe/sitecustomize.py`) that notes when something passes. All of
-them run on this machine, so the stages are on one clock. Processor time and voluntary context switches (wake-ups) are
-the kernel's, of all threads of a process, per verdict.
+The services are the real ones, each with a probe (`probe/sitecustomize.py`) that stamps messages with the time. All of
+them run on this machine, so the stages have one clock. The kernel counts processor time and voluntary context switches
+(wake-ups) of all threads of a process; the tables show them per verdict.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BURN = "while True: pass"
 
 
 def main(
-    pair: Annotated[str, typer.Option(help="As of `python -m bench`.")] = "cpu-80m",
+    pair: Annotated[str, typer.Option(help="Pair, as for `python -m bench`.")] = "cpu-80m",
     modes: Annotated[str, typer.Option(help="Comma-separated: coupled, rejection.")] = "coupled,rejection",
     sessions: Annotated[str, typer.Option(help="Comma-separated numbers of requests at once.")] = "1,8",
     delays: Annotated[str, typer.Option(help="Comma-separated one-way delays to the draft, in ms.")] = "0",
@@ -95,7 +95,7 @@ def main(
 
 @dataclass(slots=True)
 class Case:
-    """Some groups of requests under one condition."""
+    """Groups of requests under one condition."""
 
     machine: str
     delay_ms: float
@@ -106,15 +106,15 @@ class Case:
     speeds: list[float] = field(default_factory=list)
     """Tokens per second of each group."""
     used: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Processor time in ms and wake-ups by process, of all groups."""
+    """Processor time in ms and wake-ups of all groups, by process."""
 
     @property
     def name(self) -> str:
-        """For a table's head."""
+        """Column name of the case."""
         return f"{self.machine}, {self.delay_ms:g} ms, {self.mode}, {self.num_sessions}"
 
     def figures(self, reached: Mapping[str, Mapping[Key, int]]) -> dict[str, Any]:
-        """What the stamps of its time say."""
+        """Figures of the case, from the stamps within its time."""
         times, num_begun = rounds(reached, self.began_ns, self.ended_ns)
         last = len(STAGES) - 1
         stages = {STAGES[stage]: spread(between(times, stage - 1, stage)) for stage in range(1, last + 1)}
@@ -138,7 +138,7 @@ class Case:
 def _measure(
     case: Case, cluster: Cluster, prompts: Sequence[tuple[int, ...] | str], sampling: Sampling, repeats: int
 ) -> None:
-    asyncio.run(run_group(cluster.address, prompts, sampling, speculate=True))  # what is learnt of it, is learnt
+    asyncio.run(run_group(cluster.address, prompts, sampling, speculate=True))  # warms up caches and cost models
     before, case.began_ns = _usage(cluster), time.monotonic_ns()
     for _ in range(repeats):
         run = asyncio.run(run_group(cluster.address, prompts, sampling, speculate=True))
@@ -149,7 +149,7 @@ def _measure(
 
 @contextmanager
 def _probed(folder: Path) -> Iterator[None]:
-    """Processes that are started meanwhile stamp what passes."""
+    """Give processes started within the context the probe."""
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "SPECDEC_ROUND_FOLDER")}
     paths = [str(_PROBE), *filter(None, [before["PYTHONPATH"]])]
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "SPECDEC_ROUND_FOLDER": str(folder)}
@@ -175,7 +175,7 @@ def _busy(num_loops: int) -> Iterator[None]:
 
 
 def _usage(cluster: Cluster) -> dict[str, dict[str, float]]:
-    """Processor time and voluntary context switches of each service and engine, so far."""
+    """Processor time and voluntary context switches of each service and engine so far."""
     usage: dict[str, dict[str, float]] = {}
     for name, started in cluster.services.items():
         service = psutil.Process(started.pid)

@@ -1,4 +1,4 @@
-"""Stamps of all processes, joined to rounds: from a verdict that is decided to the proposal that answers it."""
+"""Stamps of all processes, joined to rounds."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ STAGES = (
     "target servicer has request",
     "in the tree",
 )
-"""In the order of a round."""
+"""Stages in the order of a round."""
 Key = tuple[str, int]
 """A session and the position at which the next token stands."""
 
 
 def read_stamps(folder: Path) -> dict[str, dict[Key, int]]:
-    """When each stage of each round was reached first, in nanoseconds of one clock."""
+    """First time at which each round reached each stage, in nanoseconds of one clock."""
     reached: dict[str, dict[Key, int]] = {stage: {} for stage in STAGES}
     for file in folder.glob("*.stamps"):
         with file.open("rb") as opened:
@@ -40,7 +40,7 @@ def read_stamps(folder: Path) -> dict[str, dict[Key, int]]:
 
 
 def rounds(reached: Mapping[str, Mapping[Key, int]], from_ns: int, until_ns: int) -> tuple[list[list[int]], int]:
-    """Times of all rounds that began then and went through every stage, and the number of verdicts that began one."""
+    """Times of the complete rounds that began within the interval, and the number of all rounds that began in it."""
     complete: list[list[int]] = []
     began = reached[STAGES[0]]
     num_begun = 0
@@ -88,5 +88,5 @@ def _start(encoded: bytes) -> int:
 
 
 def between(times: Sequence[Sequence[int]], first: int, last: int) -> list[float]:
-    """Milliseconds from one stage to another, round by round."""
+    """Milliseconds from one stage to another, by round."""
     return [(each[last] - each[first]) / 1e6 for each in times]

@@ -1,1 +1,1 @@
-"""What is compared: deployments of this system, and others on the same weights. Others are optional."""
+"""The compared systems: deployments of this one, and optional others on the same weights."""

@@ -1,10 +1,10 @@
 """All systems in one alternating run: same weights, prompts, cores, dtype and numbers of tokens.
 
-Every group of prompts is run by every system, one right after the other, in an order that is turned by one place and
-reversed from group to group; nothing else runs meanwhile. Figures are medians with quartiles, ratios are of runs of the
-same group. Greedy tokens must be those of the reference, which is this system without speculation. Where they are not,
-the first difference is looked at: if the reference's own two best logits are closer there than `NEAR_TIES`, and the two
-tokens are these two, rounding decided, and the row says so. Else the row is void.
+All systems run every group of prompts, one right after the other, in an order that is rotated by one place and reversed
+from group to group; nothing else runs meanwhile. Figures are medians with quartiles, and ratios are of runs of the same
+group. Greedy tokens must be those of the reference, which is this system without speculation. A first difference counts
+as a near-tie, decided by rounding, if the two tokens have the reference's two best logits and these differ by less than
+`NEAR_TIES`. Any other difference makes the row void.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from specdec.commands.measuring.svg import PlotPoint, bars
 from specdec.commands.measuring.tables import Table
 
 NEAR_TIES = {"cpu": 1e-4, "cuda": 0.25}
-"""float32; bfloat16, whose logits from 16 on are 0.125 apart."""
+"""Difference of logits below which rounding may decide, by device; bfloat16 logits from 16 on are 0.125 apart."""
 REFERENCE = served.PLAIN
 _TUNE_PROMPTS, _TUNE_TOKENS = 2, 48
 _IDLE_S = 2.0
@@ -41,17 +41,17 @@ _PEERS = ("transformers", "llama.cpp", "vllm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDifference:
-    """Where a system's greedy tokens leave the reference's."""
+    """First place at which a system's tokens differ from the reference's."""
 
     prompt: int
     position: int
     gap: float
-    """Between the reference's two best logits there; infinite where the system's token is neither."""
+    """Difference of the reference's two best logits there; infinite where the system's token is neither."""
 
 
 @dataclass(slots=True)
 class SystemRow:
-    """What one system did with all groups of one case."""
+    """Outcomes of one system for all groups of one case."""
 
     system: System
     outcomes: list[Outcome] = field(default_factory=list)
@@ -63,7 +63,7 @@ class SystemRow:
         return [outcome.tokens_per_s for outcome in self.outcomes]
 
     def verdict(self, temperature: float, verify_mode: str, device: str = "cpu") -> str:
-        """Whether its tokens are the reference's."""
+        """Text that says whether the system's tokens are the reference's."""
         name = self.system.name
         is_coupled = verify_mode == "coupled" and name.startswith("specdec")
         if temperature > 0 and not is_coupled:
@@ -80,7 +80,7 @@ class SystemRow:
 
 
 def run(plan: BenchPlan, report: Report, progress: Progress) -> None:
-    """Measure every temperature and batch size with every system that is there."""
+    """Measure every temperature and batch size with every available system."""
     progress.part("systems")
     asyncio.run(_run(plan, report, progress))
 
@@ -119,7 +119,7 @@ async def _run(plan: BenchPlan, report: Report, progress: Progress) -> None:
 
 
 async def _start(plan: BenchPlan, stack: AsyncExitStack, progress: Progress, left_out: list[str]) -> list[System]:
-    """The systems that are wanted and there; the deployment that has the reference always is."""
+    """Start the wanted systems that are available; the deployment with the reference is always started."""
     systems: list[System] = []
     for name in served.deployments(plan):
         if name == served.SPECULATION or _wanted(plan, name):
@@ -141,7 +141,7 @@ async def _start(plan: BenchPlan, stack: AsyncExitStack, progress: Progress, lef
 
 
 async def _idle_cores() -> float:
-    """Cores that all systems together keep busy while none is asked anything."""
+    """Cores that all idle systems together keep busy."""
 
     def spent_s() -> float:
         total = 0.0
@@ -176,7 +176,7 @@ async def _alternate(
                 f"turn {turn + 1} of {len(turns)}, {row.system.name}"
             )
             if len(row.outcomes) < turn:
-                continue  # it failed before
+                continue  # it failed in an earlier turn
             try:
                 row.outcomes.append(await row.system.run(group, sampling))
             except LeftOut as reason:
@@ -187,7 +187,7 @@ async def _alternate(
 async def _compare_tokens(
     rows: Sequence[SystemRow], address: str, plan: BenchPlan, batch: int, temperature: float
 ) -> None:
-    """Find every row's differences from the reference. Sampled tokens are this system's alone to compare."""
+    """Find every row's differences from the reference. Sampled tokens are compared for this system only."""
     prompts = held_out_prompts(plan.pair.target.folder, max(plan.num_prompts, batch))
     reference = next(row for row in rows if row.system.name == REFERENCE)
     for row in rows:
@@ -213,7 +213,7 @@ def _first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | N
 
 
 async def _gap(address: str, context: Prompt, tokens: set[int]) -> float:
-    """Between the reference's two best logits after a context; infinite unless they are those of these tokens."""
+    """Difference of the reference's two best logits after a context; infinite unless `tokens` have them."""
     request = make_request(context, Sampling(max_tokens=1), 0, speculate=False)
     request.sampling.logprobs = 2
     async with Client(address) as client:

@@ -1,9 +1,9 @@
-"""Drafters of a target, each alone, merged, and merged with a draft, on texts that differ in what can be guessed.
+"""Drafters of a target, each alone, merged, and merged with a draft, on texts of different predictability.
 
-One deployment has those without weights and its draft in the target's process; each request names who may propose.
-For the shipped target another one has the head that ships, too: what a head reads of every step may cost others. Every
-task is run by every set, one right after the other, in an order that is turned by one place and reversed from task to
-task; the first task of each kind warms up and does not count. All tokens must be those of plain decoding.
+One deployment has the drafters without weights and the draft in the target's process; each request names its drafters.
+A second deployment of the shipped target also has the shipped head, which reads states of every step. All sets run
+every task, one right after the other, in an order that is rotated by one place and reversed from task to task. The
+first task of each kind warms up and does not count. All tokens must be those of plain decoding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specdec.commands.shipped_pair import shipped_head
 
 EVERY = ("ngram", "suffix", "prediction")
 DEAR = ("lookahead", "layer_skip")
-"""What takes passes or rows of the target itself: measured alone."""
+"""Drafters that use passes or rows of the target itself; measured alone."""
 PLAIN = "plain"
 SETS: dict[str, tuple[str, ...]] = {
     PLAIN: (),
@@ -44,13 +44,13 @@ HEAD_SETS: dict[str, tuple[str, ...]] = {
     "merged": EVERY,
     "merged and head": (*EVERY, HEAD),
 }
-"""Beside the head that ships."""
+"""Sets of the deployment with the shipped head."""
 _TOKENS_BESIDE = 1024
 
 
 @dataclass(slots=True)
 class DrafterRow:
-    """What one set did with the tasks of one kind."""
+    """Counts of one set for the tasks of one kind."""
 
     speeds: list[float] = field(default_factory=list)
     num_tokens: int = 0
@@ -60,7 +60,7 @@ class DrafterRow:
     cost_ms: float = 0.0
 
     def add(self, completion: Completion) -> None:
-        """Count a task."""
+        """Add a task's completion."""
         stats = completion.require_finished().stats
         self.speeds.append(completion.tokens_per_second or 0.0)
         self.num_tokens += completion.num_tokens

@@ -1,7 +1,7 @@
 """A Llama checkpoint as a GGUF file in float32, for llama.cpp.
 
-Prompts go to that server as token ids, so the tokenizer in the file only has to name every id. The end-of-sequence
-token is written as an ordinary one: all systems go on past it.
+Prompts go to the server as token ids, so the file's tokenizer only needs a name for every id. The end-of-sequence token
+is written as an ordinary one, because all systems decode past it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _INSIDE = {
 
 
 def gguf_of(folder: Path, cache: Path) -> Path:
-    """Return the GGUF file of a checkpoint, which is written unless it is there. Raises LeftOut for other families."""
+    """Return the GGUF file of a checkpoint, which is written unless it exists. Raises LeftOut for other families."""
     config = json.loads((folder / "config.json").read_text())
     if config.get("model_type") != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
         raise LeftOut(f"llama.cpp: only Llama checkpoints without biases are converted, {folder.name} is another")
@@ -128,7 +128,7 @@ def _name(source: str) -> str:
 
 
 def _in_order(source: str, weight: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
-    """Its rotary embedding turns neighbours, where transformers turns halves: their rows change places."""
+    """Weights in llama.cpp's order of rows: its rotary embedding pairs neighbours, transformers' pairs halves."""
     if not source.endswith(("q_proj.weight", "k_proj.weight")):
         return weight
     is_query = source.endswith("q_proj.weight")

@@ -1,4 +1,4 @@
-"""A server of another make that streams completions over HTTP, started for the bench."""
+"""Another project's server that streams completions over HTTP, started for the bench."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ _START_S, _STOP_S, _ANSWER_S = 300.0, 10.0, 600.0
 
 
 class Dialect(Protocol):
-    """How a server is asked, and answers."""
+    """Form of a server's requests and answers."""
 
     path: str
 
     def body(self, prompt: Prompt, sampling: Sampling, seed: int, num_draft_tokens: int | None) -> dict[str, Any]:
-        """A request whose answer is streamed."""
+        """Body of a request for a streamed answer."""
 
     def token_ids(self, event: Mapping[str, Any]) -> list[int]:
-        """The tokens that an event brings."""
+        """Tokens of one event."""
 
 
 @dataclass(slots=True)
 class HttpPeer:
-    """One server, with one way to speculate."""
+    """One server with one way to speculate."""
 
     name: str
     port: int
     dialect: Dialect
     candidates: Sequence[int] = ()
-    """Numbers of draft tokens that a request may ask for."""
+    """Numbers of draft tokens to choose from; empty where requests cannot set it."""
     setting: str = ""
     num_draft_tokens: int | None = None
 
     def can_run(self, batch: int, temperature: float) -> bool:
-        """Always."""
+        """True for every batch and temperature."""
         return True
 
     async def tune(self, prompts: Sequence[Prompt], max_tokens: int) -> Mapping[str, float]:
-        """Try every number of draft tokens."""
+        """Warm up and keep the fastest number of draft tokens."""
         await self.run(prompts[:1], Sampling(max_tokens=max_tokens))
         speeds: dict[int, float] = {}
         for number in self.candidates:
@@ -96,7 +96,7 @@ def start_server(
     name: str, command: Sequence[str], port: int, cores: Sequence[int], stack: AsyncExitStack, progress: Progress,
     environment: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """Start a server that lives as long as the stack, and return when it is healthy. Raises LeftOut."""
+    """Start a server that ends with the stack; returns when it is healthy. Raises LeftOut."""
     log = Path(tempfile.mkdtemp(prefix="specdec-bench-")) / f"{name}.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(
@@ -118,7 +118,7 @@ def start_server(
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """With everything that it has started."""
+    """End a server with all processes that it has started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -140,7 +140,7 @@ def _is_healthy(port: int) -> bool:
 
 
 def _events(port: int, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of one streamed answer. Raises LeftOut for an error."""
+    """Events of one streamed answer. Raises LeftOut for an error status."""
     connection = http.client.HTTPConnection(_HOST, port, timeout=_ANSWER_S)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})

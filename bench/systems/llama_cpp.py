@@ -1,4 +1,4 @@
-"""llama.cpp's server, where `llama-server` is on the PATH: plain, and with the draft."""
+"""llama.cpp's server, if `llama-server` is on the PATH: plain, and with the draft."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PROMPT_TOKENS = 512
 
 
 class LlamaCppDialect:
-    """`/completion`, with token ids both ways and no sampler but the temperature."""
+    """`/completion`, with token ids both ways and the temperature as the only sampler."""
 
     path = "/completion"
 
     def body(self, prompt: Prompt, sampling: Sampling, seed: int, num_draft_tokens: int | None) -> dict[str, Any]:
-        """A request."""
+        """Body of a request."""
         speculation = {} if num_draft_tokens is None else {"speculative.n_max": num_draft_tokens}
         return {
             "prompt": prompt,
@@ -42,12 +42,12 @@ class LlamaCppDialect:
         }
 
     def token_ids(self, event: Mapping[str, Any]) -> list[int]:
-        """Of everything but the last event, which sums up."""
+        """Tokens of one event; none of the last event, which is a summary."""
         return [] if event.get("stop") else list(event.get("tokens", []))
 
 
 def start(plan: BenchPlan, stack: AsyncExitStack, progress: Progress) -> list[HttpPeer]:
-    """Start two servers that live as long as the stack. Raises LeftOut."""
+    """Start two servers that end with the stack. Raises LeftOut."""
     binary = shutil.which("llama-server")
     if binary is None:
         raise LeftOut("llama.cpp: no llama-server on the PATH")

@@ -1,10 +1,10 @@
-"""This system: with speculation, without it in the same deployment, with a draft that the target runs itself on all
-cores (together), synchronous, and without a draft on all cores.
+"""This system in five ways: with speculation, without it in the same deployment, with a draft that the target itself
+runs on all cores (together), synchronous, and without a draft on all cores.
 
-*Synchronous speculation* is what the settings give that comes nearest to it: the draft makes one chain of k tokens
-below the last committed one and then stops (no runners-up, no second head, nothing beyond k), and the target waits for
-the whole chain. What differs from the textbook: the wait is bounded, a chain ends early where the draft holds the rest
-for hopeless, and the target verifies only as much of it as its cost model finds worth it.
+*Synchronous speculation* is the nearest that the settings allow. The draft makes one chain of k tokens after the last
+committed one and stops (no runners-up, no second head), and the target waits for the whole chain. It differs from the
+textbook: the wait is bounded, a chain ends early where its score is too low, and the target verifies only the part that
+its cost model accepts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SPECULATION, PLAIN, ALL_CORES = "specdec, speculation", "specdec, plain", "specd
 TOGETHER = "specdec, together"
 SYNCHRONOUS = "specdec, synchronous"
 _TOKENS_BESIDE = 512
-"""Room for a prompt."""
+"""Tokens of the KV cache for a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A deployment, asked to speculate or not."""
+    """A deployment, used with or without speculation."""
 
     name: str
     setting: str
@@ -38,11 +38,11 @@ class Served:
     speculate: bool
 
     def can_run(self, batch: int, temperature: float) -> bool:
-        """Always."""
+        """True for every batch and temperature."""
         return True
 
     async def tune(self, prompts: Sequence[Prompt], max_tokens: int) -> Mapping[str, float]:
-        """Nothing to choose: it tunes itself. Warms the deployment up."""
+        """Warm up; there is no setting to choose."""
         await self.run(prompts, Sampling(max_tokens=max_tokens))
         return {}
 
@@ -53,7 +53,7 @@ class Served:
 
 
 def deployments(plan: BenchPlan) -> dict[str, MeasuredDeployment]:
-    """What to start, by the name of the system that runs on it."""
+    """Deployments by the name of the system that runs on them."""
     most_tokens = max(plan.batches) * (plan.max_tokens + _TOKENS_BESIDE)
     usual = MeasuredDeployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
     found = {SPECULATION: usual, TOGETHER: dataclasses.replace(usual, placement="together")}
@@ -78,7 +78,7 @@ def deployments(plan: BenchPlan) -> dict[str, MeasuredDeployment]:
 
 
 def start(plan: BenchPlan, name: str, stack: AsyncExitStack, progress: Progress) -> list[Served]:
-    """Start a deployment that lives as long as the stack; returns its systems. Raises ClusterFailed."""
+    """Start a deployment that ends with the stack; returns its systems. Raises ClusterFailed."""
     deployment = deployments(plan)[name]
     progress.tell(f"starting {name}")
     address = stack.enter_context(running(deployment, progress)).address

@@ -1,4 +1,4 @@
-"""What every system that is measured can do."""
+"""Interface of a measured system."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from specdec.commands.measuring.requests import Sampling
 
 
 class LeftOut(Exception):
-    """A system is not there, or did not start; says why, for the report."""
+    """A system is not available or has failed; the message is the reason in the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a system made of a group of prompts."""
+    """Outputs of a system for a group of prompts, and its speed."""
 
     tokens_per_s: float
-    """Of one prompt alone: from its first tokens to its last, those not counted. Of several: from the start."""
+    """Tokens per second: of one prompt, from its first tokens, which do not count; of several, from the start."""
     token_ids: Sequence[Sequence[int]]
 
 
 class System(Protocol):
-    """Something that decodes."""
+    """A system that decodes prompts."""
 
     @property
     def name(self) -> str:
-        """In every table; begins with whose it is."""
+        """Name in tables, which begins with the project's."""
 
     @property
     def setting(self) -> str:
-        """What it was told, such as how many tokens to draft; "" where nothing matters."""
+        """Setting in tables, such as the number of draft tokens; "" where there is none."""
 
     def can_run(self, batch: int, temperature: float) -> bool:
-        """Whether it decodes so many at once at this temperature."""
+        """Whether it decodes `batch` prompts at once at this temperature."""
 
     async def tune(self, prompts: Sequence[Prompt], max_tokens: int) -> Mapping[str, float]:
-        """Warm up, and choose the fastest setting, greedy and alone; returns tokens/s by setting, where it has any."""
+        """Warm up, and choose the setting that is fastest for greedy single prompts; returns tokens/s by setting."""
 
     async def run(self, prompts: Sequence[Prompt], sampling: Sampling) -> Outcome:
-        """Decode prompts at once; exactly `max_tokens` tokens each, whatever they say."""
+        """Decode prompts at once: exactly `max_tokens` tokens each, past an end of sequence."""
 
 
 @dataclass(slots=True)
 class Clock:
-    """When the tokens of one request came."""
+    """Arrival times of one request's tokens."""
 
     first_s: float | None = None
     last_s: float = 0.0
@@ -54,7 +54,7 @@ class Clock:
     num_tokens: int = 0
 
     def add(self, num_tokens: int, now_s: float) -> None:
-        """So many came together."""
+        """Record `num_tokens` tokens that arrived together."""
         if num_tokens == 0:
             return
         if self.first_s is None:
@@ -64,6 +64,6 @@ class Clock:
 
     @property
     def tokens_per_s(self) -> float:
-        """The first ones not counted; 0 where nothing came after them."""
+        """Tokens per second after the first ones; 0 where none came after them."""
         elapsed_s = self.last_s - (self.first_s or 0.0)
         return (self.num_tokens - self.num_first) / elapsed_s if elapsed_s > 0 else 0.0

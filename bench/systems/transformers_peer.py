@@ -22,7 +22,7 @@ _METHODS = {"generate": "transformers, generate", "assisted": "transformers, ass
 
 
 class Transformers:
-    """One way to generate, in a process that does all of them, one at a time."""
+    """One way to generate, in a process that all ways share in turns."""
 
     def __init__(self, process: asyncio.subprocess.Process, method: str, candidates: Sequence[int]) -> None:
         self.name = _METHODS[method]
@@ -32,15 +32,15 @@ class Transformers:
 
     @property
     def setting(self) -> str:
-        """How many tokens it drafts."""
+        """Number of draft tokens."""
         return "" if self._num_draft_tokens is None else f"k = {self._num_draft_tokens}"
 
     def can_run(self, batch: int, temperature: float) -> bool:
-        """Its speculation takes one prompt at a time."""
+        """Speculation in transformers decodes one prompt at a time."""
         return batch == 1 or self._method == "generate"
 
     async def tune(self, prompts: Sequence[Prompt], max_tokens: int) -> Mapping[str, float]:
-        """Try every number of draft tokens."""
+        """Warm up and keep the fastest number of draft tokens."""
         speeds: dict[str, float] = {}
         await self.run(prompts[:1], Sampling(max_tokens=max_tokens))
         for number in self._candidates:
@@ -67,7 +67,7 @@ class Transformers:
 
 
 async def start(plan: BenchPlan, stack: AsyncExitStack, progress: Progress) -> list[Transformers]:
-    """Start the process, which lives as long as the stack. Raises LeftOut."""
+    """Start the process, which ends with the stack. Raises LeftOut."""
     progress.tell("starting transformers")
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(

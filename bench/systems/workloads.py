@@ -1,4 +1,4 @@
-"""Texts that differ in how much of the output can be guessed from what is there."""
+"""Tasks that differ in how much of the output the prompt predicts."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Task:
 
     prompt: Prompt
     prediction: Prompt
-    """What its output is expected to be; empty: it says nothing."""
+    """Tokens of the expected output; empty: none is sent."""
     temperature: float
 
 
 def workloads(model: Path, count: int) -> Mapping[str, Sequence[Task]]:
-    """So many tasks of each kind, from the held-out texts in a model's tokens.
+    """`count` tasks of each kind, from the held-out texts in a model's tokens.
 
-    code: go on with a text; sampled: the same at temperature 1; edit: write a text again with a name changed, of which
-    the first third is given, the old one being the prediction; quote: quote the text's lines in a comment, of which the
-    first are given.
+    code: continue a text; sampled: continue a text at temperature 1; edit: repeat a text with one name changed, after
+    the first third of the new text and with the old text as the prediction; quote: repeat a text's lines in a comment,
+    after the first of them.
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     texts = [entry["text"] for entry in json.loads(_PROMPTS.read_text())][:count]

@@ -1,6 +1,6 @@
-"""Tests that failed in the last test run, each alone: is it a defect of the code, or of a test on a busy machine?
+"""Reruns each test that failed in the last run alone, to tell defects of the code from tests that a busy machine fails.
 
-Their names stay in the output, as what is to be mended. More than a few are not looked at: that is no accident.
+The output lists tests that then pass as to be mended. More than `MOST_FAILED` failures are not rerun.
 """
 
 import json
@@ -17,7 +17,7 @@ RUNS = 3
 
 
 def main() -> int:
-    """Returns 0 when each of a few failed tests passes three times running, 1 otherwise."""
+    """Return 0 if each of at most `MOST_FAILED` failed tests passes three times running, else 1."""
     failed = list(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else []
     if not 0 < len(failed) <= MOST_FAILED:
         typer.echo(f"{len(failed)} tests failed; from 1 to {MOST_FAILED} are run again")

@@ -1,4 +1,4 @@
-"""What a call costs, counted and not timed: the same number on every machine, under every load."""
+"""Cost of a call as a count of lines, which is the same on every machine and under every load."""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """Lines of Python that `call` runs in this thread, each pass of a loop counted; work inside of C counts nothing."""
+    """Lines of Python that `call` runs in this thread, each pass of a loop counted; C code does not count."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

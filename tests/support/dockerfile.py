@@ -1,4 +1,4 @@
-"""The Dockerfile of the images, read: its stages, and what they install."""
+"""Stages of the images' Dockerfile, and the requirements that they install."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 FINAL = ("coordinator", "gateway", "engine-cpu", "engine-cuda")
-"""Stages that are images."""
+"""Stages that become images."""
 
 
 def parsed_stages() -> dict[str, list[tuple[str, str]]]:
-    """Each stage's instructions by its name, with those of the stages that it is made from first."""
+    """Instructions of each stage by its name, preceded by those of its base stages."""
     text = re.sub(r"(?m)^#.*\n", "", DOCKERFILE.read_text(encoding="utf-8"))
     stages: dict[str, list[tuple[str, str]]] = {}
     name = ""
@@ -49,7 +49,7 @@ def copied_stages(stage: str) -> list[str]:
 
 
 def requirement_files(folder: Path) -> dict[str, list[str]]:
-    """The files of requirements that the build writes from pyproject.toml, by name; `folder` is where it works."""
+    """Lines of the requirement files that the build writes from pyproject.toml, by name; the build runs in `folder`."""
     (command,) = [rest for keyword, rest in STAGES["requirements"] if keyword == "RUN" and "tomllib" in rest]
     (folder / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
     subprocess.run(["sh", "-euc", command], cwd=folder, check=True)
@@ -57,7 +57,7 @@ def requirement_files(folder: Path) -> dict[str, list[str]]:
 
 
 def requirements_of_image(stage: str, folder: Path) -> list[str]:
-    """What pip is told to install into an image, from the files that its stages name."""
+    """Requirements that pip installs into an image, from the files that its stages name."""
     written = requirement_files(folder)
     commands = [rest for built in copied_stages(stage) for keyword, rest in STAGES[built] if keyword == "RUN"]
     names = [name for command in commands for name in re.findall(r"-r /requirements/(\S+)", command)]

@@ -1,10 +1,10 @@
-"""Decides which tests are quick: `make test` runs these, `make test-all` the others too.
+"""Decides which tests are quick: `make test` runs these, and `make test-all` also the others.
 
 A test is quick if it is marked `smoke`; or if it is not in one of NEVER_QUICK, and its function, with all cases, takes
-at most QUICK_S of processor time by tests/durations.json. What is not recorded there is quick. Functions that take
-_LEAST_RECORDED_S or more are recorded by name, all others of a file in one sum under its name. `--store-durations`
-records the files of a run; run whole files. Processor time is that of the worker and of all processes below it:
-a busy machine hardly changes it.
+at most QUICK_S of processor time by tests/durations.json. A test without a record is quick. Functions that take
+_LEAST_RECORDED_S or more have records of their own; all others of a file share the record of the file.
+`--store-durations` records the files of a run; run whole files. Processor time includes the worker's child processes,
+and hardly depends on the machine's load.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests/durations.json"
 QUICK_S = 2.0
-"""Processor seconds that all cases of a quick test function take together."""
+"""Processor seconds of all cases of a quick test function, at most."""
 QUICK_SUM_S = 420.0
-"""Processor seconds of all quick tests: 3.5 minutes on two cores, beside 1.5 for collecting and for what only waits."""
+"""Processor seconds of all quick tests, at most: 3.5 minutes on two cores, beside 1.5 for collection and waits."""
 _LEAST_RECORDED_S = 0.3
 NEVER_QUICK = (
     "adversary", "chaos", "chart", "clients", "defects", "e2e", "fuzz", "gpu", "integration", "security", "upgrade",
@@ -33,12 +33,12 @@ _PROPERTY = "processor_s"
 
 
 def function_of(item: str) -> str:
-    """The function of an item's id: the id without the case."""
+    """An item's id without the case."""
     return item.partition("[")[0]
 
 
 def is_quick(item: pytest.Item, recorded: dict[str, float]) -> bool:
-    """`recorded`: what the file says."""
+    """Whether a test is quick by `recorded`, which `read` returns."""
     if any(item.get_closest_marker(name) for name in ("long", "gpu")):
         return False
     if item.get_closest_marker("smoke"):
@@ -53,7 +53,7 @@ def _is_never_quick(path: Path) -> bool:
 
 
 def read() -> dict[str, float]:
-    """Processor seconds by function, and by file for the rest of it."""
+    """Processor seconds by function, and by file for its other functions."""
     recorded: dict[str, float] = json.loads(FILE.read_text())
     return recorded
 
@@ -92,13 +92,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out, where only quick tests are wanted, files that hold none: importing all takes half a minute."""
+    """For `-m quick`, ignore files without quick tests, because importing all files takes half a minute."""
     if config.option.markexpr != "quick" or collection_path.suffix != ".py" or not _is_never_quick(collection_path):
         return None
     return None if "mark.smoke" in collection_path.read_text() else True
 
 
-# Before -m chooses.
+# Runs before -m selects.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     recorded = read()
@@ -108,7 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Recorder:
-    """Measures in workers, writes where there are none, or in what started them."""
+    """Measures tests in the workers; the main process writes the file."""
 
     def __init__(self) -> None:
         self._began_s = 0.0
@@ -125,7 +125,7 @@ class _Recorder:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if call.when == "teardown":
-            # Less than nothing where a process with children was killed.
+            # Negative where a process with children was killed.
             report.user_properties.append((_PROPERTY, max(0.0, _processor_s() - self._began_s)))
         return report
 
@@ -140,12 +140,12 @@ class _Recorder:
 
 
 def _processor_s() -> float:
-    """Seconds that this process, those below it and those that these have waited for have taken."""
+    """Processor seconds of this process and its descendants, with the ended children that they have waited for."""
     total = 0.0
     this = psutil.Process()
     for process in (this, *this.children(recursive=True)):
         try:
             total += sum(process.cpu_times()[:4])
         except psutil.NoSuchProcess:
-            continue  # Its parent has it now.
+            continue  # Its parent's times include it now.
     return total

@@ -1,4 +1,4 @@
-"""The ends of what the wire can carry, field by field of the sampling parameters."""
+"""Extreme values of the wire's number formats, for each field of the sampling parameters."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ NUMBERS = sorted(RANGES)
 
 
 def values_of(allowed: Range) -> list[float]:
-    """The extremes, both ends of a range, and what is next to them on the outside."""
+    """The extremes, both ends of a range, and the next numbers outside it."""
     outside = (math.nextafter(allowed.low, -math.inf), math.nextafter(allowed.high, math.inf))
     return [*EXTREMES, allowed.low, allowed.high, *outside]
 
 
 def cases() -> list[tuple[str, float, bool]]:
-    """Every number of the parameters with every value, and whether it is legal."""
+    """Every numeric parameter with every value, and whether that is legal."""
     return [
         (name, value, RANGES[name].fault_of(value) is None) for name in NUMBERS for value in values_of(RANGES[name])
     ]
 
 
 def bias_cases() -> list[tuple[float, bool]]:
-    """The same for a bias, which is a float32."""
+    """Values of a bias, which is a float32, and whether they are legal."""
     return [(value, LOGIT_BIAS.fault_of(value) is None) for value in (*BIASES, LOGIT_BIAS.low, LOGIT_BIAS.high)]

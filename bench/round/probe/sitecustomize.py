@@ -1,7 +1,7 @@
-"""Stamps what passes between the processes of a deployment; Python loads it where this folder is on PYTHONPATH.
+"""Stamps messages between the processes of a deployment; Python loads it where this folder is on PYTHONPATH.
 
-Each stamp is (stage, monotonic nanoseconds, what passes). `bench.round.stamps` decodes them later. Each process writes
-its stamps to `SPECDEC_ROUND_FOLDER` when it ends.
+Each stamp is (stage, monotonic nanoseconds, message). `bench.round.stamps` decodes the messages later. Each process
+writes its stamps to `SPECDEC_ROUND_FOLDER` when it ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _stamps: list[tuple[str, int, Any]] = []
 
 
 def _before(owner: type, name: str, stamp: Callable[..., tuple[str, Any]]) -> None:
-    """Make a method leave a stamp each time it is called; `stamp` gets its arguments."""
+    """Make a method record a stamp at each call; `stamp` gets its arguments and returns (stage, message)."""
     method = getattr(owner, name)
 
     @functools.wraps(method)
@@ -110,7 +110,7 @@ _PATCHES = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Patches the modules above once they are loaded."""
+    """Patches the modules of `_PATCHES` once they are loaded."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""Chat templates that demand a form of calls, of their results or of reasoning, written for tests."""
+"""Chat templates, written for tests, that accept only one form of calls, of their results or of reasoning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parsers of messages tell, put together."""
+"""Messages put together from the deltas of streaming parsers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdec.gateway.chat.deltas import MessageDelta, StreamingParser
 
 @dataclass
 class Message:
-    """What all deltas come to."""
+    """The message that all deltas make."""
 
     content: str = ""
     reasoning: str = ""

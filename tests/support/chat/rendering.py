@@ -1,4 +1,4 @@
-"""Chats rendered here, and by transformers with the same template."""
+"""Chats rendered by specdec and by transformers with the same template."""
 
 from __future__ import annotations
 

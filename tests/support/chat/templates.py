@@ -1,4 +1,4 @@
-"""Chat templates in the manner of the families that are served most, written for tests."""
+"""Chat templates in the style of common model families, written for tests."""
 
 from __future__ import annotations
 
@@ -262,4 +262,4 @@ FAMILIES = {
     "generation_tags": GENERATION_TAGS,
     "parts": PARTS,
 }
-"""Those that are rendered with a content that is a text."""
+"""Templates that take a message's content as text."""

@@ -1,4 +1,4 @@
-"""The page about clients, docs/openai-clients.md, as programs: each section is run as a reader would run it."""
+"""The programs of docs/openai-clients.md; each section runs as a reader would run it."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ INSTALLED = {
     "aiperf": "aiperf",
     "vllm bench serve": "vllm",
 }
-"""Where tests/clients/install.sh puts the client of a section; others are in the environment of these tests."""
+"""Folder that tests/clients/install.sh installs a section's client into; others are in the tests' environment."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """What the page says of one client."""
+    """One client's section of the page."""
 
     name: str
     blocks: list[tuple[str, str]]
-    """Language and text, without what installs the client."""
+    """Language and text of each block, without the blocks that install the client."""
     installs: list[str]
-    """What pip is told to install."""
+    """Requirements that the section's pip commands install."""
 
 
 def sections() -> dict[str, Section]:
-    """All of the page, by name."""
+    """All sections of the page, by name."""
     found = {}
     for part in re.split(r"(?m)^## ", _PAGE.read_text(encoding="utf-8"))[1:]:
         name = part.partition("\n")[0]
@@ -50,21 +50,21 @@ def sections() -> dict[str, Section]:
 
 @dataclass(frozen=True)
 class Reader:
-    """Runs what the page says, in a folder in which the models are where they are in the checkout."""
+    """Runs the page's programs in a folder that has the checkout's models/."""
 
     url: str
     folder: Path
 
     def run(self, name: str, *, instead: tuple[str, str] = ("", ""), **variables: str) -> str:
-        """What the blocks of a section print.
+        """Output of the blocks of a section.
 
         Args:
-            name: of the section.
-            instead: a text of the page, and what to read in its place.
-            variables: of the environment, beside those of the tests.
+            name: the section.
+            instead: a text of the page, and its replacement.
+            variables: environment variables beside those of the tests.
 
         Raises:
-            AssertionError: a program failed; tells what it printed.
+            AssertionError: a program failed; the message has its output.
         """
         models = self.folder / "models"
         if not models.exists():

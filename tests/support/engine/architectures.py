@@ -1,4 +1,4 @@
-"""Random pairs of other architectures than the shipped one, with the byte tokenizer of the tiny pair."""
+"""Random pairs of architectures beside the shipped one, with the tiny pair's byte tokenizer."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import torch
 
 
 class Captures:
-    """Captures as a device does: what was captured is run again over the same tensors, into the same logits."""
+    """Captures as a device does: a replay runs the captured step over the same tensors, into the same logits."""
 
     def __init__(self, bytes_each: int = 0) -> None:
         self.num_captured = self.num_replayed = 0
@@ -17,7 +17,7 @@ class Captures:
         return self.num_captured * self._bytes_each
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """See there; results are -1 until the first replay."""
+        """See ``specdec.engine.cuda.buckets.Capture``; the logits are -1 until the first replay."""
         self.num_captured += 1
         logits = torch.empty_like(run()).fill_(-1)
 

@@ -13,7 +13,7 @@ SMALLEST_EXPECTED_COUNT = 10.0
 
 
 def p_value_of_fit(counts: ArrayLike, probs: ArrayLike) -> float:
-    """P-value of counts under probs; cells expected too rarely are pooled, 0 if an impossible one was seen."""
+    """P-value of counts under probs, with rare cells pooled; 0 if a cell of probability 0 has a count."""
     observed = np.asarray(counts, dtype=np.float64).ravel()
     expected = np.asarray(probs, dtype=np.float64).ravel()
     expected = expected / expected.sum() * observed.sum()

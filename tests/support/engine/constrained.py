@@ -63,7 +63,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "unicode": record(größe={"enum": ["groß", "klein", "✓"]}),
 }
-"""By what they show."""
+"""Schemas by the feature that they test."""
 TEXTS: dict[str, pb.Constraint] = {
     "one of several": pb.Constraint(choice=pb.TextChoices(texts=["positive", "negative", "neutral"])),
     "one": pb.Constraint(choice=pb.TextChoices(texts=["the only answer there is"])),
@@ -93,19 +93,19 @@ def constrained(
 
 
 def text_of(outcome: Outcome) -> str:
-    """Its output, without what ended it."""
+    """Text of the output, without special tokens."""
     return TOKENIZER.decode(outcome.token_ids, skip_special_tokens=True)
 
 
 def check_schema(outcome: Outcome, schema: dict[str, Any]) -> None:
-    """An output that has ended by itself is JSON that the schema allows."""
+    """Check that the output ended by itself and is JSON that the schema allows."""
     assert outcome.error is None
     assert outcome.finish_reason == pb.FINISH_REASON_STOP
     jsonschema.validate(json.loads(text_of(outcome)), schema)
 
 
 def check_all(outcomes: dict[str, Outcome]) -> None:
-    """Every output is what `SCHEMAS` has under its name; but for those few that came to their length first."""
+    """Check every output by the schema of its name; at most a fifth may reach `max_tokens` first."""
     for name, outcome in outcomes.items():
         assert outcome.error is None
         if outcome.finish_reason == pb.FINISH_REASON_STOP:
@@ -115,7 +115,7 @@ def check_all(outcomes: dict[str, Outcome]) -> None:
 
 
 def plainly(pair: LocalPair, bodies: dict[str, pb.OpenSession]) -> dict[str, Outcome]:
-    """The same sessions without proposals."""
+    """Outcomes of the same sessions without proposals."""
     plain = {}
     for session_id, body in bodies.items():
         plain[session_id] = pb.OpenSession()

@@ -1,4 +1,4 @@
-"""Several tokens in one captured graph, without a GPU: its kernels interpreted, its passes those of the CPU."""
+"""Drawing of several tokens in one captured graph, without a GPU: interpreted kernels, and passes on the CPU."""
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.cuda.buckets import BucketedSteps
@@ -9,7 +9,7 @@ from tests.support.engine.captures import Captures
 
 
 def device_drawing_of(runner: ModelRunner) -> tuple[DeviceDrawing, Captures]:
-    """For a runner that has computed nothing yet: it gets a cache with a block for what is spare."""
+    """Device drawing of a runner that has computed nothing yet; its cache gets one more block, for padding."""
     old, captures = runner._cache, Captures()
     runner._cache = KVCache(old.geometries, runner.num_blocks + 1, old.block_size, old.dtype, old.device)
     steps = BucketedSteps(runner._step_model, captures)

@@ -1,4 +1,4 @@
-"""A draft that draws several tokens per call beside the same one that draws them one by one."""
+"""Compares a draft that draws several tokens per call with one that draws them one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ plain: list[dict[str, Any]] = [
 
 
 def client_of(pair: LocalPair, *, is_ahead: bool, max_heads: int, **policy: float) -> WorkerClient:
-    """A draft at which nothing is open; `is_ahead`: it draws several tokens per call."""
+    """Client of a draft without sessions; `is_ahead`: the draft draws several tokens per call."""
     client = WorkerClient(pair, "draft")
     evict_all(client.engine.block_pool)
     pair.drafter.growth = GrowthPolicy(MAX_AHEAD, 64, max_heads, **policy)  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def client_of(pair: LocalPair, *, is_ahead: bool, max_heads: int, **policy: floa
 
 
 def settle(client: WorkerClient) -> dict[str, Snapshot]:
-    """Draft to the end; what the sessions have come to."""
+    """Draft until nothing is left to draft; returns a snapshot of each session."""
     for _ in range(400):
         client.turn()
         assert_blocks_add_up(client.engine)
@@ -62,14 +62,14 @@ def snapshot(client: WorkerClient, session: DraftSession) -> Snapshot:
 
 
 def any_path(session: DraftSession, rng: random.Random) -> list[int]:
-    """The tokens of one."""
+    """Tokens of a random path of the tree."""
     tree = session.tree
     node = rng.randrange(-1, len(tree)) if len(tree) else -1
     return [tree.token_ids[each] for each in tree.path(node)]
 
 
 def near_main_path(session: DraftSession, rng: random.Random) -> list[int]:
-    """The tokens of a path that leaves the main one soon, if ever: these are there whatever the order of others."""
+    """Tokens of a path that leaves the main path after two nodes at most; it exists in any order of drafting."""
     tree, main = session.tree, session.main_path
     above = rng.randrange(min(2, len(main)) + 1)
     parent = main[above - 1] if above else -1
@@ -81,7 +81,7 @@ PickPath = Callable[[DraftSession, random.Random], list[int]]
 
 
 def commit_of(session: DraftSession, rng: random.Random, pick_path: PickPath) -> pb.Commit:
-    """What a target might commit: a part of some path, with or without another token after it."""
+    """A random commit of a target: the tokens of a path, with or without another token after them."""
     tokens = pick_path(session, rng)
     if not tokens or rng.random() < 0.6:
         tokens.append(rng.choice((rng.randrange(4096), 278, 13)))
@@ -93,7 +93,7 @@ def commit_of(session: DraftSession, rng: random.Random, pick_path: PickPath) ->
 def play(
     client: WorkerClient, seed: int, choices: list[dict[str, Any]], pick_path: PickPath = any_path
 ) -> list[dict[str, Snapshot]]:
-    """Open, commit, change the credit, open again and close, as the seed says; what it came to after each."""
+    """Open, commit to, reopen and close sessions, and change the credit, by the seed; returns snapshots by round."""
     rng = random.Random(seed)
     opened: dict[str, int] = {}
     log = []
@@ -123,7 +123,7 @@ def play(
 
 
 def assert_alike(pair: LocalPair, seed: int, choices: list[dict[str, Any]], max_heads: int, **policy: float) -> None:
-    """Sessions of a random life, opened by `choices`, come to the same trees either way."""
+    """Sessions with random messages, opened by `choices`, have the same trees either way."""
     singly, ahead = (
         play(client_of(pair, is_ahead=is_ahead, max_heads=max_heads, **policy), seed, choices)
         for is_ahead in (False, True)
@@ -134,7 +134,7 @@ def assert_alike(pair: LocalPair, seed: int, choices: list[dict[str, Any]], max_
 def assert_same_guesses(
     pair: LocalPair, seed: int, choices: list[dict[str, Any]], max_heads: int, **policy: float
 ) -> None:
-    """The same life comes to the same guesses either way, in any order; to all of the same where there is room."""
+    """Common nodes have the same scores either way; below the node limit, the nodes are the same."""
     clients = (client_of(pair, is_ahead=is_ahead, max_heads=max_heads, **policy) for is_ahead in (False, True))
     singly, ahead = (play(client, seed, choices, near_main_path) for client in clients)
     limit = pair.drafter.growth.node_limit
@@ -155,7 +155,7 @@ def assert_same_guesses(
 
 
 def guesses(snapshot: Snapshot) -> dict[tuple[int, ...], tuple[float, bool]]:
-    """What is said of each node, by the tokens of its path."""
+    """Score and end mark of each node, by the tokens of its path."""
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(snapshot["tokens"], snapshot["parents"], strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))

@@ -1,4 +1,4 @@
-"""What tests of the draft's role ask of it, and what they read off its sessions."""
+"""Sessions of the draft's role for its tests, and their contents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_AHEAD = 6
 
 @contextmanager
 def drafting_client(pair: LocalPair) -> Iterator[WorkerClient]:
-    """The client of a draft that follows its main path alone, to the end; nothing of its sessions is left after."""
+    """The client of a draft that follows its main path alone, to the end; checks that its sessions leave nothing."""
     client = WorkerClient(pair, "draft")
     grow(client, max_heads=1, min_path_score=0.0)
     client.attach()
@@ -61,7 +61,7 @@ def proposals(client: WorkerClient, session_id: str = "s") -> list[pb.Proposal]:
 
 
 def length_within(proposal: pb.Proposal, chain: list[int]) -> int:
-    """How many tokens of a chain a proposal holds."""
+    """Number of a chain's tokens that a proposal holds."""
     parents = list(proposal.parents) or list(range(-1, len(proposal.token_ids) - 1))
     check_tree(proposal.token_ids, parents, 4096)
     tree = TokenTree(proposal.token_ids, parents)

@@ -1,4 +1,4 @@
-"""Rows of a draft that draws several tokens a call, and what a step computes for them."""
+"""Rows of a draft that draws several tokens per call, and their logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of an engine whose keys and values are digests, checked after each."""
+"""Steps of an engine over `ExactRunner`, with a check after each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A model whose keys and values are digests, for tests of the engine's bookkeeping.
 
 A slot's content is a hash of its token, its position and the contents of the slots it attends to, in order of
-position. One wrong, stale or missing slot anywhere in a row's past changes the row's logits: stricter than
-floats, and the same on every machine.
+position. One wrong, stale or missing slot in a row's past changes the row's logits. This is stricter than floats,
+and the same on every machine.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ NUM_LOGITS = 4
 
 
 def slot_content(token_id: int, position: int, past: bytes) -> bytes:
-    """What a row writes, given the contents of its past."""
+    """Content that a row writes, given the contents of its past."""
     head = token_id.to_bytes(8, "little") + position.to_bytes(8, "little")
     return hashlib.blake2b(head + past, digest_size=8).digest()
 
@@ -46,7 +46,7 @@ def _logits(content: bytes) -> torch.Tensor:
 
 
 class ExactRunner:
-    """The paged side: reads and writes slots only as a batch says, and refuses batches that break its rules."""
+    """A runner that reads and writes only the slots of a batch, and refuses batches that break their rules."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.device = torch.device("cpu")
@@ -57,22 +57,22 @@ class ExactRunner:
         self._slots = [b"unwritten" for _ in range(num_blocks * block_size)]
 
     def logits_of(self, content: bytes) -> torch.Tensor:
-        """What follows from the content of a row's slot."""
+        """Logits of a row from the content of its slot."""
         return _logits(content)
 
     def block_contents(self, block: int) -> bytes:
-        """All that a block holds."""
+        """Contents of a block's slots."""
         return b"".join(self._slots[block * self.block_size : (block + 1) * self.block_size])
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """In order."""
+        """Copy blocks one after the other."""
         for src, dst in pairs:
             first, size = dst * self.block_size, self.block_size
             self._slots[first : first + size] = self._slots[src * size : (src + 1) * size]
             self.num_block_copies += 1
 
     def copy_slots(self, src: list[int], dst: list[int]) -> None:
-        """All read before any is written."""
+        """Copy slots, all read before any is written."""
         assert len(set(dst)) == len(dst) == len(src)
         contents = [self._slots[slot] for slot in src]
         for slot, content in zip(dst, contents, strict=True):
@@ -104,7 +104,7 @@ def attended_slots(batch: Batch, row: int, block_size: int) -> list[int]:
 
 
 def check_batch(batch: Batch) -> None:
-    """The shapes, dtypes and sums that `Batch` promises."""
+    """Check the shapes, dtypes and sums that `Batch` guarantees."""
     num_rows = len(batch.input_ids)
     for name in ("input_ids", "position_ids", "slot_mapping", "logits_indices"):
         assert getattr(batch, name).dtype == torch.int64, name
@@ -132,7 +132,7 @@ def make_engine(
 
 
 def assert_blocks_add_up(engine: Engine) -> None:
-    """No block leaks: every reference is a table's, every block is in exactly one state."""
+    """Check that every reference to a block is a table's, and that every block is in exactly one state."""
     pool = engine.block_pool
     held = [block for seq in engine.scheduler.sequences for block in seq.block_ids]
     assert [held.count(block) for block in range(pool.num_blocks)] == [
@@ -144,7 +144,7 @@ def assert_blocks_add_up(engine: Engine) -> None:
 
 
 def evict_all(pool: BlockPool) -> int:
-    """Make the prefix cache forget every block that nobody owns, by using them all; returns how many there were."""
+    """Evict every cached block without an owner by allocating all; returns the number of cached blocks."""
     num_cached = pool.stats().cached
     pool.free(pool.allocate(pool.num_free))
     return num_cached

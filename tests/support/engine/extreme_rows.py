@@ -1,4 +1,4 @@
-"""Legal sampling parameters and logits at the ends of their ranges, and what float64 says of them."""
+"""Legal sampling parameters and logits at the ends of their ranges, and their scores in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdec.wire.sampling_params import SamplingParams
 MAX_VOCAB_SIZE = 70
 LARGEST = 3.4028234663852886e38
 FINITE = (0.0, -0.0, 1.0, -1.5, 30.0, 65504.0, -65504.0, LARGEST, -LARGEST, 3.3895e38, 1e-45, -1e-45, 1.2e-38)
-"""Of float32; 65504 is the largest number of float16, 3.3895e38 that of bfloat16, 1e-45 the smallest of float32."""
+"""Finite float32 logits. 65504 is float16's largest number, 3.3895e38 bfloat16's, and 1e-45 float32's smallest."""
 MASK = -math.inf
 POISON = (math.nan, math.inf, -math.nan)
 TINY = 5e-324
@@ -77,7 +77,7 @@ class Batch:
 
 @st.composite
 def batches(draw: Any) -> Batch:
-    """A few rows, some of which may hold masks, NaN or infinity, of any precision that models have."""
+    """A few rows in a model's dtype, some of which may hold masks, NaN or infinity."""
     vocab_size = draw(st.sampled_from((1, 2, 5, 33, MAX_VOCAB_SIZE)))
     num_padding = draw(st.sampled_from((0, 3)))
     rows, values = [], []
@@ -93,11 +93,11 @@ def batches(draw: Any) -> Batch:
 
 
 def exact_scores(logits: torch.Tensor, row: RowContext) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Scores with noise of all tokens in float64, and how far float32 may be off; None if no token can be drawn.
+    """Scores with noise of all tokens in float64, and float32's largest error; None if no token can be drawn.
 
     Args:
         logits: [V] of the tokens.
-        row: its context. Cuts are left to the caller.
+        row: the context. The caller applies top-k, top-p and min-p.
     """
     raw = logits.to(torch.float64)
     if not bool((raw < math.inf).all()):
@@ -125,7 +125,7 @@ def exact_scores(logits: torch.Tensor, row: RowContext) -> tuple[torch.Tensor, t
     best = float(adjusted.max())
     if best == -math.inf:
         return None
-    # Penalties are added to a logit that may cancel: what was rounded is as large as the terms were.
+    # Penalties and a logit may cancel, but the rounding error is of the size of the terms.
     size = adjusted.abs().nan_to_num(posinf=0.0) + raw.abs().nan_to_num(posinf=0.0) * 100 + abs(best) + 20_000
     slack = size * 2.0**-21
     if params.is_greedy:
@@ -148,7 +148,7 @@ def without_bad_words(scores: torch.Tensor, row: RowContext) -> torch.Tensor:
 
 
 def all_results(sampler: Sampler, logits: torch.Tensor, rows: list[RowContext]) -> list[Any]:
-    """What every method that gives a row a result gives each, comparable to the bit; NaN is NaN, of any bits."""
+    """Each row's results of every method of a sampler, comparable to the bit; all NaN are equal."""
     chosen = sampler.sample(logits, rows)
     candidates = sampler.candidates(logits, rows, 5)
     drafted = sampler.draft_sample(logits, rows, 64)

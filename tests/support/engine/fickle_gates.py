@@ -1,4 +1,4 @@
-"""Gates that suspend drafts for no good reason."""
+"""Gates that suspend drafts without regard to speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdec.target_service.policy.gate_state import GateState
 
 
 class Erratic(SpeculationGate):
-    """Opens and closes by the dice."""
+    """Opens and closes at random."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class Erratic(SpeculationGate):
 
 
 class Closed(SpeculationGate):
-    """Lets nobody speculate once a session has its first token."""
+    """Suspends every session after its first token."""
 
     def is_open(self, state: GateState | None) -> bool:
         return False
 
 
 class Bookkeeping(SpeculationGate):
-    """Decides as ever, and keeps what it was told of prompts that were computed for the target's own draft."""
+    """Decides as the product does, and records the seconds of prompts computed for the target's own draft."""
 
     def __init__(self) -> None:
         super().__init__(computes_prompts=True)
@@ -53,7 +53,7 @@ class Bookkeeping(SpeculationGate):
 
 
 class Spiteful(SpeculationGate):
-    """Suspends a session after each step that accepted something, and lets it go on after the next."""
+    """Suspends a session after each step that accepted a token, and resumes it after the next step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A machine on which what is verified does not depend on the clock."""
+"""A cost model that makes verified tokens independent of the clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from specdec.target_service.policy.step_time import StepTimeModel
 
 
 class FreeRows(StepTimeModel):
-    """A machine on which more rows cost nothing: everything offered is verified, whatever the clock says."""
+    """A cost model in which more rows cost nothing, so that every proposed token is verified."""
 
     def predict(self, num_rows: int) -> float:
         return self.base_s

@@ -1,4 +1,4 @@
-"""A target, its drafts and its clients as numbers: what the gate sees of them, by a clock of its own."""
+"""A target, its drafts and its clients as numbers that the gate observes, with a clock of its own."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from specdec.target_service.policy.gate import SpeculationGate
 from specdec.target_service.policy.gate_state import GateState
 
 _CHUNK_S = 0.02
-"""Of a prompt between two steps."""
+"""Seconds of a prompt's chunk between two steps."""
 
 
 @dataclass(frozen=True)
 class Weather:
-    """How things are at a moment."""
+    """Conditions at one time."""
 
     accepts: float = 1.0
-    """Mean accepted tokens per step of a session that speculates: whatever it is, up to seven at once."""
+    """Mean accepted tokens per step of a session that speculates; at most seven are accepted at once."""
     costs: float = 0.2
-    """How much longer a step takes if all speculate."""
+    """Ratio of a step's additional time to a plain step's if all sessions speculate."""
     sessions: int = 1
     answers: bool = True
     """Whether drafts propose at all."""
@@ -31,32 +31,32 @@ class Session:
     left: int
     number: int
     prompt_s: float
-    """Of the target's time that its draft still needs for its prompt."""
+    """Seconds of the target's time that the draft still needs for the prompt."""
     state: GateState | None = None
     catch_up: int = 0
 
 
 @dataclass
 class World:
-    """Decodes for ever; sessions end and others take their places."""
+    """Decodes without end; new sessions take the places of ended ones."""
 
     at: Callable[[float], Weather]
     length: int = 400
     seed: int = 0
     gate: SpeculationGate = field(default_factory=SpeculationGate)
     accepts_of: Callable[[int, float], float] | None = None
-    """Of a session by its number, and of the time."""
+    """Mean accepted tokens by the session's number and the time; None: `Weather.accepts`."""
     kind_of: Callable[[int], str] = lambda _: "greedy"
-    """Of a session by its number."""
+    """Kind of a session, by its number."""
     noise: float = 0.05
     step_s: float = 0.01
-    """Of a plain step without sessions."""
+    """Seconds of a plain step without sessions."""
     context_s: Callable[[int], float] = lambda _: 0.0
-    """Of a plain step, for the context of a session by its number."""
+    """Seconds that a session's context adds to a plain step, by the session's number."""
     prompt_s: float = 0.0
-    """Of the target's time a draft computes a session's prompt, before it proposes anything."""
+    """Seconds of the target's time in which a draft computes a session's prompt before it proposes."""
     lag_s: float = 0.0
-    """For so long a draft works on after it was told to stop."""
+    """Seconds for which a draft continues to work after it is suspended."""
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -65,10 +65,10 @@ class World:
         self.sessions: list[Session] = []
         self.num_begun = 0
         self._at_work = (0.0, 0.0)
-        """What share of drafts is, and until when."""
+        """Share of the drafts that work, and the end of that in seconds."""
 
     def run(self, seconds: float) -> tuple[float, float]:
-        """Seconds that it took, and those that plain decoding would have taken for the same tokens."""
+        """Run steps; returns their seconds, and those of plain decoding for the same tokens."""
         took_s = plain_s = 0.0
         for step_s, plain in self.steps(seconds):
             took_s += step_s
@@ -76,14 +76,14 @@ class World:
         return took_s, plain_s
 
     def share_speculating(self, seconds: float) -> float:
-        """Of session-steps within so many seconds."""
+        """Share of the session-steps within `seconds` that speculate."""
         counts = [
             (sum(self.gate.is_open(s.state) for s in self.sessions), len(self.sessions)) for _ in self.steps(seconds)
         ]
         return sum(on for on, _ in counts) / sum(of for _, of in counts)
 
     def steps(self, seconds: float) -> Iterator[tuple[float, float]]:
-        """Each step: the time it took, and the time of plain steps that would have given as many tokens."""
+        """Time of each step, and of the plain steps that would give as many tokens."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             yield self._step(self.at(self.now_s))
@@ -123,7 +123,7 @@ class World:
         return step_s, sum(num_tokens) / len(states) * plain_s
 
     def _compute_prompts(self) -> float:
-        """Of one chunk, for the first session that wants it. Returns what that takes."""
+        """Compute one chunk of a prompt, for the first session that needs it; returns its seconds."""
         for session in self.sessions:
             if session.prompt_s and session.state is not None and self.gate.is_open(session.state):
                 chunk_s = min(_CHUNK_S, session.prompt_s)

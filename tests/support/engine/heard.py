@@ -1,4 +1,4 @@
-"""A host for a role alone: it keeps what the role tells its owner."""
+"""A host for a role without a worker, which keeps the role's proposals."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from specdec.v1 import common_pb2 as pb
 
 class Steps:
     def work_on(self, keys: list[bytes]) -> None:
-        """Nobody looks."""
+        """Ignored."""
 
 
 class Heard(Generic[SessionT]):
-    """Sessions, and the proposals of all of them in order."""
+    """Sessions, and all proposals in order."""
 
     def __init__(self) -> None:
         self.sessions = EngineSessionTable[SessionT](60.0)

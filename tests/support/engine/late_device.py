@@ -1,7 +1,7 @@
-"""A device that plays a GPU in this process: passes are launched, computed some time later, and padded to buckets.
+"""A device that plays a GPU in this process: passes are launched, computed later, and padded to buckets.
 
-What is computed is computed by a real runner on the CPU, in the order of the calls, as in a stream. When is up to the
-test: after a pass was looked at some times, on a thread of its own, or not before somebody asks for its logits.
+A real runner on the CPU computes the passes in the order of the calls, as in a stream. The test decides the time of
+computing: after a number of looks at the pass, on a thread of its own, or when its logits are asked for.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.support.engine.free_rows import FreeRows
 from tests.support.engine.local_pair import LocalPair
 
 MOST_ROWS = 128
-"""Larger batches are not padded."""
+"""Rows of the largest batch that is padded."""
 
 
 class LatePass:
     """A launched pass: see `specdec.engine.runner.LaunchedPass`."""
 
     def __init__(self, compute: Callable[[], torch.Tensor], num_looks: int, on_look: Callable[[], None]) -> None:
-        """Computed at the look after `num_looks`, at the latest when it is asked for; told of each look before it."""
+        """The pass is computed after `num_looks` looks, or when its logits are asked for; each look calls `on_look`."""
         self.is_computed = self.is_asked_for = False
         self._compute = compute
         self._num_looks = num_looks
@@ -60,7 +60,7 @@ class LatePass:
             self._run()
 
     def logits(self) -> torch.Tensor:
-        """Of the pass, once it is computed."""
+        """Logits of the pass, once it is computed. Raises the error of computing it."""
         self.finish()
         self.is_asked_for = True
         if self._error is not None:
@@ -69,7 +69,7 @@ class LatePass:
         return self._logits
 
     def gap_s(self) -> float | None:
-        """A millisecond."""
+        """One millisecond."""
         return 1e-3
 
     def _run(self) -> None:
@@ -83,20 +83,20 @@ class LatePass:
 class LateDevice:
     """A runner whose passes are launched (`Engine.launch_pass`), over one that computes them.
 
-    It complains when blocks of a pass change hands before it is computed, and when a pass is launched before the one
-    before it was asked for.
+    Assertions fail when a pass's blocks are freed before it is computed, and when a pass is launched before its
+    predecessor's logits were asked for.
     """
 
     def __init__(self, runner: Runner, pool: BlockPool, num_spare_blocks: int) -> None:
-        """`pool` is that of the engine; the runner's cache has `num_spare_blocks` more, for rows of padding."""
+        """`pool` is the engine's; the runner's cache has `num_spare_blocks` more blocks, for rows of padding."""
         self.device = runner.device
         self.num_looks: Callable[[], int] = lambda: 2
-        """How often the next pass is looked at in vain."""
+        """Looks at the next pass before it is computed."""
         self.is_threaded = False
         self.meanwhile: Callable[[], None] = lambda: None
-        """Called once for each pass, when it is looked at first: what happens while it is computed."""
+        """Called once for each pass, at the first look: acts while the pass is computed."""
         self.before_compute: Callable[[Batch], None] = lambda batch: None
-        """Called with a batch when it is computed; may raise."""
+        """Called with each batch before it is computed; may raise."""
         self.num_launched = self.num_padded = 0
         self._runner = runner
         self._pool = pool
@@ -104,12 +104,12 @@ class LateDevice:
         self._stream: list[LatePass] = []
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute at once, padded all the same."""
+        """Compute a padded batch at once."""
         self._drain()
         return self._compute(batch)
 
     def launch(self, batch: Batch) -> LatePass:
-        """Put a pass behind what was launched before."""
+        """Launch a pass behind the earlier ones."""
         assert all(each.is_asked_for for each in self._stream), "the pass before was not collected"
         self._drain()
         looked_at: list[bool] = []
@@ -127,12 +127,12 @@ class LateDevice:
         return launched
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Behind the passes before it."""
+        """Copy blocks after the launched passes."""
         self._drain()
         self._runner.copy_blocks(pairs)
 
     def copy_slots(self, src: list[int], dst: list[int]) -> None:
-        """Behind the passes before it."""
+        """Copy slots after the launched passes."""
         self._drain()
         self._runner.copy_slots(src, dst)
 
@@ -147,7 +147,7 @@ class LateDevice:
         return self._runner.forward(self._padded(batch))
 
     def _padded(self, batch: Batch) -> Batch:
-        """With rows of a sequence of their own in the spare blocks, up to the next power of two."""
+        """The batch, padded to the next power of two by rows of one more sequence in the spare blocks."""
         num_rows, num_seqs = len(batch.input_ids), batch.num_seqs
         num_more = (1 << (num_rows - 1).bit_length()) - num_rows
         if not num_more or num_rows + num_more > MOST_ROWS:
@@ -176,7 +176,7 @@ class LateDevice:
 def late_engine(
     runner: Any, num_blocks: int, block_size: int, limits: tuple[int, int, int]
 ) -> tuple[Engine, LateDevice]:
-    """An engine over such a device, with `num_blocks` of the runner's cache; `limits` are those of `Scheduler`."""
+    """An engine over a late device, with `num_blocks` of the runner's blocks; `limits` are those of `Scheduler`."""
     pool = BlockPool(num_blocks, block_size)
     device = LateDevice(runner, pool, runner.num_blocks - num_blocks)
     return Engine(device, pool, Scheduler(pool, *limits), device.launch), device
@@ -189,7 +189,7 @@ def late_exact_engine(
     max_batch_seqs: int = 8,
     max_model_len: int = 96,
 ) -> tuple[Engine, LateDevice]:
-    """As `exact_runner.make_engine`."""
+    """`exact_runner.make_engine` over a late device."""
     num_spare = -(-MOST_ROWS // block_size)
     runner = ExactRunner(num_blocks + num_spare, block_size)
     runner.num_blocks = num_blocks + num_spare  # type: ignore[attr-defined]
@@ -197,7 +197,7 @@ def late_exact_engine(
 
 
 def put_on_late_device(pair: LocalPair, num_blocks: int) -> LateDevice:
-    """Give the target of a pair an engine over such a device, with so many blocks of its model's cache."""
+    """Give a pair's target an engine over a late device, with `num_blocks` of its model's blocks."""
     built = pair.target_built
     scheduler = built.engine.scheduler
     limits = scheduler.max_batch_tokens, scheduler.max_batch_seqs, scheduler.max_model_len
@@ -208,7 +208,7 @@ def put_on_late_device(pair: LocalPair, num_blocks: int) -> LateDevice:
 
 
 def unhurried() -> FreeRows:
-    """A model of time by which steps take long: what arrives while one is computed is taken before it is collected."""
+    """A cost model with long steps, so that messages that arrive during a step are processed before its results."""
     step_time = FreeRows()
     step_time.base_s = 1000.0
     return step_time

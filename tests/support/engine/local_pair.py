@@ -1,6 +1,6 @@
-"""A target and a draft in this process, on real models; a loop that is easy to disturb plays the coordinator.
+"""A target and a draft in this process, on real models, and a loop in the coordinator's place that tests can disturb.
 
-Everything but the transport is the product: workers, roles, engines and messages. The wire is a pair of lists.
+Workers, roles, engines and messages are the product's. Lists replace the transport.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MODELS = Path(__file__).parents[3] / "models"
 UNLIMITED = 1 << 30
 
 Propose = Callable[[str, list[int]], Iterable[bytes]]
-"""From a session's id and its tokens so far to the encoded proposals that reach the target next."""
+"""From a session's id and tokens to the encoded proposals for the target's next turn."""
 
 
 class LocalPair:
@@ -80,7 +80,7 @@ class LocalPair:
         self._start_workers()
 
     def _translate(self) -> Translated | None:
-        """What stands between a draft and a target of another tokenizer."""
+        """The translation between the draft's and the target's tokenizers; None if they are the same."""
         target, settings = self.target_built, self.draft_settings
         assert target.model is not None
         return translate(
@@ -92,8 +92,8 @@ class LocalPair:
         )
 
     def reset(self, *, own_draft: bool = False, drafters: Sequence[DrafterOptions] = ()) -> None:
-        """New workers over the same engines, whose prefix caches stay as they are. `own_draft`: the target has the
-        draft's engine itself, and no other draft. `drafters`: the target's own that need no weights."""
+        """Make new workers over the same engines, with their prefix caches. `own_draft`: the target has the draft's
+        engine itself, and no other draft. `drafters`: the target's drafters that need no weights."""
         for worker, host in ((self.target, self.target_host), (self.draft, self.draft_host)):
             for session in list(host.sessions):
                 worker._end(session, "closed")
@@ -115,7 +115,7 @@ class LocalPair:
         self.target_host: SessionHost[TargetSession] = self._host(self.target_port, TARGET_WIRE, self.target_built)
         own = None
         self.own_draft: LocalDraft | None = None
-        if own_draft:  # comes after the drafter above, whose engine tells the last one who has it of its passes
+        if own_draft:  # after the drafter above, because the engine notifies only its last owner of passes
             own = own_draft_of(self.target_host, self.draft_built, self.draft_settings, draft_recorder)
             self.own_draft = own.draft
         settings = self.target_settings
@@ -129,7 +129,7 @@ class LocalPair:
             self.target_host,
             self.verifier,  # type: ignore[arg-type]
         )
-        # What takes part in a step is not for a busy machine to say.
+        # The load of the machine must not decide the messages of a step.
         self.draft.most_taking_s = self.target.most_taking_s = math.inf
         self.opens: dict[str, pb.OpenSession] = {}
         self.epochs: dict[str, int] = {}
@@ -137,10 +137,10 @@ class LocalPair:
         self.live: set[str] = set()
         self._delayed: list[target_pb2.TargetEntry] = []
         self.answers: dict[int, Frame] = {}
-        """To calls, by their ids."""
+        """Answers to calls, by call id."""
         self.num_calls = 0
         self._withheld: dict[str, int] = {}
-        """Up to where the drafts of suspended sessions know the tokens."""
+        """Number of tokens that the draft of a suspended session knows, by session id."""
         attach = pb.Attach(owner_id="test")
         self.send_target(target_pb2.VerifyRequest(attach=attach))
         self.send_draft(draft_pb2.DraftRequest(attach=attach))
@@ -162,12 +162,12 @@ class LocalPair:
         self.draft_port.inbox.append(Frame(FrameKind.MESSAGE, STREAM, message.SerializeToString()))
 
     def send_entry(self, session_id: str, **body: Any) -> None:
-        """One entry for the target, under the session's present epoch."""
+        """Send one entry to the target, under the session's present epoch."""
         entry = target_pb2.TargetEntry(session_id=session_id, epoch=self.epochs[session_id], **body)
         self.send_target(target_pb2.VerifyRequest(entries=[entry]))
 
     def call(self, drafters: str, **fields: Any) -> int:
-        """Ask the target for other drafters; returns the id under which it answers."""
+        """Ask the target for other drafters; returns the id of the call."""
         request = target_pb2.SetDraftersRequest(drafters=drafters, **fields)
         call_id = FIRST_CALL + self.num_calls
         self.num_calls += 1
@@ -175,11 +175,11 @@ class LocalPair:
         return call_id
 
     def leave(self, call_id: int) -> None:
-        """Wait for an answer no longer."""
+        """Give up a call."""
         self.target_port.inbox.append(Frame(FrameKind.STREAM_CLOSED, call_id, b""))
 
     def answer(self, call_id: int, patience_s: float = 60.0) -> Frame:
-        """The answer to a call, after as many turns as it takes."""
+        """Run turns of the target until it answers a call; returns the answer."""
         until_s = time.monotonic() + patience_s
         while call_id not in self.answers:
             assert time.monotonic() < until_s, "no answer"
@@ -210,13 +210,13 @@ class LocalPair:
         max_turns: int = 50_000,
         gate: SpeculationGate | None = None,
     ) -> dict[str, Outcome]:
-        """Decode all sessions to their ends, then check that nothing of them is left anywhere.
+        """Decode all sessions to their ends, then check that nothing of them is left.
 
-        With `rng` the schedule is random: turns of target and draft interleave arbitrarily, and frames between them are
-        delayed, repeated and lost at will. `propose` plays a draft of its own. `each_turn` may disturb what it likes
-        before every turn of the target. With `verify_all` the target's cost model finds rows free, so that what is
-        verified does not depend on this machine's clock; with a long `hold_off_ms` a step always waits for its draft.
-        `gate` suspends drafts in place of one that never does.
+        With `rng` the schedule is random: turns of target and draft interleave, and frames between them are delayed,
+        repeated and lost. `propose` makes proposals in a draft's place. `each_turn` runs before every turn of the
+        target. With `verify_all` rows cost nothing in the target's cost model, so that the verified tokens do not
+        depend on the clock. With a long `hold_off_ms` a step always waits for its draft. `gate` replaces a gate that
+        never suspends drafts.
         """
         use_draft = use_draft and self.own_draft is None
         is_drafted = use_draft or propose is not None
@@ -254,7 +254,7 @@ class LocalPair:
 
     @property
     def local_draft(self) -> LocalDraft:
-        """The target's own; there is one after `reset(own_draft=True)`."""
+        """The target's own draft, which exists after `reset(own_draft=True)`."""
         assert self.own_draft is not None
         return self.own_draft
 
@@ -272,7 +272,7 @@ class LocalPair:
             self.send_draft(draft_pb2.DraftRequest(entries=[entry]))
 
     def check_nothing_left(self) -> None:
-        """No session, sequence or block outlives what was opened."""
+        """Check that no session, sequence or block is left."""
         assert len(self.target_host.sessions) == len(self.draft_host.sessions) == 0
         for engine in (self.target_built.engine, self.draft_built.engine):
             assert len(engine.scheduler) == 0

@@ -20,7 +20,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 def permuted_draft(folder: Path, seed: int = 3, base: Path | None = None) -> Path:
-    """A draft, the shipped one unless given, with its ids in another order: the same tokens and distributions."""
+    """Write the shipped draft, or `base`, with permuted ids: the same tokens and distributions."""
     config = json.loads(((base or _shipped_draft()) / "config.json").read_text())
     order = list(range(config["vocab_size"]))
     random.Random(seed).shuffle(order)
@@ -28,7 +28,7 @@ def permuted_draft(folder: Path, seed: int = 3, base: Path | None = None) -> Pat
 
 
 def draft_with_fewer_tokens(folder: Path, num_tokens: int) -> Path:
-    """The shipped draft with its first tokens only: longer ones become several."""
+    """Write the shipped draft with its first `num_tokens` tokens only; other texts need several tokens."""
 
     def cut(vocabulary: dict[str, int], merges: list[Any]) -> tuple[dict[str, int], list[Any]]:
         kept = {token: token_id for token, token_id in vocabulary.items() if token_id < num_tokens}
@@ -40,8 +40,10 @@ def draft_with_fewer_tokens(folder: Path, num_tokens: int) -> Path:
 
 
 def draft_of_another_family(folder: Path, texts: Iterable[str], num_tokens: int = 500) -> Path:
-    """A model of the shipped draft's size over a small BPE of its own: other tokens, other ends. What the
-    shipped draft has means what it means there."""
+    """Write a model of the shipped draft's size with a small BPE trained on `texts`.
+
+    Tokens that the shipped draft has, too, get their embeddings; the others get random rows of its embedding.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,7 +59,7 @@ def draft_of_another_family(folder: Path, texts: Iterable[str], num_tokens: int 
 
 
 def draft_of_pieces(folder: Path, texts: Iterable[str], num_tokens: int = 700) -> Path:
-    """The same with a tokenizer in the manner of SentencePiece: spaces are a character, and other bytes tokens."""
+    """`draft_of_another_family` with a SentencePiece-like tokenizer: "▁" for spaces, and byte tokens as fallback."""
     of_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -93,7 +95,7 @@ def _with_ids(
     cut: Callable[[dict[str, int], list[Any]], tuple[dict[str, int], list[Any]]],
     base: Path | None = None,
 ) -> Path:
-    """`order` has of each new id the one that it was."""
+    """Write a draft with new ids; `order` has the old id of each new one."""
     weights, config = _copied(folder, base)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     new = {old: index for index, old in enumerate(order)}

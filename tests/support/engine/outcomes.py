@@ -1,4 +1,4 @@
-"""What a session came to, as its coordinator sees it."""
+"""Results of a session, as its coordinator sees them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specdec.v1 import common_pb2 as pb
 
 @dataclass
 class Outcome:
-    """What a session came to."""
+    """Results of a session."""
 
     token_ids: list[int] = field(default_factory=list)
     verdicts: list[pb.Verdict] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def accepted_by(self) -> list[str]:
-        """Who proposed each accepted token, of the steps that say so."""
+        """Drafter of each accepted token, of the steps that name it."""
         return [name for verdict in self.verdicts for name in verdict.accepted_by]
 
     def num_of(self, drafter: str, what: str) -> int:

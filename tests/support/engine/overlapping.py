@@ -1,4 +1,4 @@
-"""A target whose steps a device computes late, and what happens while it computes one."""
+"""A target on a late device, and actions while the device computes a step."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ OTHER = prompts()[1][:25]
 
 
 def loaded_on_late_device() -> tuple[LocalPair, LateDevice]:
-    """A pair whose target's steps are computed by a device that is late."""
+    """A pair whose target runs on a late device, and that device."""
     pair = LocalPair(hold_off_ms=0.0, max_sessions=4)
     return pair, put_on_late_device(pair, 240)
 
 
 def undisturbed(device: LateDevice) -> LateDevice:
-    """The device, on which nothing happens meanwhile."""
+    """The device, without actions while it computes."""
     device.meanwhile, device.before_compute, device.num_looks = lambda: None, lambda batch: None, lambda: 100
     return device
 
 
 def truth_of(pair: LocalPair, device: LateDevice) -> dict[str, list[int]]:
-    """Prompts and greedy continuations, computed at once."""
+    """Prompts with their greedy continuations, computed without late passes."""
     engine = pair.target_built.engine
     engine.launch_pass = None
     pair.reset()
@@ -42,7 +42,7 @@ def a_session(prompt: list[int] = PROMPT, **options: Any) -> pb.OpenSession:
 
 
 def once(act: Callable[[], None], *, after: int = 0) -> Callable[[], None]:
-    """What happens while one step is computed, after so many others."""
+    """An action for `LateDevice.meanwhile` that acts once, in the step after `after` others."""
     num_calls = 0
 
     def meanwhile() -> None:

@@ -1,4 +1,4 @@
-"""Rows that attend over a paged cache, to run through any attention kernel."""
+"""Rows that attend over a paged cache, for tests of any attention kernel."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -74,11 +74,11 @@ class Paged:
     def run_rows(
         self, kernel: AttentionKernel, options: AttentionOptions, rows: Sequence[int], cache: KVCache
     ) -> torch.Tensor:
-        """Attention of some rows, in this order; the cache must hold what they read and do not write."""
+        """Attention of some rows in this order; the cache must hold the other slots that they read."""
         chosen = torch.tensor(rows)
         batch = self._batch_of(chosen)
         context = ForwardContext(batch, cache, kernel)
-        # Heads outside rows, as transformers gives them: strided, not contiguous.
+        # Strided as in transformers: heads outside rows.
         query, key, value = (
             data[chosen].transpose(0, 1).contiguous().transpose(0, 1) for data in (self.query, self.key, self.value)
         )

@@ -1,4 +1,4 @@
-"""What an engine may do to a sequence, played on a real model; logits are filed by the tokens a row saw."""
+"""Ways in which an engine may compute a sequence, on a real model; logits are logged by the tokens of a row's path."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +16,7 @@ Log = dict[Path, list[torch.Tensor]]
 
 
 def random_tokens(count: int, seed: int, vocab_size: int) -> list[int]:
-    """Tokens that only the seed decides."""
+    """Random tokens that depend only on the arguments."""
     generator = torch.Generator().manual_seed(seed)
     return [int(token) for token in torch.randint(0, vocab_size, (count,), generator=generator)]
 
@@ -32,7 +32,7 @@ class Player:
         self.num_preempted = 0
 
     def step(self) -> StepOutput | None:
-        """One step of the engine."""
+        """Run one step of the engine and log its logits."""
         trees = {seq.seq_id: seq.tree for seq in self.engine.scheduler.sequences}
         output = self.engine.step()
         for item in output.items if output else ():
@@ -115,7 +115,7 @@ def play_rollback(runner: ModelRunner, tokens: Sequence[int], num_prompt_tokens:
 
 
 def play_fork(runner: ModelRunner, tokens: Sequence[int], num_prompt_tokens: int, wrong: Sequence[int]) -> Log:
-    """Fork amid a block; parent and child go on with different tokens, the parent first."""
+    """Fork within a block; parent and child continue with different tokens, the parent first."""
     player = Player(runner)
     parent = player.engine.add(tokens[:num_prompt_tokens], num_prompt_tokens=num_prompt_tokens)
     player.run()

@@ -1,4 +1,4 @@
-"""Drafts with a mask token, from the shipped one."""
+"""Drafts with a mask token, made from the shipped draft."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from specdec.commands.shipped_pair import shipped_pair
 
 MASK_TOKEN = 4096
-"""Behind what the tokenizer names."""
+"""Id of the mask token, the first one without a name in the tokenizer."""
 
 
 def draft_with_a_mask(folder: Path, key: str = "pard_token") -> Path:
-    """The shipped draft with one more row in its embedding, for which it was not trained."""
+    """Write the shipped draft with one more row in its embedding, for the untrained mask token."""
     pair = shipped_pair()
     assert pair is not None
     shutil.copytree(pair / "draft", folder)

@@ -1,4 +1,4 @@
-"""Batches of attention rows as steps have them, drawn by hypothesis: ends of prefills, decodes and trees."""
+"""Batches of attention rows as in steps, drawn by hypothesis: ends of prefills, decodes and trees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_HEADS = 6
 
 @dataclass(slots=True)
 class RaggedRows:
-    """Rows to attend, and a cache that holds what came before them and NaN everywhere else."""
+    """Rows of attention, and a cache that holds their earlier tokens and NaN everywhere else."""
 
     batch: Batch
     cache: KVCache
@@ -26,12 +26,12 @@ class RaggedRows:
     value: torch.Tensor
 
     def run(self, kernel: AttentionKernel, options: AttentionOptions) -> tuple[torch.Tensor, KVCache]:
-        """Attention of all rows, and the cache after it; this one's is left as it is."""
+        """Attention of all rows, and a copy of the cache after it."""
         cache = copy_of(self.cache)
         return self._run(kernel, options, self.batch, cache, torch.arange(len(self.query))), cache
 
     def run_row(self, kernel: AttentionKernel, options: AttentionOptions, row: int, cache: KVCache) -> torch.Tensor:
-        """Attention of one row alone, where the cache holds all that it reads."""
+        """Attention of one row alone; the cache must hold all slots that it reads."""
         batch, start, end = self.batch, *self.batch.path_offsets[row : row + 2].tolist()
         alone = replace(
             batch,
@@ -48,9 +48,7 @@ class RaggedRows:
     def run_in_place(
         self, kernel: AttentionKernel, options: AttentionOptions, row: int, written: KVCache
     ) -> torch.Tensor:
-        """Attention of one row as plain decoding would have it: all that it sees in `written` is copied into blocks in
-        order.
-        """
+        """Attention of one row as in plain decoding, over ordered blocks with the slots of `written` that it reads."""
         batch, block_size = self.batch, self.cache.block_size
         position, context = int(batch.position_ids[row]), int(batch.context_lens[row])
         table = batch.block_tables[int(batch.row_seq[row])].tolist()
@@ -80,7 +78,7 @@ class RaggedRows:
     def _run(
         self, kernel: AttentionKernel, options: AttentionOptions, batch: Batch, cache: KVCache, rows: torch.Tensor
     ) -> torch.Tensor:
-        # Heads outside rows, as transformers gives them: strided, not contiguous.
+        # Strided as in transformers: heads outside rows.
         query, key, value = (
             data[rows].transpose(0, 1).contiguous().transpose(0, 1) for data in (self.query, self.key, self.value)
         )
@@ -106,7 +104,7 @@ def ragged_rows(
     num_heads: int = NUM_HEADS,
     most_nodes: int = 5,
 ) -> RaggedRows:
-    """One to three sequences, each with some last tokens to compute and a tree of some nodes below them."""
+    """One to three sequences, each with last tokens to compute and a tree below them."""
     geometry = draw(st.sampled_from(geometries))
     block_size = draw(st.sampled_from((1, 5, 8, 16, 32, 64)))
     sequences = []
@@ -127,13 +125,13 @@ def lay_out(
     seed: int,
     num_heads: int = NUM_HEADS,
 ) -> RaggedRows:
-    """Rows of sequences: (tokens, how many of them are new, parents of the nodes below the last one, -1 for it)."""
+    """Rows of sequences: (number of tokens, number of new ones, parents of the nodes; -1 is the last token)."""
     generator = torch.Generator().manual_seed(seed)
     num_blocks = [-(-(length + len(parents)) // block_size) for length, _, parents in sequences]
     shuffled = torch.randperm(sum(num_blocks), generator=generator).tolist()
     tables = torch.zeros(len(sequences), max(num_blocks), dtype=torch.int32)
     positions, slots, seqs, contexts, offsets, paths = [], [], [], [], [0], []
-    known = []  # slots of tokens that were computed before
+    known = []  # slots of earlier tokens
     for seq, (length, num_new, parents) in enumerate(sequences):
         own = [shuffled.pop() for _ in range(num_blocks[seq])]
         tables[seq, : len(own)] = torch.tensor(own)
@@ -150,7 +148,7 @@ def lay_out(
                 path.insert(0, parents[path[0]])
             positions.append(length - 1 + len(path))
             slots.append(slot_of[length + node])
-            in_place = path == list(range(node + 1))  # as `build_batch` has chains
+            in_place = path == list(range(node + 1))  # chains, as in `build_batch`
             contexts.append(length + len(path) if in_place else length)
             paths += [] if in_place else [slot_of[length + ancestor] for ancestor in path]
             offsets.append(len(paths))

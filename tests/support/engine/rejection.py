@@ -1,4 +1,4 @@
-"""Rejection verification held against the target's own distribution, by Pearson's chi-square."""
+"""Compares rejection verification with the target's own distribution, by Pearson's chi-square test."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def rejection_session(prompt: list[int], **options: object) -> pb.OpenSession:
 
 
 Banned = Callable[[tuple[int, ...]], Sequence[int]]
-"""From the output so far to the token ids that may not follow it."""
+"""From an output to the token ids that may not follow it."""
 
 
 def exact_distribution(
     prompt: list[int], num_tokens: int, banned: Banned = lambda output: ()
 ) -> dict[tuple[int, ...], float]:
-    """Joint probabilities of the first tokens at temperature 1 and top-k, from the logits of transformers."""
+    """Joint probabilities of the first tokens at temperature 1 and top-k, from transformers' logits."""
     model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(num_tokens):
@@ -55,7 +55,7 @@ def exact_distribution(
 
 
 def chi_square_p_value(counts: Counter[tuple[int, ...]], probabilities: dict[tuple[int, ...], float]) -> float:
-    """Pearson's test, with rare cells (fewer than 5 expected) put together."""
+    """P-value of Pearson's test, with rare cells (fewer than 5 expected) pooled."""
     total = sum(counts.values())
     assert set(counts) <= set(probabilities), "a token outside the target's top-k"
     cells: list[tuple[float, float]] = []
@@ -86,7 +86,7 @@ def sampled(
     propose: Propose | None = None,
     **sampling: Any,
 ) -> list[Outcome]:
-    """Short sessions with seeds of their own, many at once."""
+    """Outcomes of short sessions with seeds of their own, 64 at once."""
     outcomes: list[Outcome] = []
     for first in range(0, num_samples, 64):
         pair.reset(own_draft=own_draft, drafters=drafters)
@@ -126,9 +126,10 @@ def check_distribution(
     least_share: float = 1 / 4,
     **how: Any,
 ) -> None:
-    """The first three tokens of sessions with seeds of their own are distributed as the target's.
+    """Check that the first three tokens of sessions with seeds of their own have the target's distribution.
 
-    As a share of sessions, at least so many of the second and third tokens are drafted, and as many recovered.
+    `least_share`: least number of drafted tokens, and of recovered ones, among the second and third tokens, as a ratio
+    to the number of sessions.
     """
     prompt = prompts()[1][:17]
     outcomes = sampled(pair, prompt, num_samples, mode, gates, own_draft, **how)

@@ -1,4 +1,4 @@
-"""Rows of random logits, and a sampler for them, in each of its paths."""
+"""Rows of random logits, and samplers with and without the native kernels."""
 
 from __future__ import annotations
 

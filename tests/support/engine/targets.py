@@ -1,4 +1,4 @@
-"""What tests of the target's role share: a prompt, its greedy continuation, and a client that is attached."""
+"""A prompt, its greedy continuation and an attached client, for tests of the target's role."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = prompts()[0][:20]
 
 @contextmanager
 def target_client(pair: LocalPair, step_time: StepTimeModel) -> Iterator[WorkerClient]:
-    """The target's client, whose steps take `step_time` as it believes; nothing of its sessions is left after."""
+    """An attached client of the target, whose cost model is `step_time`; checks that its sessions leave nothing."""
     client = WorkerClient(pair, "target")
     client.pair.verifier.pacing.clock.rows = step_time
     client.attach()
@@ -33,5 +33,5 @@ def continued(pair: LocalPair, num_tokens: int) -> list[int]:
 
 
 def a_session(max_tokens: int = 60, *, body: dict[str, object] | None = None, **sampling: object) -> pb.OpenSession:
-    """Of the prompt."""
+    """A session of `PROMPT`."""
     return open_session(PROMPT, max_tokens=max_tokens, ignore_eos=True, body=body, **sampling)

@@ -36,8 +36,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-VOCAB_SIZE = 131  # prime, so that no layer's size is a multiple of a vector by luck
-_WEIGHT_STD = 0.2  # far from uniform attention: a wrong key must show in the logits
+VOCAB_SIZE = 131  # prime, so that it is a multiple of no vector's length
+_WEIGHT_STD = 0.2  # large enough that attention is not uniform and a wrong key changes the logits
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -76,7 +76,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_ma
 SUPPORTED: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_GQA),
     "llama_yarn_bias": lambda: LlamaConfig(**_GQA, rope_parameters=_YARN, attention_bias=True, mlp_bias=True),
-    # Heads of whole weight panels: where threads divide the kv heads, each takes whole ones.
+    # The heads fill whole weight panels, so that threads that divide the KV heads take whole ones.
     "llama_wide_heads": lambda: LlamaConfig(
         **{**_COMMON, "num_attention_heads": 8}, num_key_value_heads=4, head_dim=32
     ),
@@ -105,7 +105,7 @@ SUPPORTED: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 SWITCHED: dict[str, Callable[[], PreTrainedConfig]] = {
-    # Windows that are in masks only, or in keywords only: transformers' eager attention goes by the mask.
+    # Windows in masks only, or in keywords only: transformers' eager attention uses the mask.
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **_GQA, use_sliding_window=True, sliding_window=12, max_window_layers=1, **_QWEN_EXPERTS
     ),
@@ -120,7 +120,7 @@ SWITCHED: dict[str, Callable[[], PreTrainedConfig]] = {
     "smollm3_without_rope": lambda: SmolLM3Config(**_GQA, no_rope_layers=[1, 0, 1]),
     "ministral3_scales": lambda: Ministral3Config(**_GQA, head_dim=16, rope_parameters=_LLAMA_4_SCALES),
 }
-"""Models that compute something else from some position on, which comes within 20 tokens here."""
+"""Models whose computation changes at some position, which here is within 20 tokens."""
 
 LLAMA4_TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -140,7 +140,7 @@ LLAMA4_TEXT: dict[str, Any] = {
 
 
 def llama4(chunk: int, floor_scale: int) -> Llama4Config:
-    """Llama 4 as it is published: the text model's config is nested."""
+    """A config of Llama 4 as published, with the text model's config nested."""
     return Llama4Config(text_config={**LLAMA4_TEXT, "attention_chunk_size": chunk, "floor_scale": floor_scale})
 
 
@@ -162,7 +162,7 @@ def save_tiny_model(
 ) -> Path:
     """Write a tiny model with random weights (biases and norms too), rounded to ``dtype``; returns the directory.
 
-    ``num_layers``: of its first ones only, where an interpreter computes it.
+    ``num_layers``: number of layers, for tests in an interpreter; None: all.
     """
     config: Any = ({**SUPPORTED, **SWITCHED, **REFUSED}[name])()
     if num_layers is not None:
@@ -173,7 +173,7 @@ def save_tiny_model(
 
 
 def save_random(config: PreTrainedConfig, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """The same for a config of your own."""
+    """Write a model of a given config with random weights, as `save_tiny_model` does."""
     torch.manual_seed(seed)
     if isinstance(config, T5Config):
         model = T5ForConditionalGeneration(config)

@@ -1,4 +1,4 @@
-"""Where kernels in Triton run in tests: on a GPU, or without one in Triton's interpreter (see tests/conftest.py)."""
+"""Device of Triton kernels in tests: a GPU, or the CPU with Triton's interpreter (see tests/conftest.py)."""
 
 import functools
 import os
@@ -13,9 +13,9 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
 def _patched_once(call: Any) -> Any:
-    """``InterpretedFunction.__call__``, of functions inside kernels, without patching Triton's language at each call.
+    """``InterpretedFunction.__call__`` for functions inside kernels, without patching Triton's language at each call.
 
-    A launch patches what its kernel names; what other modules name stays patched from the first call of one of them.
+    A launch patches the names of its kernel's module. Another module stays patched after its first call.
     """
     patched: set[str] = set()
 
@@ -32,7 +32,7 @@ def _patched_once(call: Any) -> Any:
 
 
 def _by_name(numpy_type: Any) -> Any:
-    """`numpy_type` of Triton's types, looked up once for each name."""
+    """`numpy_type` with a cache by the name of Triton's type."""
     known: dict[str, np.dtype[Any]] = {}
 
     @functools.wraps(numpy_type)
@@ -45,7 +45,7 @@ def _by_name(numpy_type: Any) -> Any:
 
 
 def _at_once_where_equal(broadcast: Any) -> Any:
-    """``broadcast_impl_value`` that looks no further at blocks of one shape."""
+    """``broadcast_impl_value`` that returns blocks of equal shapes at once."""
 
     @functools.wraps(broadcast)
     def broadcast_values(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
@@ -59,7 +59,7 @@ def _at_once_where_equal(broadcast: Any) -> Any:
 
 
 def _made_once(with_element_type: Any) -> Any:
-    """``block_type.with_element_ty`` that makes each type once."""
+    """``block_type.with_element_ty`` with a cache."""
     made: dict[tuple[str, str], Any] = {}
 
     @functools.wraps(with_element_type)
@@ -72,7 +72,7 @@ def _made_once(with_element_type: Any) -> Any:
     return with_element
 
 
-if DEVICE == "cpu":  # These take half of the interpreter's time otherwise.
+if DEVICE == "cpu":  # Otherwise these take half of the interpreter's time.
     interpreter.InterpretedFunction.__call__ = _patched_once(interpreter.InterpretedFunction.__call__)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     TritonSemantic.broadcast_impl_value = _at_once_where_equal(TritonSemantic.broadcast_impl_value)
@@ -80,9 +80,9 @@ if DEVICE == "cpu":  # These take half of the interpreter's time otherwise.
 
 
 def ordered_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    """``InterpreterBuilder.create_dot`` that multiplies tiles in one order for every row, as a GPU's instructions do.
+    """``InterpreterBuilder.create_dot`` that sums in the same order for every row, as a GPU's instructions do.
 
-    The interpreter asks NumPy's BLAS otherwise, whose sums depend on where a row lies in its tile, on some CPUs.
+    The original calls NumPy's BLAS, whose sums depend on a row's place in its tile on some CPUs.
     """
     left, right = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
     products = np.zeros_like(d.data)

@@ -1,4 +1,4 @@
-"""One coordinator's end of one engine worker, frame by frame."""
+"""A coordinator's side of one engine worker, frame by frame."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.engine.local_pair import LocalPair
 
 
 class Clock:
-    """Time that passes when the test says so."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -27,7 +27,7 @@ class Clock:
 
 
 class WorkerClient:
-    """Sends frames to a worker and sorts what comes back."""
+    """Sends frames to a worker and sorts its frames."""
 
     def __init__(self, pair: LocalPair, role: str) -> None:
         pair.reset()
@@ -47,7 +47,7 @@ class WorkerClient:
         self.aborts: dict[int, status_pb2.Status] = {}
         self.kinds: list[FrameKind] = []
         self.message_bytes: list[int] = []
-        """Of each message that came."""
+        """Size of each received message."""
         self.spans: list[trace_pb2.SessionSpan] = []
         self.port.inbox.clear()
         self.port.outbox.clear()
@@ -68,7 +68,7 @@ class WorkerClient:
         prompt_position: int = 0,
         max_message_bytes: int = 0,
     ) -> None:
-        """Attach, listing sessions as id -> (epoch, committed length), all with prompts described up to a position."""
+        """Attach with sessions `held`, as id -> (epoch, committed length), and one `prompt_position` for all."""
         sessions = [
             pb.AttachedSession(
                 session_id=s, epoch=epoch, committed_length=length, prompt_logprobs_position=prompt_position
@@ -84,7 +84,7 @@ class WorkerClient:
         self.send(stream_id, entries=[self._entry(session_id=session_id, epoch=epoch, **body)])
 
     def turn(self, times: int = 1) -> None:
-        """Let the worker poll, step and send; take what it sent."""
+        """Let the worker poll, step and send, and sort its frames."""
         for _ in range(times):
             self.worker._turn()
         for frame in self.port.outbox:
@@ -104,7 +104,7 @@ class WorkerClient:
         self.port.outbox.clear()
 
     def take(self, kind: str, session_id: str = "s") -> list[Any]:
-        """Results of one kind since last taken."""
+        """Remove and return a session's results of one kind."""
         found = [r for r in self.results if r.WhichOneof("result") == kind and r.session_id == session_id]
         self.results = [r for r in self.results if not any(r is each for each in found)]
         return [getattr(result, kind) for result in found]
@@ -113,7 +113,7 @@ class WorkerClient:
         return self.host.sessions.get(session_id)
 
     def end_all(self) -> None:
-        """End what is left, as the worker ends sessions."""
+        """End all sessions, as the worker does."""
         for session in list(self.host.sessions):
             self.worker._end(session, "closed")
 
@@ -124,7 +124,7 @@ class WorkerClient:
 
 
 def reason_of(status: status_pb2.Status) -> str:
-    """The stable reason of a status."""
+    """Reason of a status's ErrorInfo."""
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info):
@@ -134,7 +134,7 @@ def reason_of(status: status_pb2.Status) -> str:
 
 
 def fields_of(status: status_pb2.Status) -> list[str]:
-    """The fields that a status blames."""
+    """Fields of a status's violations."""
     for detail in status.details:
         request = error_details_pb2.BadRequest()
         if detail.Unpack(request):
