@@ -25,8 +25,8 @@ def right_eagle(pair: LocalPair, folder: Path) -> EagleOptions:
 def fitted_eagle(target: str, texts: list[list[int]]) -> tuple[dict[str, Any], Tensors]:
     """Config and tensors of an EAGLE-1 head that maps token and state linearly to the next state.
 
-    The map is fitted on a target's states for these texts, and the head's layer adds zero. Tests need some of its tokens
-    to be accepted.
+    The map is fitted on a target's states for these texts, and the head's layer adds zero. Targets accept enough of its
+    tokens for tests of acceptance.
     """
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     embedding = model.get_input_embeddings().weight.detach()
