@@ -18,7 +18,7 @@ ROLE = ReplicaRole(
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.target_service") -> int:
-    """Runs until a signal ends it; returns the exit code: 0 drained and stopped, 1 failed, 2 bad settings."""
+    """Run until a signal ends the process; returns the exit code: 0 drained and stopped, 1 failed, 2 bad settings."""
     arguments = sys.argv[1:] if argv is None else argv
     settings = settings_or_exit(TargetSettings, arguments, env_prefix=TargetSettings.env_prefix, prog=prog)
     return run_replica(ROLE, settings)

@@ -1,7 +1,4 @@
-"""From an OpenSession to a session and its sequence in the engine, and the end of both.
-
-Forks wait for the prompt that they share.
-"""
+"""From an OpenSession to a session and its sequence in the engine, and the end of both."""
 
 from __future__ import annotations
 
@@ -38,13 +35,21 @@ def new_session(
     now_s: float,
     piece_bytes: int,
 ) -> TargetSession:
-    """Check an OpenSession and make the session that it asks for, which has no sequence yet.
+    """Check an OpenSession and make its session, which has no sequence yet.
 
-    `drafters` are those that the target has, by name; `now_s` is of time.monotonic; the prompt's log-probabilities are
-    told in parts of at most `piece_bytes`.
+    Args:
+        owner: connection that opened the session.
+        session_id: id of the session, unique at the target.
+        epoch: number of the session's opening.
+        body: the message.
+        identity: identity of the target's model.
+        settings: limits and defaults.
+        drafters: names of the target's drafters.
+        now_s: time of time.monotonic, in seconds.
+        piece_bytes: most bytes of one part of the prompt's log-probabilities.
 
     Raises:
-        SessionFailure: a field is out of range; names it.
+        SessionFailure: a field is out of range; the error names it.
     """
     check_open(
         body,
@@ -85,7 +90,10 @@ def new_session(
 
 
 def sources_of(body: pb.OpenSession, wanted: frozenset[str] | None, drafters: Iterable[str]) -> str:
-    """Names of all that propose for a session, of the draft and these drafters; `wanted` by its client, None: all."""
+    """Names of a session's sources, separated by blanks: the draft and `drafters`, as far as its client wants them.
+
+    `wanted`: names that the client allows; None: all.
+    """
     names = [DRAFT_MODEL, *drafters]
     if not body.prediction_token_ids:
         names = [name for name in names if name != "prediction"]
@@ -102,21 +110,21 @@ class Forks:
         return sum(map(len, self._waiting.values()))
 
     def wait(self, session: TargetSession) -> None:
-        """Let the session wait from now on."""
+        """Add a session that waits."""
         self._waiting.setdefault(session.body.fork_from, []).append(session)
 
     def take(self, parent_id: str) -> list[TargetSession]:
-        """Those that wait for a prompt wait no longer: it is computed, or will not be."""
+        """Remove and return the sessions that wait for a prompt: it is computed, or never will be."""
         return self._waiting.pop(parent_id, [])
 
     def drop(self, session: TargetSession) -> None:
-        """Forget a session that has ended; nothing happens if it did not wait."""
+        """Remove a session that has ended, if it waits."""
         if session in (waiting := self._waiting.get(session.body.fork_from, [])):
             waiting.remove(session)
 
 
 def may_fork(session: TargetSession, parent: TargetSession | None) -> bool:
-    """Whether `parent` is about to compute the very prompt of `session`, so that it may wait and share the KV."""
+    """Whether `parent` is about to compute the same prompt, so that `session` may wait and share its KV."""
     return (
         parent is not None
         and parent.owner is session.owner
@@ -125,12 +133,12 @@ def may_fork(session: TargetSession, parent: TargetSession | None) -> bool:
         and session.body.token_ids == parent.body.token_ids
         and session.body.cache_salt == parent.body.cache_salt
         and not session.body.HasField("num_prompt_logprobs")
-        and not (session.body.apart_until or parent.body.apart_until)  # a fork's first token is of its parent's step
+        and not (session.body.apart_until or parent.body.apart_until)  # a fork shares its parent's step
     )
 
 
 class Admission:
-    """Gives sessions their sequences: once their constraint is compiled, and once a prompt that they share is computed.
+    """Gives sessions their sequences when their constraint is compiled and a shared prompt is computed.
 
     Invariant: a session waits for its constraint, waits for a prompt, has a sequence, or has ended.
     """
@@ -145,7 +153,7 @@ class Admission:
         """`sessions`: all open sessions. `on_fault` ends a session whose constraint cannot be compiled."""
         self.forks = Forks()
         self.by_seq: dict[int, TargetSession] = {}
-        """Sessions with a sequence, by its id."""
+        """Sessions by the id of their sequence."""
         self._sessions = sessions
         self._engine = engine
         self._grammars = AwaitedGrammars[TargetSession](
@@ -154,7 +162,7 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Sessions that wait for a constraint or a prompt."""
+        """Number of sessions that wait for a constraint or a prompt."""
         return len(self.forks) + len(self._grammars)
 
     @property
@@ -163,15 +171,15 @@ class Admission:
         return len(self._grammars) > 0
 
     def poll(self) -> None:
-        """Go on with sessions whose constraints are compiled."""
+        """Admit sessions whose constraints are compiled."""
         self._grammars.poll()
 
     def open(self, session: TargetSession, body: pb.OpenSession) -> None:
-        """Begin a session. Raises SessionFailure if the engine cannot hold its tokens, or for its constraint."""
+        """Begin a session. Raises SessionFailure: its constraint is invalid, or the engine cannot hold its tokens."""
         self._grammars.open(session, body)
 
     def register(self, session: TargetSession, seq: Sequence) -> None:
-        """A session has its sequence."""
+        """Give a session its sequence."""
         session.begin(seq)
         self.by_seq[seq.seq_id] = session
         session.update_pause()
@@ -185,7 +193,7 @@ class Admission:
         return [self.by_seq[seq.seq_id] for seq in sequences]
 
     def end(self, session: TargetSession) -> None:
-        """Free the sequence; full blocks stay in the prefix cache. Forks that waited for its prompt compute it."""
+        """Free the sequence; its full blocks stay in the prefix cache. Forks that wait for its prompt compute it."""
         self._grammars.drop(session)
         self.forks.drop(session)
         if (seq := session.finish()) is not None:

@@ -1,4 +1,4 @@
-"""Sessions for which a step has computed logits: log-probabilities of prompts, and sessions to decide on."""
+"""From a step's logits to log-probabilities of prompts, and to the sessions whose next token the step decides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.target_service.session import TargetSession
 
 
 class CandidateReader:
-    """Finds the candidates of a step. Forks of a prompt get their sequences here, when it is computed."""
+    """Finds the candidates of a step. Forks of a prompt get their sequences here, when the prompt is computed."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class CandidateReader:
         admission: Admission,
         on_fault: Callable[[TargetSession, Exception], None],
     ) -> None:
-        """`on_fault` ends a session for what its share of the work has raised."""
+        """`on_fault` ends a session with the error that its part of the work raised."""
         self._host = host
         self._engine = engine
         self._admission = admission
@@ -39,13 +39,13 @@ class CandidateReader:
         chosen: dict[str, list[int]],
         started_s: float,
     ) -> tuple[list[Candidate], list[Undecided]]:
-        """Those whose pending tokens the step has computed, and those whose prompt it could not describe.
+        """Sessions whose pending tokens the step has computed, and sessions whose prompt has non-finite logits.
 
         Args:
-            output: of the step.
-            session_of: whose an item is.
-            chosen: by session id, which nodes of its tree are verified.
-            started_s: when the step began, of time.monotonic.
+            output: output of the step.
+            session_of: session of an item.
+            chosen: by session id, the verified nodes of its speculation tree.
+            started_s: start of the step, of time.monotonic.
         """
         candidates: list[Candidate] = []
         undecided: list[Undecided] = []
@@ -77,7 +77,7 @@ class CandidateReader:
         return candidates, undecided
 
     def _tell_prompt(self, session: TargetSession, logits: torch.Tensor, start: int) -> None:
-        """Tell what a chunk of prefill says about the prompt. Whether the next chunk may come depends on credit."""
+        """Send the log-probabilities of a chunk of prefill. The next chunk may have to wait for credit."""
         prompt = session.prompt_logprobs
         if prompt is None:
             return

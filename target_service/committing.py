@@ -1,4 +1,4 @@
-"""What a step decided becomes final: at the pacing, at the owner, in the engine, in the session."""
+"""Commits a step's decisions: to the pacing, the owner, the engine and the session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specdec.wire.sampling_params import VerifyMode
 
 
 class Commits:
-    """Makes decisions final, one by one."""
+    """Commits decisions, one by one."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Commits:
         own_draft: OwnDraft,
         local_drafters: LocalDrafters,
     ) -> None:
-        """`close` frees a session that has ended; `own_draft` hears of all tokens, `local_drafters` of their offers."""
+        """`close` frees a session that has ended; `own_draft` gets all tokens, `local_drafters` the outcomes."""
         self._local_drafters = local_drafters
         self._own_draft = own_draft
         self._host = host
@@ -41,20 +41,20 @@ class Commits:
         self._close = close
 
     def commit(self, decision: Decision, pacing: Pacing, started_s: float, elapsed_s: float, due_at_s: float) -> None:
-        """Make a decision final, in an order in which each part finds the session as it needs it.
+        """Commit a decision. The order matters, as each part reads the session's state:
 
-        1. `_prune` learns from the tree that was verified, then cuts it to what hangs below the new last token; where
-           proposals do not pay nothing is left of it.
-        2. `make_verdict` and `_tell` describe the decision by the state, times and length that the session had before.
+        1. `_prune` learns from the verified tree, then cuts it to the nodes below the new last token; a suspended
+           session's tree is cleared.
+        2. `make_verdict` and `_tell` describe the decision by the session's state, times and length before it.
         3. `_take` gives the tokens to the engine's sequence and to the history.
-        4. `_go_on` ends the session, or lets it run for as long as its credit allows.
+        4. `_go_on` ends the session, or lets it run as far as its credit allows.
 
         Args:
-            decision: what is to be final.
-            pacing: learns from it.
-            started_s: when the step began, of time.monotonic.
-            elapsed_s: how long it took.
-            due_at_s: when it could have begun, on the clock of hold-offs.
+            decision: the decision to commit.
+            pacing: learns from the decision.
+            started_s: start of the step, of time.monotonic.
+            elapsed_s: seconds of the step.
+            due_at_s: time at which the step could have begun, on the clock of hold-offs.
         """
         session = decision.candidate.session
         num_stale, told_tree = session.tree.num_stale, tree_of(decision)
@@ -83,7 +83,7 @@ class Commits:
         tree = candidate.session.tree
         verified = candidate.chosen[: candidate.num_nodes]
         accepted = [candidate.chosen[node] for node in decision.walk.path]
-        # The time of the target's own draft is measured, once for all sessions.
+        # The time of the target's own draft is measured per call, for all sessions together.
         draft_s = 0.0 if self._own_draft.is_there else tree.draft_us * 1e-6
         self._recorder.drafts(tree, verified, accepted, draft_s)
 
@@ -120,7 +120,7 @@ class Commits:
 
 
 def _prune(decision: Decision, pacing: Pacing) -> int:
-    """Returns how many nodes were dropped unaccepted."""
+    """Cut the tree to the nodes that stay; returns the number of nodes dropped unaccepted."""
     candidate, tree = decision.candidate, decision.candidate.session.tree
     pacing.expectations.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
     if not tree.nodes:

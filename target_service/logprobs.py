@@ -9,13 +9,13 @@ from specdec.engine.sampling.sampler import TokenLogprobs
 from specdec.v1 import common_pb2 as pb
 
 LEAST_LOGPROB = -9999.0
-"""In place of minus infinity."""
+"""Value reported in place of minus infinity."""
 _MOST_SLICE_NUMBERS = 2**23
-"""Logits looked at in one go: 64 MiB in double precision, whatever the vocabulary and however long the chunk."""
+"""Number of logits converted at once: 64 MiB in double precision, for any vocabulary and length of a chunk."""
 
 
 def position_logprobs(entry: TokenLogprobs | None) -> pb.PositionLogprobs:
-    """The sampler's log-probabilities of one position."""
+    """One position's log-probabilities as a message; None: an empty one."""
     if entry is None:
         return pb.PositionLogprobs()
     top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
@@ -29,9 +29,9 @@ def prompt_logprobs(
 
     Args:
         logits: [N, V] float32, rows of consecutive prompt tokens.
-        next_token_ids: [N], the prompt token after each.
-        num_top: number of alternatives.
-        vocab_size: ids from here on are padding of the model's.
+        next_token_ids: [N], the prompt token after each row.
+        num_top: number of likeliest tokens to report at each position.
+        vocab_size: number of token ids; columns from here on are padding.
 
     Raises:
         NonFiniteLogits: a row holds NaN or plus infinity, or nothing above minus infinity.
@@ -45,12 +45,12 @@ def prompt_logprobs(
 
 
 def node_logprobs(logits: torch.Tensor, token_ids: list[int], vocab_size: int) -> list[float]:
-    """Log-probability of each token in its own row; `LEAST_LOGPROB` where it has none.
+    """Log-probability of each token in its own row, at least `LEAST_LOGPROB`; that also where it is not finite.
 
     Args:
-        logits: [N, V] float32. Rows that no walk came to may hold anything.
-        token_ids: [N].
-        vocab_size: ids from here on are padding of the model's.
+        logits: [N, V] float32; rows off the walked path may hold NaN.
+        token_ids: [N], the token of each row.
+        vocab_size: number of token ids; columns from here on are padding.
     """
     raw = torch.log_softmax(logits[:, :vocab_size].to(torch.float64), dim=-1)
     chosen = raw.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1)).squeeze(1)

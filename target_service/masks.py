@@ -1,8 +1,8 @@
-"""Masks of a step's constraints: filled beside the forward pass where there is a core for that, else behind it.
+"""Masks of a step's constraints: filled during the forward pass on a free core or beside a GPU, else after it.
 
-Which rows a step computes is known before they are computed, and what a constraint allows there depends on token ids
-alone. Filling is llguidance's work, which holds no lock of the interpreter, and neither does the forward pass. While a
-device computes the pass, the thread that has launched it fills them.
+A step's rows are known before they are computed, and a constraint's allowed tokens depend on token ids alone.
+llguidance fills the masks without the interpreter's lock, which the forward pass does not hold either. While a GPU
+computes the pass, the thread that launched it fills the masks.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from specdec.engine.tree import TokenTree
 from specdec.target_service.session import TargetSession
 
 _WORTH_S = 3e-4
-"""Seconds of filling above which a thread does it: waking one takes 20 to 100 us of the step."""
+"""Expected seconds of filling above which a thread does it: waking a thread takes 20 to 100 us of the step."""
 _WEIGHT = 0.1
-"""Weight of the last measurement in the mean time of a mask."""
+"""Weight of one measurement in the moving mean of a mask's time."""
 
 
 @dataclass(slots=True)
 class _Share:
-    """What a step needs for one session."""
+    """Masks that a step needs for one session."""
 
     session: TargetSession
     tree: TokenTree
     num_nodes: int
     masks: list[NodeMask] = field(default_factory=list)
-    """[1 + num_nodes], once they are filled."""
+    """[1 + num_nodes] masks; empty before they are filled."""
     error: Exception | None = None
-    """What filling them has raised."""
+    """Error that filling raised."""
 
     def is_of(self, session: TargetSession, tree: TokenTree, num_nodes: int) -> bool:
         return self.session is session and self.num_nodes == num_nodes and (self.tree is tree or not num_nodes)
@@ -49,34 +49,34 @@ class _Share:
 
 
 class MaskFilling:
-    """The masks of the step that runs. Between `begin` and `wait` nobody else may touch the sessions' grammars.
+    """Masks of the present step. Between `begin` and `wait` no other code may use the sessions' grammars.
 
-    For one thread. What filling raises for a session is raised where its masks are asked for, and nowhere else.
+    Only one thread may call it. An error of filling a session's masks is raised by `take`, and nowhere else.
     """
 
     def __init__(self, worth_s: float | None) -> None:
-        """`worth_s`: masks expected to take longer are filled on a thread, which is started for the first of them and
-        ends with this object; None: none are.
+        """`worth_s`: expected seconds above which a thread fills the masks; it starts at first use and ends with this
+        object. None: no thread is used.
         """
         self._worth_s = math.inf if worth_s is None else worth_s
         self._mask_s = 0.0
-        """What a mask took of late."""
+        """Moving mean of a mask's time, in seconds."""
         self._jobs: SimpleQueue[Sequence[_Share]] | None = None
         self._done = SimpleQueue[float]()
         self._is_running = False
         self._shares: dict[str, _Share] = {}
         self._unfilled: list[_Share] = []
         self.fill_s = 0.0
-        """Time that masks of this step took, on whichever thread; known after `wait`."""
+        """Seconds of filling the present step's masks, on any thread; known after `wait`."""
         self.wait_s = 0.0
-        """Seconds of that for which the step waited."""
+        """Seconds for which the step waited for its masks."""
 
     def begin(self, wanted: Iterable[tuple[TargetSession, TokenTree, int]]) -> None:
-        """A step is about to run: start on its masks, if that is done beside it.
+        """Start to fill a step's masks on the thread, if that is worth it; else note them for `fill`.
 
         Args:
-            wanted: of each session with a constraint whose next token it decides, the tree, and how many of its nodes
-                are verified.
+            wanted: for each constrained session whose next token the step decides: session, tree, and number of the
+                tree's leading nodes that are verified.
         """
         self.wait()
         self._shares.clear()
@@ -91,14 +91,14 @@ class MaskFilling:
             self._unfilled = shares
 
     def fill(self) -> None:
-        """Fill now what was begun and no thread fills, as a device computes the step; nobody waits for it."""
+        """Fill the noted masks on the calling thread, while a GPU computes the step."""
         if self._unfilled:
             self._shares.update((share.session.session_id, share) for share in self._unfilled)
             self._learn(_fill(self._unfilled), self._unfilled)
             self._unfilled = []
 
     def wait(self) -> None:
-        """Come back when no grammar is being followed any more; at once where none was. Raises nothing."""
+        """Wait until the thread uses no grammar any more. Raises nothing."""
         if self._is_running:
             started_s = time.perf_counter()
             self._learn(self._done.get(), list(self._shares.values()))
@@ -106,10 +106,10 @@ class MaskFilling:
             self.wait_s += time.perf_counter() - started_s
 
     def take(self, session: TargetSession, tree: TokenTree, num_nodes: int) -> Sequence[NodeMask]:
-        """Masks behind the last committed token and behind each node; filled now if they were not begun.
+        """Masks after the last committed token and after each node, [1 + num_nodes]; filled now if they are not yet.
 
         Raises:
-            Exception: what filling them has raised.
+            Exception: the error that filling raised.
         """
         share = self._shares.get(session.session_id)
         if share is None or not share.is_of(session, tree, num_nodes):
@@ -126,7 +126,7 @@ class MaskFilling:
         self._mask_s += _WEIGHT * (elapsed_s / _num_masks(shares) - self._mask_s)
 
     def _thread_jobs(self) -> SimpleQueue[Sequence[_Share]]:
-        # Queues of C: a pool of threads takes 30 us more for a step.
+        # SimpleQueue is written in C: a thread pool takes 30 us more per step.
         if self._jobs is None:
             self._jobs = SimpleQueue()
             threading.Thread(target=_work, args=(self._jobs, self._done), name="masks", daemon=True).start()
@@ -139,13 +139,13 @@ def _num_masks(shares: Sequence[_Share]) -> int:
 
 
 def _work(jobs: SimpleQueue[Sequence[_Share]], done: SimpleQueue[float]) -> None:
-    """Fill what comes until nothing does."""
+    """Fill jobs until an empty one comes; the thread's body."""
     while shares := jobs.get():
         done.put(_fill(shares))
 
 
 def _fill(shares: Sequence[_Share]) -> float:
-    """Returns how many seconds it took."""
+    """Fill masks; returns the seconds it took."""
     started_s = time.perf_counter()
     for share in shares:
         share.fill()
@@ -153,7 +153,8 @@ def _fill(shares: Sequence[_Share]) -> float:
 
 
 def masks_of(session: TargetSession, tree: TokenTree, num_nodes: int) -> list[NodeMask]:
-    """What the session's constraint allows behind its last committed token, and behind each of the leading nodes."""
+    """Masks of a session's constraint after its last committed token and after each of the tree's first `num_nodes`
+    nodes, [1 + num_nodes]; empty without a constraint."""
     grammar, params = session.grammar, session.params
     if grammar is None:
         return []
@@ -164,9 +165,9 @@ def masks_of(session: TargetSession, tree: TokenTree, num_nodes: int) -> list[No
 
 
 def worth_a_thread_s(device: str) -> float | None:
-    """From which time on masks are filled on a thread; None: the thread would only take turns with the pass.
+    """Expected seconds of filling above which a thread fills masks; None: no thread is used.
 
-    A GPU's pass is only launched: the thread that has launched it fills masks while it runs (`MaskFilling.fill`). On a
-    single core nothing runs beside it.
+    A GPU's pass is only launched, and the launching thread fills masks meanwhile (`MaskFilling.fill`). On a single core
+    a thread would only take turns with the pass.
     """
     return _WORTH_S if device == "cpu" and len(os.sched_getaffinity(0)) > 1 else None

@@ -19,7 +19,7 @@ from specdec.telemetry import DraftMetrics, TargetMetrics
 
 
 def run_model(port: EnginePort, settings: TargetSettings, wire: Wire) -> None:
-    """Verify until the servicer goes or says stop."""
+    """Verify until the servicer closes the port or sends stop."""
     recorder = TargetRecorder(TargetMetrics(REGISTRY))
     draft = settings.own_draft_settings
     draft_recorder = None if draft is None else DraftRecorder(DraftMetrics(REGISTRY))

@@ -1,4 +1,4 @@
-"""Log-probabilities of a session's prompt: computed chunk by chunk, told in parts, kept until they have arrived."""
+"""Log-probabilities of a session's prompt: computed chunk by chunk, sent in parts, kept until acknowledged."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import position_bytes
 
 _PART_OVERHEAD_BYTES = 64
-"""What a part has besides its positions."""
+"""Bytes of a part besides its positions."""
 
 
 class PromptLogprobs:
-    """What is known, told and acknowledged of them. Positions are those of the tokens that they are about.
+    """Progress of a prompt's log-probabilities: computed, sent and acknowledged. A position is that of the described
+    token.
 
-    Invariant: what is known past the credit is at most one step's rows, so what is kept is bounded by credit and step.
+    Invariant: at most one step's rows are computed past the credit, so the kept parts are bounded by credit and step.
     """
 
     def __init__(self, body: pb.OpenSession, vocab_size: int, piece_bytes: int) -> None:
-        """Nothing is known yet.
+        """Begin at the position that the session's opening asks for.
 
         Args:
-            body: asks for them.
-            vocab_size: ids from here on are padding of the model's.
-            piece_bytes: no part is larger.
+            body: the OpenSession.
+            vocab_size: number of token ids; columns of logits from here on are padding.
+            piece_bytes: most bytes of a part.
         """
         self.next_position = max(1, body.prompt_logprobs_start)
-        """The first that is not known; the prompt's first token has none."""
+        """First position that is not computed; the prompt's first token has no log-probability."""
         self._end = body.num_prompt_tokens
         self._token_ids = body.token_ids
         self._vocab_size = vocab_size
@@ -42,23 +43,26 @@ class PromptLogprobs:
 
     @property
     def is_complete(self) -> bool:
-        """All are known."""
+        """Whether all positions are computed."""
         return self.next_position >= self._end
 
     @property
     def is_starved(self) -> bool:
-        """More may not be computed before there is credit."""
+        """Whether the next position needs more credit."""
         return self._credit is not None and not self.is_complete and self.next_position >= self._credit
 
     def take(self, logits: torch.Tensor, start: int) -> list[pb.PromptLogprobsPart]:
-        """Learn from a chunk of prefill; returns the parts to tell, none where the owner wants all with the verdict.
+        """Compute the log-probabilities of a chunk of prefill.
+
+        Returns the parts to send: none where the owner wants all positions with the first verdict.
 
         Args:
             logits: [N, V] float32, rows of the chunk.
-            start: position of its first token; after a preemption chunks come again.
+            start: position of the chunk's first token; after a preemption chunks are computed again.
 
         Raises:
             NonFiniteLogits: as in `logprobs.prompt_logprobs`.
+            ValueError: the chunk begins past the next position.
         """
         num_known = self.next_position - 1 - start
         if num_known < 0:
@@ -82,19 +86,19 @@ class PromptLogprobs:
         return parts
 
     def take_whole(self) -> list[pb.PositionLogprobs]:
-        """All of them, once, for an owner that wants them with the first verdict; else none."""
+        """All positions, once, for an owner that wants them with the first verdict; else none."""
         whole, self._whole = self._whole, []
         return whole
 
     def credited(self, credit: pb.Credit) -> None:
-        """The owner gives credit, and tells what has arrived."""
+        """Raise the credit, and drop the parts that the owner acknowledges."""
         if self._credit is not None:
             self._credit = max(self._credit, credit.prompt_logprobs_position)
         while self._unacknowledged and _end_of(self._unacknowledged[0]) <= credit.acknowledged_prompt_logprobs_position:
             self._unacknowledged.popleft()
 
     def unseen(self, position: int) -> Iterator[pb.PromptLogprobsPart]:
-        """The parts that are kept and end past a position, in order."""
+        """Kept parts that end past `position`, in order."""
         return (part for part in self._unacknowledged if _end_of(part) > position)
 
 

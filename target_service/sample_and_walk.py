@@ -1,4 +1,4 @@
-"""From a step's logits to what each session commits: one sampling call over all rows, then a walk per session."""
+"""From a step's logits to each session's committed tokens: one sampling call over all rows, then a walk per session."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Candidate:
     """A session whose pending tokens a step has computed."""
 
     session: TargetSession
-    """Its sequence holds the committed tokens."""
+    """The session, whose sequence holds the committed tokens."""
     root_row: int
     """Row of the logits that decides the next token; node ``i`` has row ``root_row + 1 + i``."""
     tree: TokenTree
-    """The nodes offered."""
+    """Nodes that were chosen for the step."""
     num_nodes: int
-    """How many of them, from the first one on, were verified."""
+    """Number of leading nodes of `tree` that were verified."""
     chosen: list[int]
-    """For each node offered, its index in the session's speculation tree."""
+    """For each node of `tree`, its index in the session's speculation tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a step commits for a session, with log-probabilities where they were asked for."""
+    """Tokens that a step commits for a session, with log-probabilities where they are wanted."""
 
     candidate: Candidate
     walk: Walk
@@ -49,12 +49,12 @@ class Decision:
     node_logprobs: list[float]
     """Log-probabilities of the verified nodes, if the session's trees are reported; else empty."""
     tokens: list[int | None] = field(default_factory=list)
-    """What was drawn at the last committed token and at each verified node, whatever was accepted."""
+    """Token drawn after the last committed token and after each verified node, accepted or not; None: none possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """A session that a step cannot decide on, because of its own logits or its own constraint."""
+    """A session that a step cannot decide on, because of its logits or its constraint."""
 
     session: TargetSession
     error: NonFiniteLogits | GrammarError
@@ -63,16 +63,19 @@ class Undecided:
 def decide(
     candidates: list[Candidate], logits: torch.Tensor, sampler: Sampler, filling: MaskFilling
 ) -> tuple[list[Decision], list[Undecided]]:
-    """Sample the row of every committed token and node, and walk every tree.
+    """Sample the row of every last committed token and verified node, and walk every tree.
 
-    Rows that no walk comes to decide nothing, whatever they hold. Masks that were not filled beside the forward pass
-    are filled here, while a device may still be at work on the logits.
+    Rows off the walked paths decide nothing and may hold NaN. Masks that were not filled during the forward pass are
+    filled here, while a GPU may still compute the logits.
 
     Args:
-        candidates: whose rows to sample; forks of one prompt share a row.
+        candidates: sessions to decide on; forks of one prompt share a row.
         logits: [R, V] float32.
         sampler: draws by the shared noise.
-        filling: has the masks of constraints.
+        filling: masks of the sessions' constraints.
+
+    Returns:
+        The decisions, and the sessions whose walk met non-finite logits or a fault of their constraint.
     """
     rows: list[int] = []
     contexts: list[RowContext] = []
@@ -106,9 +109,9 @@ def decide(
 def _masks(
     candidates: list[Candidate], firsts: list[int], contexts: list[RowContext], filling: MaskFilling
 ) -> tuple[dict[int, MaskWords], dict[int, dict[int, GrammarError]]]:
-    """What constraints allow in each row, and by the first row of a candidate at which nodes that is not known.
+    """Masks by row, and by the first row of a candidate the faults of its constraint by node.
 
-    Notes in `contexts` where a choice must end.
+    Sets `must_end` in `contexts` where a constraint is complete.
     """
     words: dict[int, MaskWords] = {}
     faults: dict[int, dict[int, GrammarError]] = {}
@@ -135,7 +138,7 @@ class _Rows:
     contexts: list[RowContext]
     tokens: list[int | None]
     faults: dict[int, GrammarError]
-    """By node, why it is not known what may follow."""
+    """Faults of the constraint, by the node after which it could not be followed."""
 
     def walk(self, sampler: Sampler) -> Walk:
         """Walk the verified tree by the session's mode of verification."""
@@ -155,7 +158,7 @@ class _Rows:
         return walk
 
     def logprobs(self, walk: Walk, sampler: Sampler) -> list[pb.PositionLogprobs]:
-        """Raw log-probabilities of the committed tokens, masked ones under a constraint; empty when none are wanted."""
+        """Raw log-probabilities of the committed tokens, masked under a constraint; empty where none are wanted."""
         if self.candidate.session.params.num_logprobs is None:
             return []
         rows = [1 + node for node in walk.rows]
@@ -163,7 +166,7 @@ class _Rows:
         return [position_logprobs(entry) for entry in sampler.logprobs(self.logits[rows], contexts, walk.token_ids)]
 
     def node_logprobs(self, sampler: Sampler) -> list[float]:
-        """Raw log-probabilities of the verified nodes after their parents; empty where nobody asked for trees."""
+        """Log-probabilities of the verified nodes after their parents; empty where trees are not reported."""
         candidate, num_nodes = self.candidate, self.candidate.num_nodes
         if not (num_nodes and candidate.session.body.tells_trees):
             return []
@@ -197,7 +200,7 @@ class _Rows:
         return decide_token
 
     def _block(self, sampler: Sampler) -> Callable[[int, int | None], int]:
-        """The tree is a chain, whose node ``i`` row ``i`` decides; it is taken up to the first row that is no good."""
+        """Block verification of a chain, whose node ``i`` row ``i`` decides, up to a row with NaN or a fault."""
         num_nodes = min([self.candidate.num_nodes, *(1 + node for node in self.faults)])
         if num_nodes == 0:
             return self._coupled
@@ -223,7 +226,7 @@ class _Rows:
 
 
 def _contexts(candidate: Candidate) -> list[RowContext]:
-    """Of the last committed token's row, then of each verified node. Cost: one tuple per node, as long as its path."""
+    """Contexts of the last committed token's row, then of each verified node's. Cost: per node a tuple of its path."""
     session, tree = candidate.session, candidate.tree
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.token_ids[: candidate.num_nodes], tree.parents, strict=False):

@@ -23,22 +23,22 @@ from specdec.wire.sampling_params import RejectionMethod, SamplingParams, Verify
 
 
 class SessionState(enum.Enum):
-    """Where a session stands: FORKING, PREFILL, then DECIDED and HIT, MISS or HELD in turns, at last ENDED."""
+    """State of a session: FORKING, PREFILL, then in turns DECIDED and one of HIT, MISS, HELD; at last ENDED."""
 
     FORKING = enum.auto()
-    """It waits for its constraint, or for the prompt that another session computes, and has no sequence of its own."""
+    """The session waits for its constraint, or for a prompt that another session computes, and has no sequence."""
     PREFILL = enum.auto()
-    """Its first token is not decided yet."""
+    """The first token is not decided yet."""
     DECIDED = enum.auto()
-    """A verdict was sent; what its next step waits for is not planned."""
+    """A verdict was sent; the next step is not planned."""
     HIT = enum.auto()
-    """Planned: a usable proposal was at hand when its next step could first be formed."""
+    """The next step is planned, and had a usable proposal when it could first be formed."""
     MISS = enum.auto()
-    """Planned: there was none, and the step is not held off for one."""
+    """The next step is planned without a proposal and without a hold-off."""
     HELD = enum.auto()
-    """Planned: there was none, and the step is held off for one, as `TargetSession.hold_off` says."""
+    """The next step has no proposal and is held off for one (`TargetSession.hold_off`)."""
     ENDED = enum.auto()
-    """Its sequence is freed."""
+    """The sequence is freed."""
 
 
 @dataclass(slots=True)
@@ -49,80 +49,80 @@ class SessionTimes:
     first_step_at_s: float | None = None
     first_verdict_at_s: float | None = None
     num_first_tokens: int = 0
-    """Tokens of the session at its first verdict."""
+    """Number of committed tokens before the first verdict."""
     last_verdict_at_s: float | None = None
     told_at_s: float = 0.0
-    """When its owner was last told what it is doing."""
+    """Time of the last progress message to the owner."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TargetSession(EngineSession):
-    """One choice while it decodes. `begin`, `decided`, `plan` and `finish` are all that change its state."""
+    """One choice while it decodes. Only `begin`, `decided`, `plan` and `finish` change its state."""
 
     body: pb.OpenSession
-    """The message that opened it; its tokens are the session's until there is a sequence."""
+    """Message that opened the session; its tokens are the session's until there is a sequence."""
     params: SamplingParams
-    """How tokens are picked."""
+    """Sampling parameters."""
     mode: VerifyMode
-    """How they are verified."""
+    """Mode of verification."""
     rejection_method: RejectionMethod
-    """And how so in rejection mode."""
+    """Method of verification in rejection mode."""
     end: EndOfChoice
-    """When the choice ends."""
+    """Conditions that end the choice."""
     history: TokenHistory
-    """Token counts for penalties and positions."""
+    """Counts of the committed tokens, for penalties."""
     tree: SpeculationTree
     """Proposals below the last committed token."""
     max_nodes: int
     """Most nodes verified in one step; 0 without speculation."""
     has_draft: bool
-    """A draft service has it, or has sent something for it: steps may wait for proposals."""
+    """Whether a draft service has the session or has sent a proposal: steps may wait for proposals."""
     credit_position: int
-    """The session pauses when it has committed this many tokens."""
+    """Number of committed tokens at which the session pauses."""
     times: SessionTimes
     arrived: bytes | ReadProposal | None = None
-    """The latest proposal not yet in the tree; it carries all that earlier ones did. Read, if there was time for it."""
+    """Latest proposal not yet in the tree, which includes all earlier ones; parsed if there was time for that."""
     num_answered: int = 0
-    """Its length when its draft last said that nothing more will come until a commit."""
+    """Number of tokens when the draft last reported that it sends no more until a commit."""
     sent: deque[pb.Verdict] = field(default_factory=deque)
     """Verdicts that the owner has not acknowledged, oldest first."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log-probabilities of the prompt's tokens, if they are wanted."""
     wanted_token_s: float = 0.0
-    """Mean time per token that its request wants; 0: none."""
+    """Mean seconds per token that the request wants; 0: none."""
     gate: GateState | None = None
-    """Whether it pays for it to speculate; None before its first token, and for one that never does."""
+    """State at the gate; None before the first token, and for a session that never speculates."""
     misses: MissRecord = field(default_factory=MissRecord)
-    """What waiting for its draft has brought."""
+    """Record of waits for the draft."""
     wanted_drafters: frozenset[str] | None = None
-    """Names of the target's own drafters that may propose for it; None: all."""
+    """Names of sources that the client allows; None: all."""
     sources: str = ""
-    """Names of all that propose for it: what sessions gain depends on that."""
+    """Names of all sources of the session, separated by blanks; a part of its kind at the gate."""
     prediction: Sequence[int] = ()
-    """Text that its client expects."""
+    """Token ids of the text that the client expects."""
     own_records: dict[str, OwnRecord] = field(default_factory=dict)
-    """What became of what each source proposed for it."""
+    """Acceptance in this session, by source."""
     drafter_calls: list[DrafterCall] = field(default_factory=list)
-    """Calls of the target's own sources for its next step."""
+    """Calls of the target's own sources for the next step."""
     num_walks: int = 0
-    """Steps that have decided tokens of it."""
+    """Number of steps that decided tokens of the session."""
     drafted_s: float = 0.0
-    """Spent on drafts of the target's own since its last verdict."""
+    """Seconds spent in the target's own draft since the last verdict."""
     state: SessionState = field(default=SessionState.FORKING, init=False)
     hold_off: HoldOff | None = field(default=None, init=False)
-    """What its next step waits for; set while the state is HELD."""
+    """The wait of the next step; set while the state is HELD."""
     _seq: EngineSequence | None = field(default=None, init=False)
 
     @property
     def seq(self) -> EngineSequence:
-        """Its tokens and KV. Raises RuntimeError when FORKING or ENDED."""
+        """The engine's sequence: tokens and KV. Raises RuntimeError when FORKING or ENDED."""
         if self._seq is None:
             raise RuntimeError(f"session {self.session_id} is {self.state.name} and has no sequence")
         return self._seq
 
     @property
     def has_seq(self) -> bool:
-        """Whether it is neither FORKING nor ENDED."""
+        """Whether the session is neither FORKING nor ENDED."""
         return self._seq is not None
 
     @property
@@ -136,28 +136,28 @@ class TargetSession(EngineSession):
         return len(self._seq.token_ids) if self._seq is not None else len(self.body.token_ids)
 
     def urgency(self, now_s: float) -> float:
-        """What its next token is worth, as `policy.urgency` has it."""
+        """Worth of the next token by `policy/urgency.py`."""
         if not self.wanted_token_s or self.times.first_verdict_at_s is None:
             return 1.0
         num_tokens = self.num_tokens - self.times.num_first_tokens
         return urgency(self.wanted_token_s, now_s - self.times.first_verdict_at_s, num_tokens)
 
     def may_use(self, source: str) -> bool:
-        """Whether its client lets a draft or a drafter propose for it."""
+        """Whether the client allows a draft or a drafter as a source."""
         return self.wanted_drafters is None or source in self.wanted_drafters
 
     @property
     def is_answered(self) -> bool:
-        """Whether its draft has said all that it will say below the last committed token."""
+        """Whether the draft sends no more proposals below the last committed token."""
         return self.num_answered == self.num_tokens
 
     def held_s(self, now_s: float) -> float:
-        """How long its next step has waited for a draft: held off, or while the target drafted itself."""
+        """Seconds that the next step has waited for a draft: held off, or for the target's own draft."""
         return self.drafted_s + (0.0 if self.hold_off is None else now_s - self.hold_off.since_s)
 
     def update_pause(self) -> None:
-        """Pause for want of credit or of an owner that reads, or go on. The first token of the output needs no credit,
-        but for the prompt's log-probabilities before it.
+        """Pause without credit or without an owner that reads; else go on. The first output token needs no credit, but
+        the prompt's log-probabilities before it do.
         """
         if self._seq is None:
             return
@@ -167,18 +167,18 @@ class TargetSession(EngineSession):
         self._seq.paused = is_starved or not self.may_step
 
     def begin(self, seq: EngineSequence) -> None:
-        """Decode on a sequence from now on: PREFILL."""
+        """Take a sequence: PREFILL."""
         self._seq, self.state = seq, SessionState.PREFILL
 
     def decided(self, now_s: float) -> None:
-        """A verdict was sent: DECIDED."""
+        """Note that a verdict was sent: DECIDED."""
         self.state, self.hold_off, self.drafted_s = SessionState.DECIDED, None, 0.0
         self.times.last_verdict_at_s = now_s
         if self.times.first_verdict_at_s is None:
             self.times.first_verdict_at_s, self.times.num_first_tokens = now_s, self.num_tokens
 
     def plan(self, hold_off: HoldOff | None) -> None:
-        """What the next step waits for is known: HIT, MISS or HELD."""
+        """Plan the next step, with a hold-off or without: HIT, MISS or HELD."""
         self.hold_off = hold_off
         if hold_off is not None:
             self.state = SessionState.HELD
@@ -186,7 +186,7 @@ class TargetSession(EngineSession):
             self.state = SessionState.HIT if len(self.tree) else SessionState.MISS
 
     def finish(self) -> EngineSequence | None:
-        """ENDED; returns the sequence, if it had one, to be freed."""
+        """End the session: ENDED. Returns its sequence, if it had one, for the caller to free."""
         seq, self._seq = self._seq, None
         self.state, self.hold_off = SessionState.ENDED, None
         return seq

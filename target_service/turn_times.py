@@ -1,4 +1,4 @@
-"""When turns of a target begin and end, and what its pacing learns from them."""
+"""Times of a target's turns, from which its pacing learns."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ _STARVED_S = 1.0
 
 
 class TurnTimes:
-    """A turn is what happens for one step: a draft of this process works, proposals are merged, the engine runs once,
-    and tokens are decided and sent.
+    """A turn is the work for one step: the own draft is asked, proposals are merged, the engine runs once, and tokens
+    are decided and sent.
 
-    What speculation costs is measured from the end of one turn to the end of the next: hold-offs and frames between
-    them are a part of it.
+    The cost of speculation is measured from the end of one turn to the end of the next, hold-offs and frames included.
     """
 
     def __init__(self, own_draft: OwnDraft, sessions: Collection[TargetSession]) -> None:
-        """`sessions`: a view of those with a sequence."""
+        """`sessions`: a live view of the sessions with a sequence."""
         self.due_at_s = 0.0
-        """When the present turn was due, of time.monotonic."""
+        """Time of time.monotonic, in seconds, at which the present turn was due."""
         self.began_s = 0.0
-        """When it began, after the draft's work."""
+        """Time at which it began, after the draft's work."""
         self._last_end_s: float | None = None
-        """End of the last turn with a step, if it left something to do."""
+        """End of the last turn with a step; None: no session was ready after it."""
         self._own_draft = own_draft
         self._sessions = sessions
 
     def observe(self, step: StepRecord, pacing: Pacing) -> None:
-        """A turn with a step is over; `pacing` learns from it."""
-        # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
+        """Report a finished turn with a step to `pacing`."""
+        # The turn's time includes the cost of merging proposals before the pass, and of verdicts after it.
         if step.is_decode:
             pacing.observe_step(step.output.num_tokens, step.turn_s)
         now_s = time.monotonic()
         prompt_s = self._own_draft.take_prompt_s()
-        if self._last_end_s is None:  # there was nothing to do: it begins after the draft's work
+        if self._last_end_s is None:  # the target was idle: the time counts from the end of the draft's work
             self._last_end_s, prompt_s = self.began_s, 0.0
         turn_s = now_s - self._last_end_s
         self._last_end_s = now_s if any(session.seq.is_ready for session in self._sessions) else None

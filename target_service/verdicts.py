@@ -1,4 +1,4 @@
-"""What a target reports to a session's owner: verdicts, and progress while there is none."""
+"""A target's reports to a session's owner: verdicts, and progress while there is no verdict."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import frame_slices, microseconds, uint32
 
 FORCED = "forced"
-"""In place of a drafter's name, where a constraint allowed nothing else."""
+"""Name in place of a drafter's for forced tokens."""
 _TOKEN_BYTES = 32
-"""A token's id, origin and drafter."""
+"""Bytes of a token's id, origin and drafter."""
 _STATISTICS_BYTES = 6144
-"""What else a verdict says, log-probabilities apart: counts for 64 depths, a tree of 64 nodes, drafters, numbers."""
+"""Bytes of a verdict without tokens and log-probabilities: counts of 64 depths, a tree of 64 nodes, drafters, times."""
 PROGRESS_INTERVAL_S = 1.0
-"""Without a verdict for so long, a session's owner is told; then each time after as long again."""
+"""Seconds without a verdict or a progress message after which a session's owner gets a progress message."""
 
 
 def make_verdict(
@@ -29,17 +29,17 @@ def make_verdict(
     suspends_draft: bool = False,
     tree: pb.StepTree | None = None,
 ) -> pb.Verdict:
-    """Describe a decision, before the session has taken its tokens. A first one takes the prompt's log-probabilities
-    along, if its owner does not take them in parts.
+    """The verdict of a decision, made before the session takes its tokens. A session's first verdict includes the
+    prompt's log-probabilities, unless the owner takes them in parts.
 
     Args:
-        decision: what the step decided for the session.
-        began_at_s: when the step began.
-        elapsed_s: how long it took.
-        held_s: how long it was held off for this session's draft.
-        num_wasted: proposed tokens that are of no use any more.
-        suspends_draft: no proposals are wanted for the tokens that follow.
-        tree: what there was to choose from, if that is to be told.
+        decision: decision of the step for the session.
+        began_at_s: start of the step, of time.monotonic.
+        elapsed_s: seconds of the step.
+        held_s: seconds that the step was held off for this session's draft.
+        num_wasted: number of proposed tokens that were dropped.
+        suspends_draft: the draft shall propose nothing for the tokens that follow.
+        tree: the tree that the step chose from, if it is reported.
     """
     candidate, walk = decision.candidate, decision.walk
     session = candidate.session
@@ -66,7 +66,7 @@ def make_verdict(
 
 
 def tree_of(decision: Decision) -> pb.StepTree | None:
-    """What a step had to choose from, before the session's tree is pruned; None if nothing, or where nobody asked."""
+    """The session's tree at the step, before it is pruned; None where it is empty or trees are not reported."""
     candidate = decision.candidate
     tree = candidate.session.tree
     if not (candidate.session.body.tells_trees and len(tree)):
@@ -86,7 +86,7 @@ def tree_of(decision: Decision) -> pb.StepTree | None:
 
 
 def describe_drafters(verdict: pb.Verdict, accepted_by: Sequence[str], drafters: Sequence[DrafterStep]) -> None:
-    """Add who proposed the accepted tokens, and what the target's own drafters did."""
+    """Add to a verdict the sources of accepted tokens, and the records of the target's drafters."""
     verdict.accepted_by.extend(accepted_by)
     for step in drafters:
         verdict.drafters.add(
@@ -99,9 +99,9 @@ def describe_drafters(verdict: pb.Verdict, accepted_by: Sequence[str], drafters:
 
 
 def pieces_of(verdict: pb.Verdict, most_bytes: int) -> list[pb.Verdict]:
-    """A verdict whose log-probabilities take more than `most_bytes`, as several; else itself, as the only one.
+    """Split a verdict of more than `most_bytes` bytes with log-probabilities; any other is returned as the only piece.
 
-    Each has its own start position, so that it can be resent for itself; what is said of the step is on the last one.
+    Each piece has its own start position, so that it can be resent alone; the last one has the step's statistics.
     """
     if not verdict.logprobs or verdict.ByteSize() <= most_bytes:
         return [verdict]
@@ -129,7 +129,7 @@ def pieces_of(verdict: pb.Verdict, most_bytes: int) -> list[pb.Verdict]:
 
 
 def _names_of(verdict: pb.Verdict, piece: slice) -> Sequence[str]:
-    """Who proposed the piece's tokens of drafts: there are names for these only, not for what was forced among them."""
+    """Sources of a piece's tokens of origin DRAFT: `accepted_by` has names for these only."""
     before, among = (list(verdict.origins[part]).count(pb.ORIGIN_DRAFT) for part in (slice(piece.start), piece))
     return verdict.accepted_by[before : before + among]
 
@@ -143,7 +143,7 @@ def depths_of(tree_depths: Sequence[int]) -> list[int]:
 
 
 def end_position(verdict: pb.Verdict) -> int:
-    """Position after a verdict's last token."""
+    """Position after the last token of a verdict."""
     return int(verdict.start_position) + len(verdict.token_ids)
 
 
@@ -158,7 +158,7 @@ def _describe_prefill(session: TargetSession, verdict: pb.Verdict, decided_at_s:
 
 
 def due_for_progress(sessions: Iterable[TargetSession], now_s: float) -> Iterator[TargetSession]:
-    """Sessions whose owners are to be told now, by time.monotonic: they count as told."""
+    """Sessions whose owners get a progress message now (`now_s` of time.monotonic); yielding marks them as sent."""
     for session in sessions:
         times = session.times
         last_s = max(times.opened_at_s, times.last_verdict_at_s or 0.0, times.told_at_s)
@@ -168,7 +168,8 @@ def due_for_progress(sessions: Iterable[TargetSession], now_s: float) -> Iterato
 
 
 def describe_progress(session: TargetSession) -> pb.SessionProgress:
-    """Queued before its first step, without blocks, or for turns of its own; paused without credit; else running."""
+    """Progress of a session: queued without a sequence or blocks, or while it steps apart; paused without credit; else
+    running."""
     states = pb.SessionProgress
     if not session.has_seq:
         return pb.SessionProgress(state=states.STATE_QUEUED)

@@ -2,7 +2,7 @@
 
 A turn, as `specdec/replica/worker/loop.py` calls it:
 
-    absorb_proposals            # proposals join their sessions' trees; each session's wait for drafts is planned
+    absorb_proposals            # proposals join their sessions' trees; hold-offs are planned
     wait_s                      # 0: a step is due
     step:
         chosen = pacing.choose_trees             # which nodes to verify
@@ -10,7 +10,7 @@ A turn, as `specdec/replica/worker/loop.py` calls it:
         on a GPU: send_results, fill masks, take_frames, until the pass is nearly over
         output = engine.collect
         decisions = decide(candidates)           # sample, walk the trees
-        the drafters of this process learn what was decided
+        local drafters get drawn tokens and hidden states
         commit each decision                     # tokens and KV cache, verdict to the owner
         observers: traces, metrics, the step clock
 """
@@ -58,15 +58,15 @@ from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import microseconds
 
 _DURING_SHARE = 0.75
-"""For so much of a step's expected time frames are taken while a device computes it: sampling is to be launched before
-the device has nothing left to do. Chosen, not measured."""
+"""Fraction of a step's expected time spent reading frames while the GPU computes; the rest is slack to launch sampling
+before the GPU idles. Chosen, not measured."""
 
 
 class Verifier(Role[TargetSession], PassObserver):
-    """Decodes all sessions of a target and verifies what drafts propose for them.
+    """Decodes all sessions of a target, and verifies the proposals for them.
 
     Guarantee: in coupled mode a session's tokens are a function of the model, its numerics, prompt, parameters, seed
-    and choice; proposals change only how many steps they take.
+    and choice; proposals change only the number of steps.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Verifier(Role[TargetSession], PassObserver):
         recorder: TargetRecorder,
         own_draft: OwnDraft | None = None,
     ) -> None:
-        """`own_draft`: of `host`'s sessions, in this process; None: drafts are elsewhere."""
+        """`own_draft`: the draft in this process for `host`'s sessions; None: only draft services send proposals."""
         self._own_draft = own_draft or OwnDraft(None, 0)
         self._host = host
         self._engine = built.engine
@@ -91,15 +91,15 @@ class Verifier(Role[TargetSession], PassObserver):
         """Keys of the sessions of the last pass."""
         self._recording = DeferredStepMetrics(recorder)
         self._admission = Admission(host.sessions, built.engine, built.grammars, self._fault)
-        self._order = TurnTimes(self._own_draft, self._admission.by_seq.values())
+        self._turn_times = TurnTimes(self._own_draft, self._admission.by_seq.values())
         self._compiler = built.grammars
         self._steps = IsolatedSteps(built.engine, self, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._admission, self._fault)
         heads = None if built.model is None else HeadTarget(built.model, built.engine, built.sampler)
         self.local_drafters = LocalDrafters(settings.drafters, recorder, heads)
-        """The drafters of its own; they may be changed while sessions run."""
+        """The target's own drafters, which `SetDrafters` may replace while sessions run."""
         hold_off_ms = 0.0 if self._own_draft.is_there else settings.hold_off_ms
-        # With heads it is known only now which steps are captured, and whether that went well.
+        # Read after the heads are loaded: a failed capture of their steps empties the edges.
         self.pacing = Pacing(hold_off_ms, is_gated=settings.adaptive_speculation, row_edges=built.row_edges)
         self.pacing.gate.computes_prompts = self._own_draft.is_there
         self._swap = DrafterSwap(self.local_drafters, host.answers, self._on_drafters, settings.load_timeout_s)
@@ -110,14 +110,17 @@ class Verifier(Role[TargetSession], PassObserver):
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
             self._record,
-            lambda step: self._order.observe(step, self.pacing),
+            lambda step: self._turn_times.observe(step, self.pacing),
         )
         recorder.serves(self._identity)
 
     # --- sessions
 
     def open_session(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> TargetSession:
-        """Check and admit a session. A fork of a prompt in prefill waits for it; its KV is then shared."""
+        """Check and admit a session. A fork of a prompt in prefill waits for the prompt, then shares its KV.
+
+        Raises SessionFailure: a field is invalid, or there is no room.
+        """
         settings = self._settings
         check_room(len(self._host.sessions), settings.max_sessions)
         session = new_session(
@@ -140,7 +143,7 @@ class Verifier(Role[TargetSession], PassObserver):
         return session.num_tokens
 
     def entry(self, session: TargetSession, kind: str, body: Any) -> None:
-        """A proposal, or more credit."""
+        """Take a proposal, or more credit."""
         if kind == "proposal":
             if self._own_draft.is_there:
                 return
@@ -166,14 +169,14 @@ class Verifier(Role[TargetSession], PassObserver):
             self._recorder.aborted()
 
     def owner_message(self, owner: Owner, message: Any) -> None:
-        """Frames carry nothing for a target besides their entries."""
+        """Ignored: a target's frames have only entries."""
 
     def update_pause(self, session: TargetSession) -> None:
-        """Sessions whose owner cannot be told take part in no step."""
+        """Pause or resume a session as its owner and its credit allow."""
         session.update_pause()
 
     def resend(self, session: TargetSession, seen: pb.AttachedSession) -> None:
-        """Emit again what the owner has not seen: log-probabilities of the prompt, then verdicts."""
+        """Send again the messages that the owner has not seen: the prompt's log-probabilities, then verdicts."""
         if session.prompt_logprobs is not None:
             for part in session.prompt_logprobs.unseen(seen.prompt_logprobs_position):
                 self._host.emit(session, prompt_logprobs=part)
@@ -182,7 +185,7 @@ class Verifier(Role[TargetSession], PassObserver):
                 self._host.emit(session, verdict=verdict)
 
     def load(self) -> pb.LoadReport:
-        """Load of the engine; exports the gauges too."""
+        """The engine's load; also exports gauges, and sends progress messages that are due."""
         stats = self._engine.stats()
         credit = self.pacing.draft_credit(self._settings.max_draft_tokens)
         num_suspended = sum(
@@ -207,18 +210,18 @@ class Verifier(Role[TargetSession], PassObserver):
         )
 
     def before_send(self) -> None:
-        """Metrics count a token before anybody is told of it."""
+        """Write the last step's metrics: a token is counted before its owner sees it."""
         self._recording.write()
 
     # --- steps
 
     def absorb_proposals(self, now_s: float) -> None:
-        """A turn begins: proposals that have arrived join their trees, and the next step's hold-offs are planned."""
-        self._order.due_at_s = now_s
+        """Begin a turn: merge proposals into their sessions' trees, and plan the next step's hold-offs."""
+        self._turn_times.due_at_s = now_s
         self._swap.poll()
         self._admission.poll()
         self._proposals.draft(self._admission.ready(), self.pacing)
-        self._order.began_s = time.monotonic()
+        self._turn_times.began_s = time.monotonic()
         self._proposals.gather(self._admission.ready(), self.pacing, now_s)
         for group in self._groups():
             try:
@@ -227,28 +230,28 @@ class Verifier(Role[TargetSession], PassObserver):
                 self._give_up_trees(group, error)
 
     def wait_s(self, now_s: float) -> float | None:
-        """When the next step is due: now, after a hold-off, or not before a frame arrives."""
+        """Seconds until the next step or poll is due; None: not before a frame arrives."""
         waits_s = [wait_s for group in self._groups() if (wait_s := self.pacing.wait_s(group, now_s)) is not None]
         idle_s = POLL_S if self._admission.is_compiling or self._swap.is_under_way else None
         return min(waits_s, default=idle_s)
 
     def step(self, during: DuringPass) -> None:
-        """Choose what to verify, run the engine once, turn its logits into verdicts, and tell the observers.
+        """Choose nodes, run the engine once, turn its logits into verdicts, and call the observers.
 
-        Where a device computes the pass, `_during_pass` is what happens meanwhile.
+        While a GPU computes the pass, `_during_pass` runs.
         """
         started_s = time.monotonic()
         groups = self._groups()
         group, only = groups[0], None
         if len(groups) > 1:
-            group = next((each for each in groups if self.pacing.wait_s(each, self._order.due_at_s) == 0), group)
+            group = next((each for each in groups if self.pacing.wait_s(each, self._turn_times.due_at_s) == 0), group)
             only = {session.seq.seq_id for session in group}
         self._apart.take(group)
         if self._host.defer_results and any(session.state is SessionState.PREFILL for session in group):
-            during.send_results()  # kernels of a prompt are launched one by one: nobody waits for that
+            during.send_results()  # launching a prompt's kernels takes long: the results need not wait for it
         self._host.defer_results = False
         try:
-            self.pacing.count_vain_waits(group, self._order.due_at_s)
+            self.pacing.count_vain_waits(group, self._turn_times.due_at_s)
             chosen = self.pacing.choose_trees(group, started_s)
         except Exception as error:
             chosen = self._give_up_trees(group, error)
@@ -285,27 +288,26 @@ class Verifier(Role[TargetSession], PassObserver):
             by_seq,
             self.pacing.gate,
             preempted=preempted,
-            due_at_s=self._order.due_at_s,
+            due_at_s=self._turn_times.due_at_s,
             elapsed_s=elapsed_s,
         )
         for decision in decisions:
             try:
-                self._commits.commit(decision, self.pacing, started_s, elapsed_s, self._order.due_at_s)
+                self._commits.commit(decision, self.pacing, started_s, elapsed_s, self._turn_times.due_at_s)
             except Exception as error:
                 self._fault(decision.candidate.session, error)
         for each in undecided:
             self._fail_undecided(each)
         self._host.defer_results = self._steps_at_once()
-        record.turn_s = time.monotonic() - self._order.began_s
+        record.turn_s = time.monotonic() - self._turn_times.began_s
         for observe in self._observers:
             observe(record)
 
     def _during_pass(self, during: DuringPass, started_s: float) -> None:
-        """What is done while a device computes the pass: nothing that the pass depends on, or that depends on it.
+        """Work while a GPU computes the pass, independent of the pass's inputs and results.
 
-        What the step before decided is counted and sent. Masks of this one's constraints are filled. What arrives is
-        for the next step: proposals are read, and hang below the verdict of this one when there is one. Sessions may
-        come and go.
+        The results of the step before are counted and sent. The masks of this step are filled. Frames are read for the
+        next step: proposals are parsed, and merged after this step's verdicts. Sessions may be opened and closed.
         """
         during.send_results()
         self._masks.fill()
@@ -314,13 +316,14 @@ class Verifier(Role[TargetSession], PassObserver):
         self._host.steps.work_on(self._pass_keys)
 
     def _steps_at_once(self) -> bool:
-        """Whether the next step can be launched before what this one decided is sent: nothing drafts here first."""
+        """Whether the next step can be launched before this one's results are sent: no source of this process drafts
+        first."""
         if self._engine.launch_pass is None or self._own_draft.is_there or self.local_drafters.has_drafters:
             return False
         return bool(self._admission.ready())
 
     def _fail_undecided(self, undecided: Undecided) -> None:
-        """End a session that cannot be decided on; its KV may be NaN, so nobody else shall go on from it."""
+        """End a session that cannot be decided on; after NaN its KV is never shared."""
         session = undecided.session
         if isinstance(undecided.error, GrammarError):
             failure = constraint_failure(undecided.error, expected_position=session.num_tokens)
@@ -340,7 +343,7 @@ class Verifier(Role[TargetSession], PassObserver):
     # --- faults
 
     def _fault(self, session: TargetSession, error: Exception) -> None:
-        """End a session for what its share of the work has raised."""
+        """End a session with the error that its part of the work raised."""
         failure = self._host.faults.failure(error)
         if session.state is SessionState.ENDED:
             return
@@ -351,7 +354,7 @@ class Verifier(Role[TargetSession], PassObserver):
         self._fault(self._admission.by_seq[seq.seq_id], error)
 
     def _give_up_trees(self, sessions: list[TargetSession], error: Exception) -> dict[str, list[int]]:
-        """Decode plainly this time; whose proposal is at fault is not known."""
+        """Drop the sessions' trees for one step, as the faulty proposal is not known; returns no chosen nodes."""
         self._host.faults.note(error)
         for session in sessions:
             session.tree.clear()
@@ -363,20 +366,20 @@ class Verifier(Role[TargetSession], PassObserver):
     # --- details
 
     def _groups(self) -> list[list[TargetSession]]:
-        """Those who may step, together as they do it."""
+        """Sessions that may step, in groups that share a step; sessions under isolation form their own groups."""
         return self._apart.groups(self._admission.ready())
 
     def pass_chosen(self, sequences: list[Sequence]) -> None:
-        """Note whose sessions the pass is for."""
+        """Note the keys of the pass's sessions."""
         self._pass_keys = [session.key for session in self._admission.of(sequences)]
         self._host.steps.work_on(self._pass_keys)
 
     def blocks_copied(self, pairs: list[tuple[int, int]]) -> None:
-        """Heads have caches of the same blocks."""
+        """Let heads copy the same blocks of their caches."""
         self.local_drafters.copied(pairs)
 
     def pass_begins(self, items: list[ScheduledItem]) -> None:
-        """Begin to fill the masks of constraints."""
+        """Begin to fill the masks of the pass's constraints."""
         self._masks.begin(
             (session, item.seq.tree or TokenTree(), item.num_tree_nodes)
             for item in items
@@ -384,7 +387,7 @@ class Verifier(Role[TargetSession], PassObserver):
         )
 
     def _on_drafters(self, new: Iterable[str]) -> None:
-        """Others propose from now on: what sessions gain by that is to be found out anew."""
+        """Forget the records of new drafters' names, and let the gate judge all sessions anew."""
         for name in new:
             self.pacing.expectations.forget(name)
         for session in self._host.sessions:

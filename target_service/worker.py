@@ -11,7 +11,7 @@ WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.Targ
 
 
 def run_engine(port: EnginePort, settings: TargetSettings) -> None:
-    """Entry of the process: returns when the servicer is gone or says stop.
+    """Entry of the process: returns when the servicer closes the port or sends stop.
 
     Only one of the two is imported: a target behind an endpoint needs no torch.
     """

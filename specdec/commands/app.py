@@ -30,7 +30,7 @@ _LOADED_LATER = {
     ),
     "train": (
         "specdec.commands.train.command",
-        "Train a small draft or a head (EAGLE-3, DSpark, Medusa) for a target.",
+        "Train a small draft or a head (EAGLE-3, DSpark, Medusa) for a target, in a format of other engines.",
     ),
     "debug": ("specdec.commands.debug.command", "Show a request step by step."),
     "audit": (

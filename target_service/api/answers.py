@@ -1,4 +1,4 @@
-"""What is asked of an endpoint to verify a block of draft tokens, and what its answers say."""
+"""Requests to an endpoint that verify a block of draft tokens, and the tokens of its answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _ID = "token_id:"
 
 
 def greedy_body(model: str, token_ids: Sequence[int], num_drafted: int, fields: str) -> dict[str, Any]:
-    """One call: the likeliest token after each of the last `num_drafted` + 1 tokens of a prompt."""
+    """Request of one call for the likeliest token after each of the last `num_drafted` + 1 tokens of a prompt.
+
+    `fields`: "prompt_logprobs" or "echo", the way to ask for them.
+    """
     body = _body(model, token_ids, temperature=0)
     if num_drafted and fields == "prompt_logprobs":
         body["prompt_logprobs"] = 1
@@ -22,7 +25,7 @@ def greedy_body(model: str, token_ids: Sequence[int], num_drafted: int, fields: 
 
 
 def sampled_body(model: str, token_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-    """One call: one token, sampled after a prompt."""
+    """Request of one call for one token, sampled after a prompt."""
     body = _body(model, token_ids, temperature=params.temperature)
     if params.top_p < 1:
         body["top_p"] = params.top_p
@@ -39,14 +42,14 @@ def _body(model: str, token_ids: Sequence[int], temperature: float) -> dict[str,
         "prompt": list(token_ids),
         "max_tokens": 1,
         "temperature": temperature,
-        # A choice's end is decided here; an endpoint that leaves the last token out would say nothing.
+        # The target decides where a choice ends; an endpoint that omits its end token would return no token.
         "ignore_eos": True,
         "return_token_ids": True,
     }
 
 
 def next_token(answer: Any, vocab_size: int) -> int:
-    """The one token that an answer generated. Raises ApiFault."""
+    """The token that an answer generated. Raises ApiFault: it has none, or one outside the vocabulary."""
     token_ids = _choice(answer).get("token_ids")
     if not isinstance(token_ids, list) or not token_ids:
         raise ApiFault("no_token_ids")
@@ -54,7 +57,10 @@ def next_token(answer: Any, vocab_size: int) -> int:
 
 
 def greedy_tokens(answer: Any, num_prompt_tokens: int, num_drafted: int, fields: str, vocab_size: int) -> list[int]:
-    """The likeliest token after each of the last `num_drafted` + 1 tokens of a prompt of so many. Raises ApiFault."""
+    """The likeliest token after each of the last `num_drafted` + 1 tokens of a prompt, from an answer.
+
+    Raises ApiFault: the answer lacks log-probabilities, ranks or token ids, or has them for other positions.
+    """
     last = next_token(answer, vocab_size)
     if not num_drafted:
         return [last]
@@ -81,7 +87,7 @@ def _choice(answer: Any) -> dict[str, Any]:
 
 
 def _first_ranked(at: Any) -> Any:
-    """The id of rank 1 among a position's entries by id."""
+    """The id of rank 1 among a position's entries, which are keyed by id; None: the key is no id."""
     if isinstance(at, dict):
         for token_id, entry in at.items():
             if isinstance(entry, dict) and entry.get("rank") == 1:
@@ -90,7 +96,7 @@ def _first_ranked(at: Any) -> Any:
 
 
 def _likeliest(at: Any) -> Any:
-    """The id of the greatest log-probability among a position's, which are named by ids."""
+    """The id of the greatest log-probability of a position, whose keys are `token_id:` and the id."""
     if not isinstance(at, dict) or not at or not all(isinstance(value, int | float) for value in at.values()):
         raise ApiFault("no_echo")
     name = max(at, key=lambda key: float(at[key]))

@@ -1,4 +1,4 @@
-"""A block of draft tokens on its way through an endpoint: one call, or one for each token, in threads of their own."""
+"""A block of draft tokens that an endpoint verifies: by one call if greedy, else one call per position, in threads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from specdec.wire.sampling_params import SamplingParams
 
 _ANSWER_BYTES = 2**20
 _ANSWER_BYTES_PER_TOKEN = 1024
-"""Names, log-probabilities and texts of a prompt's token, several times over."""
+"""Bytes of an answer per prompt token: several times its name, log-probabilities and text."""
 
 
 class ApiCall:
-    """One call. It is over when `answer` or `fault` is there."""
+    """One call in a thread of its own. It is over when `answer` or `fault` is set."""
 
     def __init__(self, endpoint: Endpoint, body: dict[str, Any]) -> None:
         self._endpoint = endpoint
@@ -29,21 +29,21 @@ class ApiCall:
         self._is_closed = False
         self.answer: Any = None
         self.fault: str | None = None
-        """Why there will be no answer, in a word."""
+        """Kind of the fault, one word; None: no fault."""
         self._thread = threading.Thread(target=self._run, name="api-target", daemon=True)
         self._thread.start()
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the call has ended."""
         return self.answer is not None or self.fault is not None
 
     def join(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the call has ended."""
         self._thread.join()
 
     def close(self) -> None:
-        """Hang up; what comes of it is a fault. Never blocks."""
+        """Close the connection; a call under way ends with a fault. Never blocks."""
         self._is_closed = True
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -68,7 +68,7 @@ class ApiCall:
 
 
 class Block:
-    """Draft tokens after committed ones, and the calls that decide on them."""
+    """Draft tokens after committed ones, and the calls that verify them."""
 
     def __init__(
         self,
@@ -79,7 +79,10 @@ class Block:
         fields: str,
         begun_at_s: float,
     ) -> None:
-        """Begin: one call where `params` are greedy, else one for each place."""
+        """Begin one call if `params` are greedy, else one for each of the `len(drafted)` + 1 positions.
+
+        `fields`: see `greedy_body`; `begun_at_s`: of time.monotonic.
+        """
         self._is_greedy = params.is_greedy
         self._fields = fields
         self._num_prompt_tokens = len(committed) + len(drafted)
@@ -101,19 +104,19 @@ class Block:
         return all(call.is_over for call in self.calls)
 
     def join(self) -> None:
-        """Wait for all calls."""
+        """Wait until all calls have ended."""
         for call in self.calls:
             call.join()
 
     def close(self) -> None:
-        """Hang up all calls."""
+        """Close all calls. Never blocks."""
         for call in self.calls:
             call.close()
 
     def tokens(self, vocab_size: int) -> list[int]:
-        """The target's token at each place, of which those count whose draft tokens before them were right.
+        """The target's tokens at the `len(drafted)` + 1 positions; each counts if the drafts before it are accepted.
 
-        Raises ApiFault where a call failed, or an answer does not say.
+        Raises ApiFault: a call failed, or an answer lacks a token.
         """
         for call in self.calls:
             if call.fault is not None:

@@ -40,7 +40,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def run_api(port: EnginePort, settings: TargetSettings, options: ApiTargetOptions, wire: Wire) -> None:
-    """Verify until the servicer goes or says stop."""
+    """Verify until the servicer closes the port or sends stop; an unusable endpoint is reported to it as fatal."""
     try:
         endpoint = read_endpoint(options)
         directory, _ = find_model_files(settings.model, settings.revision)
@@ -62,7 +62,7 @@ def run_api(port: EnginePort, settings: TargetSettings, options: ApiTargetOption
 def _identity(
     settings: TargetSettings, options: ApiTargetOptions, endpoint: Endpoint, directory: Path, tokenizer: TokenizerFiles
 ) -> pb.ModelIdentity:
-    """What is served. Weights and numerics of the endpoint are not known: its address stands for both."""
+    """Identity of the endpoint's model. Its address stands for the weights and the numerics, which are not known."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if not tokenizer.vocab_size:
         raise ModelLoadError(f"{settings.model} has no tokenizer.json")
@@ -86,7 +86,10 @@ def _identity(
 
 
 def _prove(endpoint: Endpoint, options: ApiTargetOptions, vocab_size: int, patience_s: float) -> None:
-    """Verify a block of three tokens with an endpoint; waits for one that is not there yet. Raises ApiRefused."""
+    """Verify a block of three tokens with an endpoint, with retries for `patience_s` seconds.
+
+    Raises ApiRefused: the endpoint cannot verify a block, or has not answered in this time.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
     ends_at_s = time.monotonic() + patience_s
     probe = [token_id % vocab_size for token_id in _PROBE]

@@ -1,7 +1,7 @@
-"""A target's role whose model is behind an endpoint: each step of a session is a call that decides on a block.
+"""The role of a target whose model is behind an endpoint: each step of a session is a block of calls that verify.
 
-Greedy output is the model's greedy output. Sampled output, where it is taken at all, consists of samples of the model,
-each in its own context, that no seed repeats.
+Greedy output is the model's greedy output. Sampled output, where it is allowed (`api.sampled`), consists of the model's
+samples, each in its own context; no seed repeats them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLAIN = {
 
 
 class ApiTarget(Role[ApiSession]):
-    """Decides by calls of one endpoint, of which one per session is under way."""
+    """Verifies by calls of one endpoint, with one block per session at a time."""
 
     def __init__(
         self,
@@ -58,13 +58,16 @@ class ApiTarget(Role[ApiSession]):
         self._identity = identity
         self._metrics = metrics
         self._blocks: dict[str, Block] = {}
-        """By session id."""
+        """Blocks under way, by session id."""
         self._num_calls = 0
         hold_off_ms = settings.hold_off_ms
         self._hold_off_s = _HOLD_OFF_S if hold_off_ms is None else hold_off_ms / 1000
 
     def open_session(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> ApiSession:
-        """Check and admit a session; what an endpoint cannot do is refused by field."""
+        """Check and admit a session.
+
+        Raises SessionFailure: a field is invalid or asks for something that an endpoint cannot do, or there is no room.
+        """
         identity, eos = self._identity, tuple(self._identity.eos_token_ids)
         check_room(len(self._host.sessions), self._settings.max_sessions)
         check_open(body, vocab_size=identity.vocab_size, max_model_len=identity.max_model_len, eos_token_ids=eos)
@@ -111,7 +114,7 @@ class ApiTarget(Role[ApiSession]):
         return session.num_tokens
 
     def entry(self, session: ApiSession, kind: str, body: Any) -> None:
-        """A proposal, or more credit."""
+        """Take a proposal, or more credit."""
         if kind == "credit":
             session.credit_position = max(session.credit_position, body.position)
         elif kind == "proposal":
@@ -123,28 +126,29 @@ class ApiTarget(Role[ApiSession]):
                 self._host.emit(session, proposal_rejected=rejected)
 
     def owner_message(self, owner: Owner, message: Any) -> None:
-        """Nothing is said beside entries."""
+        """Ignored: a target's frames have only entries."""
 
     def close_session(self, session: ApiSession) -> None:
-        """Hang up what is under way for it."""
+        """Close the session's calls."""
         self._forget(session)
         self._metrics.requests.labels("closed").inc()
 
     def update_pause(self, session: ApiSession) -> None:
-        """A call that is under way goes on; no other is made."""
+        """Nothing to do: calls under way go on, and `_may_begin` holds back new ones."""
 
     def resend(self, session: ApiSession, seen: pb.AttachedSession) -> None:
-        """Tell again what the owner has not seen, as one verdict."""
+        """Send again the tokens that the owner has not seen, as one verdict."""
         if seen.committed_length < session.num_tokens:
             tokens = session.token_ids[seen.committed_length :]
             origins = [pb.ORIGIN_DECODE] * len(tokens)
             self._emit(session, pb.Verdict(start_position=seen.committed_length, token_ids=tokens, origins=origins))
 
     def absorb_proposals(self, now_s: float) -> None:
-        """Proposals have been read as they came."""
+        """Nothing to do: `entry` reads proposals as they come."""
 
     def wait_s(self, now_s: float) -> float | None:
-        """0 where a call has ended or is due; else until the next is, or a moment while calls are under way."""
+        """Seconds until the next call is due, at most `_POLL_S` while calls are under way; 0: one has ended or is due;
+        None: nothing is due."""
         if any(self._has_ended(block, now_s) for block in self._blocks.values()):
             return 0
         waits = [_POLL_S] if self._blocks else []
@@ -155,7 +159,7 @@ class ApiTarget(Role[ApiSession]):
         return min(waits, default=None)
 
     def step(self, during: DuringPass | None = None, /) -> None:
-        """Take what calls decided, and make those that are due."""
+        """Commit the tokens of calls that ended, and begin those that are due."""
         now_s = time.monotonic()
         for session in list(self._host.sessions):
             block = self._blocks.get(session.session_id)
@@ -174,7 +178,7 @@ class ApiTarget(Role[ApiSession]):
                 )
 
     def load(self) -> pb.LoadReport:
-        """How many sessions there are; tells owners that calls are under way."""
+        """The number of sessions and calls; also sends progress messages that are due."""
         now_s = time.monotonic()
         for session in self._host.sessions:
             if now_s - session.told_at_s >= _PROGRESS_S and not session.is_over and session.may_step:
@@ -198,7 +202,7 @@ class ApiTarget(Role[ApiSession]):
 
     def _has_ended(self, block: Block, now_s: float) -> bool:
         if not block.is_over and now_s - block.begun_at_s > 2 * self._options.timeout_s:
-            block.close()  # it trickles
+            block.close()  # the answer comes in too slowly
         return block.is_over
 
     def _forget(self, session: ApiSession) -> None:

@@ -1,4 +1,4 @@
-"""A session as a target behind an endpoint holds it: its tokens, and what drafts said of the next ones."""
+"""A session of a target behind an endpoint: its tokens and its draft's last proposal."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class ApiSession(EngineSession):
     max_draft_tokens: int
     """Most proposed tokens of a call; 0: no proposals are verified."""
     credit_position: int
-    """Tokens may be committed below it."""
+    """Position below which tokens may be committed."""
     chain: tuple[int, list[int]] = (0, [])
-    """The main path of the last proposal, and where it starts."""
+    """Start position of the last proposal, and the tokens of its main path."""
     finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
     stop_token_id: int | None = None
     due_at_s: float = 0.0
-    """Its next call waits for a draft until then, or after a failure."""
+    """Time of time.monotonic until which the next call waits, for a draft or after a failure."""
     num_failures: int = 0
-    """Calls in a row that failed."""
+    """Number of consecutive failed calls."""
     told_at_s: float = 0.0
-    """When its owner last heard of it."""
+    """Time of the last verdict or progress message."""
 
     @property
     def num_tokens(self) -> int:
-        """Committed tokens, prompt included."""
+        """Number of committed tokens, prompt included."""
         return len(self.token_ids)
 
     @property
@@ -50,7 +50,10 @@ class ApiSession(EngineSession):
         return self.finish_reason != pb.FINISH_REASON_UNSPECIFIED
 
     def propose(self, encoded: bytes) -> None:
-        """Remember a proposal's main path: the first child, from the root down. Raises ValueError for what is none."""
+        """Keep the main path of a proposal: the first children, from the root down.
+
+        Raises ValueError: the message does not parse, is too large, or is no tree.
+        """
         if len(encoded) > _MOST_BYTES:
             raise ValueError(f"proposal: {len(encoded)} bytes, at most {_MOST_BYTES} are read")
         try:
@@ -70,7 +73,8 @@ class ApiSession(EngineSession):
         self.chain = proposal.start_position, path
 
     def drafted(self) -> list[int]:
-        """What of the last proposal's main path continues the committed tokens, as far as is worth verifying."""
+        """Tokens of the last proposal's main path after the committed ones, within credit and limits; empty if they
+        differ."""
         start, path = self.chain
         known = self.token_ids[start:]
         if start > self.num_tokens or path[: len(known)] != known:
@@ -81,9 +85,9 @@ class ApiSession(EngineSession):
         return path[len(known) :][: max(0, most)]
 
     def commit(self, tokens: list[int], drafted: list[int]) -> tuple[list[int], int]:
-        """Commit what a call decided: `tokens` are the target's after the committed ones and after each drafted one.
+        """Commit the target's `tokens`: one after the committed tokens, and one after each drafted token.
 
-        Returns what was committed, up to the choice's end, and how many of it were accepted draft tokens.
+        Returns the committed tokens, up to the choice's end, and the number of accepted draft tokens among them.
         """
         committed: list[int] = []
         num_accepted = 0

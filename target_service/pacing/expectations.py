@@ -1,4 +1,4 @@
-"""What is expected of the nodes of a session's tree, and of asking one more source for it."""
+"""Expected acceptance of the nodes of a session's tree, and expected gain of asking one more source for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdec.wire.sampling_params import VerifyMode
 
 
 class Expectations:
-    """Learnt from what became of proposals; of all sessions of a target."""
+    """Expectations over all sessions of a target, learnt from the outcome of proposals."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
@@ -26,12 +26,12 @@ class Expectations:
         self.marginal = MarginalGains()
         """Gains of asking one more source."""
         self.tokens_per_s = 0.0
-        """Rate at which tokens were committed of late, over all sessions; 0: not known."""
+        """Moving mean of committed tokens per second, over all sessions; 0: not known."""
 
     # --- nodes
 
     def path_scores(self, session: TargetSession, max_depth: int) -> list[float]:
-        """Estimated probability that each node is reached and accepted; 0 below `max_depth`."""
+        """Estimated probability that each node is reached and accepted; 0 for nodes deeper than `max_depth`."""
         tokens = session.tree.tokens
         is_rejection = session.mode is VerifyMode.REJECTION
         scores: list[float] = []
@@ -39,7 +39,7 @@ class Expectations:
             if depth > max_depth:
                 rate = 0.0
             elif is_rejection and not node.is_local:
-                # What is verified must not depend on the tokens drawn, so not on their scores either.
+                # The choice of nodes must not depend on drawn tokens, and so not on their scores.
                 rate = self.acceptance.depth_rate
             else:
                 rate = self._rate(session, node, depth)
@@ -47,7 +47,7 @@ class Expectations:
         return scores
 
     def _rate(self, session: TargetSession, node: Node, depth: int) -> float:
-        """The best rate of the sources that propose the node."""
+        """The highest acceptance rate among the sources that propose the node."""
         return max(
             self.acceptance[source].rate(score, depth, session.own_records.get(source))
             for source, score in node.offers()
@@ -56,7 +56,7 @@ class Expectations:
     # --- sources
 
     def headroom(self, session: TargetSession) -> Headroom:
-        """Tokens that the session's next step could accept beyond what is expected of its tree."""
+        """Tokens that the session's next step could accept beyond those expected of its tree."""
         limit = most_accepted(session)
         if not len(session.tree):
             return Headroom(limit, limit)
@@ -64,14 +64,14 @@ class Expectations:
         return Headroom(max(0.0, limit - sum(sorted(scores, reverse=True)[:limit])), limit)
 
     def worth_per_s(self, source: str, cost_s: float, limit: int) -> float:
-        """Tokens that a source gains per second of a call, where no other source has proposed anything yet."""
+        """Tokens that a source gains per second of a call for an empty tree; infinite where `cost_s` is 0."""
         return self.marginal.expected(source, Headroom(limit, limit)) / cost_s if cost_s else math.inf
 
     def is_worth_asking(self, source: str, asks: Iterable[tuple[TargetSession, Headroom]], cost_s: float) -> bool:
         """Whether a call of `cost_s` seconds for all these sessions gains more tokens than are decoded meanwhile.
 
         The first source is always asked (the gate judges it). All sources are asked in rejection mode, where proposals
-        must not depend on tokens that were drawn, and in one of `TRY_EVERY` steps.
+        must not depend on drawn tokens, and in one of `TRY_EVERY` steps.
         """
         gained = 0.0
         for session, headroom in asks:
@@ -82,20 +82,20 @@ class Expectations:
         return gained > cost_s * self.tokens_per_s
 
     def observe_rate(self, num_tokens: int, turn_s: float) -> None:
-        """A step of decoding committed `num_tokens`, `turn_s` after the one before."""
+        """Learn that a step of decoding committed `num_tokens`, `turn_s` seconds after the one before."""
         if turn_s > 0:
             rate = num_tokens / turn_s
             self.tokens_per_s += WEIGHT * (rate - self.tokens_per_s) if self.tokens_per_s else rate
 
     def observe_walk(self, session: TargetSession, chosen: Sequence[int], walk: Walk) -> None:
-        """Learn from the nodes whose parents were accepted; `chosen`: of the tree's nodes, those that were verified."""
+        """Learn from a session's walk, before its tree is pruned; `chosen`: the tree's nodes that were verified."""
         session.num_walks += 1
         accepted = {chosen[index] for index in walk.path}
         self._observe_sources(session, accepted)
         self._observe_offers(session, walk.token_ids)
         reached = {ROOT, *accepted}
         if walk.finish_reason and walk.path and len(walk.path) == len(walk.token_ids):
-            reached.discard(chosen[walk.path[-1]])  # the choice ends there: nothing below was asked for
+            reached.discard(chosen[walk.path[-1]])  # the choice ends there: the walk never tried its children
         branched: dict[int, bool] = {}
         for node in chosen:
             parent = session.tree.tokens.parents[node]
@@ -105,7 +105,7 @@ class Expectations:
             self.acceptance.observe_depth(went_on)
 
     def _observe_offers(self, session: TargetSession, token_ids: Sequence[int]) -> None:
-        """Learn from all nodes below a committed token, verified or not; `token_ids` are those committed now."""
+        """Learn from all nodes below a committed token, verified or not; `token_ids`: the tokens committed now."""
         tokens = session.tree.tokens
         depths = {ROOT: 0}
         for node, (payload, parent) in enumerate(zip(session.tree.nodes, tokens.parents, strict=True)):
@@ -116,26 +116,26 @@ class Expectations:
             if is_next:
                 depths[node] = depth + 1
             for source, score in payload.offers():
-                # A draft's forced node says nothing of its scores, and in rejection mode it has none.
+                # A draft's forced node tells nothing of its scores; in rejection mode scores must not be learnt from.
                 if source == DRAFT_MODEL and (payload.is_forced or session.mode is VerifyMode.REJECTION):
                     continue
                 own = session.own_records.setdefault(source, OwnRecord())
                 self.acceptance[source].observe(score, depth + 1, is_next, own)
 
     def _observe_sources(self, session: TargetSession, accepted: Set[int]) -> None:
-        if session.grammar is None:  # what is dropped from a tree has its nodes numbered anew
+        if session.grammar is None:  # dropped illegal nodes renumber the tree, and the calls' ranges no longer fit
             for call in session.drafter_calls:
                 self.marginal.observe(call, accepted)
         session.drafter_calls.clear()
 
     def forget(self, source: str) -> None:
-        """Another source has its name."""
+        """Drop the records of a source: another source has its name now."""
         self.acceptance.forget(source)
         self.marginal.forget(source)
 
 
 def note_call(session: TargetSession, source: str, headroom: Headroom, num_nodes_before: int) -> None:
-    """A source was asked for a session with `headroom`, whose tree had `num_nodes_before` nodes before."""
+    """Record a call of a source for a session, whose tree had `headroom` and `num_nodes_before` nodes before it."""
     session.drafter_calls.append(DrafterCall(source, headroom, range(num_nodes_before, len(session.tree))))
 
 

@@ -1,4 +1,4 @@
-"""When the target runs its next step and what that step verifies: the policies, applied to live sessions."""
+"""The policies applied to live sessions: when the next step runs, and which nodes it verifies."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from specdec.target_service.tree.walk import Walk
 from specdec.v1 import common_pb2 as pb
 
 _MAX_UNANSWERED = 2
-"""Steps in a row that waited for a draft in vain, after which it counts as silent until it sends something: it may be
-gone, or so slow that its proposals are stale. Waits for a silent draft are paid from `WaitPurse`. Chosen, not measured:
-every wait in vain delays a token, and a single answer may be late."""
+"""Consecutive waits in vain after which a session's draft counts as silent until it sends something: it may be gone, or
+its proposals come too late. Waits for a silent draft are paid from `WaitPurse`. Chosen, not measured: each wait in vain
+delays a token, and a single answer may be late."""
 _MAX_VAIN = 8
-"""Waits in a row, over all sessions, without an answer in time, after which all drafts count as silent until one
-answers. Requests are short, and each begins with a draft of which nothing is known."""
+"""Consecutive waits in vain, over all sessions, after which all drafts count as silent until one answers in time.
+Requests are short, and each begins with a draft whose speed is unknown."""
 _PATIENCE = 1.5
 """Factor over a draft's mean time for the wanted depth that a step waits. About half of the answers take longer than
-the mean, and an answer that is just missed has cost the wait for nothing. Chosen, not measured: a wait that is too long
-lowers the rate of its episodes, so that `HoldOffChoice` turns to another depth."""
+the mean, and a wait that just misses its answer is lost. Chosen, not measured: too long a wait lowers the rate of its
+episodes, so that `HoldOffChoice` picks another depth."""
 _MOST_STEPS_PER_NODE = 2.0
-"""Steps per wanted node that a wait may last. If all nodes are accepted, a wait pays below one step per node; the rest
-is for drafts far away, which keep ahead once they are. It also bounds what a draft that lies about its times costs the
-sessions that wait along."""
+"""Steps per wanted node that a wait may last. With all nodes accepted, a wait pays below one step per node; the rest is
+for distant drafts, which stay ahead after their first answer. The limit also bounds the delay that a draft with false
+times causes in other sessions."""
 _MOST_NODE_US = 1e6
-"""Microseconds per token that a draft is believed to need at most, whatever it reports."""
+"""Most microseconds per token that a draft's report is believed."""
 _CREDIT_MARGIN = 1.5
-"""Factor over the mean number of verified nodes, plus one node, that drafts are asked to propose: with no more on offer
-than was verified the mean could only fall."""
+"""Factor over the mean number of verified nodes, plus one node, that drafts are asked to propose: without a margin the
+mean could only fall."""
 
 
 class Pacing:
     """Chooses hold-offs and trees from what the target has measured: step times, draft latency, acceptance."""
 
     def __init__(self, hold_off_ms: float | None, *, is_gated: bool = False, row_edges: tuple[int, ...] = ()) -> None:
-        """`hold_off_ms`: of every wait for a draft; None: learnt. `is_gated`: sessions speculate only where it pays.
-        `row_edges`: what the engine pads steps to.
+        """`hold_off_ms`: milliseconds of every wait for a draft; None: learnt. `is_gated`: sessions speculate only
+        while that pays. `row_edges`: row counts that the engine pads steps to.
         """
         self.clock = StepClock(StepTimeModel(edges=row_edges))
         self.gate = SpeculationGate(is_gated, clock=self.clock)
@@ -65,13 +65,13 @@ class Pacing:
         self._purse = WaitPurse(CATCH_UP_S)
         self._hold_off_ms = hold_off_ms
         self._mean_nodes = Mean()
-        """Nodes verified of a session in a step."""
+        """Mean number of nodes that a step verifies for a session."""
         self._num_vain = 0
 
     def plan(self, ready: Sequence[TargetSession], now_s: float) -> None:
-        """Decide which sessions' next steps are held off, and for what.
+        """Decide which sessions' next steps are held off, and for which depth.
 
-        Stops at a session that waits for nothing: the step is due then, for those after it as well.
+        Stops at the first session that waits for nothing: then the step is due for all sessions.
         """
         self.gate.expect(len(ready))
         may_wait = self._hold_off_ms is not None or self._may_keep_waiting(ready)
@@ -82,10 +82,10 @@ class Pacing:
                 return
 
     def wait_s(self, ready: Sequence[TargetSession], now_s: float) -> float | None:
-        """Time until the next step is due; 0: now; None: nothing to step.
+        """Seconds until the next step is due; 0.0: now; None: no session is ready.
 
-        A step holds off only while every session may gain from it: prefill, plain decoding and sessions whose draft is
-        silent are never kept waiting for the drafts of others.
+        A step is held off only while every session may gain from that: prefill, plain decoding and sessions with a
+        silent draft never wait for the drafts of others.
         """
         if not ready:
             return None
@@ -100,8 +100,8 @@ class Pacing:
         return until_s
 
     def count_vain_waits(self, ready: Sequence[TargetSession], now_s: float) -> None:
-        """A step begins: waits that have run out were in vain. One that ends sooner, for the sake of another session,
-        says nothing of the draft.
+        """Count the waits in vain when a step begins: those that ran out. A wait that ended sooner, for the sake of
+        another session, tells nothing of the draft.
         """
         vain = [
             session
@@ -115,9 +115,12 @@ class Pacing:
         self._num_vain += bool(vain)
 
     def choose_trees(self, ready: Sequence[TargetSession], now_s: float) -> dict[str, list[int]]:
-        """Set the tree that the next step verifies for each session; returns the chosen nodes by session id."""
+        """Set the tree that the next step verifies for each session.
+
+        Returns, by session id, the index in the session's speculation tree of each node of that tree.
+        """
         for session in ready:
-            session.seq.tree = None  # chosen for a step that had no room for the session
+            session.seq.tree = None  # left over from a step that had no room for the session
         candidates = [s for s in ready if len(s.tree) and s.seq.num_pending_tokens <= 1 and self.may_offer(s)]
         limits = [s.max_nodes for s in candidates]
         scores = [self.expectations.path_scores(s, min(s.end.max_depth(s.num_tokens), _credit(s))) for s in candidates]
@@ -135,25 +138,25 @@ class Pacing:
         return chosen
 
     def may_verify(self, session: TargetSession) -> bool:
-        """Whether proposals for a session are of use; they are before its first token, when nothing is decided yet."""
+        """Whether a session's proposals are verified. True before its first token, when the gate has not judged it."""
         return session.max_nodes > 0 and (session.gate is None or self.gate.is_open(session.gate))
 
     def may_offer(self, session: TargetSession) -> bool:
-        """Whether nodes are of use that cost nothing but their rows; also where a session's draft is suspended."""
+        """Whether nodes that cost only their rows are verified, even while the session's draft is suspended."""
         return session.max_nodes > 0 and (session.gate is None or self.gate.allows_free_nodes(session.gate))
 
     def draft_credit(self, limit: int) -> int:
-        """Draft tokens per session that are worth proposing: some more than steps have verified of late."""
+        """Draft tokens per session that are worth proposing, at most `limit`: somewhat more than steps verify."""
         if not self._mean_nodes.num_seen:
             return limit
         return max(1, min(limit, math.ceil(_CREDIT_MARGIN * self._mean_nodes.value) + 1))
 
     def observe_step(self, num_rows: int, elapsed_s: float) -> None:
-        """A step without prefill took this long: chunks would bend the line that other steps lie on."""
+        """Learn the time of a step without prefill; chunks of prompts do not lie on the fitted line."""
         self.clock.rows.observe(num_rows, elapsed_s)
 
     def observe_gain(self, session: TargetSession, walk: Walk, num_nodes: int, now_s: float) -> bool:
-        """A session got on by a step; its tree is as it was then. Returns whether its draft is suspended now."""
+        """Report a session's step to the gate, before its tree is pruned; returns whether its draft is suspended."""
         if not session.max_nodes:
             return False
         if session.gate is None:
@@ -169,7 +172,7 @@ class Pacing:
         return True
 
     def observe_proposal(self, session: TargetSession, depth_before: int, proposal: pb.Proposal, now_s: float) -> None:
-        """A draft's proposal was merged; before, what drafts had proposed was `depth_before` deep."""
+        """Learn from a merged proposal of a draft; `depth_before`: depth of the drafts' nodes before it."""
         if proposal.is_complete and proposal.start_position == session.num_tokens:
             session.num_answered, session.misses.num_unanswered, self._num_vain = session.num_tokens, 0, 0
         num_new = session.tree.lasting_depth - depth_before
@@ -186,7 +189,7 @@ class Pacing:
             latency.observe_first(max(0.0, now_s - session.hold_off.since_s - (num_new - 1) * latency.node_s))
 
     def _may_keep_waiting(self, ready: Sequence[TargetSession]) -> bool:
-        """Whether those with nothing at hand may keep those waiting who have something."""
+        """Whether sessions without a proposal may delay sessions that have one."""
         num_waiting = sum(not session.tree.nodes for session in ready)
         if not 0 < num_waiting < len(ready):
             return True
@@ -220,7 +223,7 @@ class Pacing:
         return HoldOff(now_s, now_s + hold_s, wanted)
 
     def _patience_s(self, wanted: int, num_ready: int, *, is_silent: bool) -> float:
-        """How long to wait for a depth. What a silent draft takes steps say nothing of: it is to catch up."""
+        """Seconds to wait for a depth. A silent draft's limit is at least `CATCH_UP_S`, so that it catches up."""
         if not wanted:
             return 0.0
         expected_s = _PATIENCE * self.draft_latency.until_depth(wanted)
@@ -228,7 +231,7 @@ class Pacing:
         return min(expected_s, max(most_s, CATCH_UP_S) if is_silent else most_s)
 
     def _has_enough(self, session: TargetSession) -> bool:
-        """Whether there is no need to wait for a draft: it has proposed something, or others offer a token at least."""
+        """Whether a wait is needless: a draft has proposed, or other sources offer one expected token at least."""
         tree = session.tree
         return len(tree) > 0 and (
             not tree.is_local or sum(self.expectations.path_scores(session, session.max_nodes)) >= 1
@@ -243,7 +246,7 @@ def _waits_for_nothing(session: TargetSession) -> bool:
 
 
 def _with_window(session: TargetSession, nodes: list[int]) -> list[int]:
-    """The nodes, and those of a drafter's window, which are closed under parents."""
+    """The given nodes and all window nodes of a drafter within credit; both are closed under parents."""
     tree, depth = session.tree, min(session.end.max_depth(session.num_tokens), _credit(session))
     window = [
         node
@@ -254,5 +257,5 @@ def _with_window(session: TargetSession, nodes: list[int]) -> list[int]:
 
 
 def _credit(session: TargetSession) -> int:
-    """Nodes that may be accepted before the session pauses; one more token always follows them."""
+    """Number of nodes that may be accepted before the session pauses; one more token always follows them."""
     return max(0, session.credit_position - session.num_tokens - 1)

@@ -2,7 +2,7 @@
 
 Data:
 
-- `step_clock.py`: `StepClock`, what a step of given rows (`step_time.py`), sessions and speculating share takes.
+- `step_clock.py`: `StepClock`, the time of a step by its rows (`step_time.py`), sessions and speculating share.
 - `acceptance.py`: `Acceptance`, how often proposed tokens are accepted, by source, depth, score and session.
 - `budget.py`: an `Account` for each kind of sessions and the `WaitPurse`; both are filled with `SHARE` of all time.
 - `means.py`: the two weights of moving means, and the weight of an assumption.
@@ -15,12 +15,16 @@ Decisions:
 
 Invariants:
 
-- All costs are held against `StepClock.plain_s`, and metrics and decisions read the same one.
-- Only trials are paid from the budget: at the floor of its account nobody of a kind speculates.
-- Nothing here knows tokens. In rejection mode a draft's nodes are ranked by depth alone, and their scores not learnt
-  from, so that what is verified does not depend on what was drawn (docs/rejection.md).
+- All costs are compared with `StepClock.plain_s`; metrics and decisions read the same value.
+- Trials and losses are paid from the budget: at the floor of a kind's account, no session of that kind speculates.
+- The policies know no token ids. In rejection mode a draft's nodes are ranked by depth alone, and the policies do not
+  learn from their scores: the verified nodes must not depend on drawn tokens (docs/rejection.md).
 
-Failures: a step that stalls counts at most `MOST_SURPRISE` times the mean; an account that was emptied by mistake is
-set to zero after a respite, which doubles; a kind whose drafts never propose is lent nothing after two trials; a source
-that is exchanged loses its record; before a plain step was measured the clock goes by rows.
+Failures:
+
+- a stalled step counts at most `MOST_SURPRISE` times the mean;
+- an account that was emptied by mistake is reset to zero after a respite, which doubles each time;
+- a kind whose drafts never propose gets no reset after two failed trials;
+- a replaced source loses its record;
+- before a plain step was measured, the clock predicts step times from rows.
 """

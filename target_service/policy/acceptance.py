@@ -1,11 +1,10 @@
-"""The one record of acceptance: by source, depth and score, of all sessions and of each one.
+"""The one record of acceptance: by source, depth and score, of all sessions and of each session.
 
-Each source has a scale of scores of its own. How often nodes of a score are accepted is learnt, so that the nodes of
-all sources, drafts among them, are ranked on one scale. The target's tokens decide for every offered node below a
-committed one whether it would have been accepted, verified or not: the record of a source that is asked grows, even if
-few of its nodes are verified.
+Sources score their nodes on different scales. The record learns the acceptance rate of each score, so that the nodes of
+all sources are ranked on one scale. A committed token tells of every offered sibling whether it was right, verified or
+not: the record of a source grows even if few of its nodes are verified.
 
-A session's own record counts more the longer it is: its text may be unlike those of other sessions.
+A session's own record weighs more with each observation: its text may differ from that of other sessions.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from dataclasses import dataclass, field
 from specdec.target_service.policy.means import PRIOR_WEIGHT, SLOW_WEIGHT, WEIGHT
 
 NUM_BANDS = 8
-"""Equal ranges of scores, or of headroom, each counted apart."""
+"""Number of equal ranges of scores, or of headroom, with separate counts."""
 _DEPTHS = (1, 2, 4)
-"""First depths of the ranges that are counted apart."""
+"""First depth of each range of depths with separate counts."""
 PRIOR_RATE = 0.5
 """Estimated probability that a token is accepted, before any was verified."""
 
 
 def score_band(score: float) -> int:
-    """The band of scores that are counted together."""
+    """Index of the range of scores that `score` falls into, from 0 to `NUM_BANDS` - 1."""
     return max(0, min(int(score * NUM_BANDS), NUM_BANDS - 1))
 
 
@@ -34,18 +33,18 @@ def _depth_band(depth: int) -> int:
 
 @dataclass(slots=True)
 class Counts:
-    """Nodes that were reached, and those of them that were the target's token; older ones count less."""
+    """Decayed counts of reached nodes, and of those that matched the target's token."""
 
     accepted: float = 0.0
     reached: float = 0.0
 
     def observe(self, accepted: bool, weight: float = SLOW_WEIGHT) -> None:
-        """One more node."""
+        """Count one more reached node."""
         self.accepted = self.accepted * (1 - weight) + accepted
         self.reached = self.reached * (1 - weight) + 1.0
 
     def rate(self, prior: float) -> float:
-        """Share of nodes that were accepted; nothing seen: `prior`."""
+        """Share of reached nodes that were accepted; `prior` before the first one."""
         return (self.accepted + PRIOR_WEIGHT * prior) / (self.reached + PRIOR_WEIGHT)
 
 
@@ -63,7 +62,7 @@ class SourceRecord:
     bands: list[list[Counts]] = field(default_factory=lambda: [[Counts() for _ in range(NUM_BANDS)] for _ in _DEPTHS])
 
     def observe(self, score: float, depth: int, accepted: bool, own: OwnRecord | None) -> None:
-        """A node that hangs from a committed token was, or was not, the target's next one."""
+        """Count a node below a committed token; `accepted`: it equals the target's next token."""
         band = score_band(score)
         self.bands[_depth_band(depth)][band].observe(accepted)
         if own is not None:
@@ -77,7 +76,7 @@ class SourceRecord:
 
 
 class Acceptance:
-    """Records of all sources. Memory: some fifty numbers for each."""
+    """Records of all sources. Memory: 48 numbers for each source."""
 
     def __init__(self) -> None:
         self._records: defaultdict[str, SourceRecord] = defaultdict(SourceRecord)
@@ -88,13 +87,13 @@ class Acceptance:
 
     @property
     def depth_rate(self) -> float:
-        """Estimated probability that a walk goes on where a draft has proposed something, whatever its score."""
+        """Estimated probability that a walk goes on at a node with proposals of a draft, regardless of their scores."""
         return self._went_on.rate(PRIOR_RATE)
 
     def observe_depth(self, went_on: bool) -> None:
-        """A node with verified children of a draft was reached; `went_on` when one of them was accepted."""
+        """A walk reached a node with verified children of a draft; `went_on`: one of them was accepted."""
         self._went_on.observe(went_on)
 
     def forget(self, source: str) -> None:
-        """Another source has its name."""
+        """Drop the record of a source: another source has its name now."""
         self._records.pop(source, None)

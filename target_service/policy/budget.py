@@ -1,7 +1,8 @@
 """The exploration budget: time that trials may cost before they have paid.
 
-Each kind of sessions has an account. Time that speculation saves and a small share of all time come in; time that steps
-take beyond plain ones of the same tokens goes out. Trial waits have a purse with the same share.
+Each kind of sessions has an account. Its income is the time that speculation saves, and a small share of all time. Its
+expense is the time that steps take beyond plain decoding of the same tokens. Trial waits have a purse with the same
+share.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from specdec.target_service.policy.means import Mean
 SHARE = 0.014
 """Share of all time that probes, references, misjudgements and trial waits may cost."""
 TRIAL_STEPS = 13
-"""Steps of a probe, waits for one depth in a row, calls before a drafter is judged in a session."""
+"""Length of a trial: steps of a probe, consecutive waits for one depth, calls of a drafter before it is judged."""
 TRY_EVERY = 16
-"""Decisions, one of which tries what seems worse, so that no bad record lasts."""
+"""Decisions per exploratory one, which tries the option that seems worse: no bad record lasts."""
 WORTHWHILE = 1.15
-"""Factor over plain decoding above which a session begins to speculate, or a step to wait: gains are noisy, and what
-is not measured may be lost."""
+"""Factor over plain decoding above which a session begins to speculate, or a step to wait: measured gains are noisy,
+and some costs are not measured."""
 _LEAST_S = 0.04
-"""Seconds, or one plain step if that is longer, that an account may be above or below zero."""
+"""Seconds that an account may be above or below zero, or one plain step if that is longer."""
 _SAVINGS = 2
-"""Factor on that for what speculation itself has saved, which is kept for bad times."""
+"""Factor on the upper limit for time that speculation itself has saved."""
 _FIRST_RESPITE_S = 0.25
-"""Seconds before an emptied account is set to zero: a stalled step or a lucky plain measurement may have emptied it by
-mistake. Doubles each time, until no more is lent than the share gives; full accounts begin again."""
+"""Seconds before a negative account is reset to zero: a stalled step or a lucky plain measurement may have emptied it
+by mistake. The time doubles with each reset, until resets lend no more than `SHARE`; a full account restores it."""
 
 
 @dataclass(slots=True)
@@ -35,8 +36,8 @@ class Account:
 
     balance_s: float = 0.0
     invested_s: float = 0.0
-    """Seconds of prompts computed for drafts that neither savings nor the share have paid back yet. No session is
-    suspended for them: they are spent."""
+    """Seconds of prompts computed for drafts that income has not paid back yet. They suspend no session: the time is
+    spent."""
     prompt_s: Mean | None = None
     """Seconds of one prompt; None: unknown."""
     num_failed: int = 0
@@ -46,26 +47,32 @@ class Account:
 
     @property
     def is_solvent(self) -> bool:
-        """Whether its balance is not below zero."""
+        """Whether the balance is zero or above."""
         return self.balance_s >= 0
 
     def may_invest(self, num_beginning: int) -> bool:
-        """Whether the draft may compute one more prompt beside the `num_beginning` that it computes now."""
+        """Whether the draft may compute one more prompt besides the `num_beginning` prompts under way."""
         if not num_beginning:
             return self.balance_s >= self.invested_s
         return self.prompt_s is not None and self.balance_s >= self.invested_s + num_beginning * self.prompt_s.value
 
     def invest(self, seconds: float) -> None:
-        """A prompt, or a part of one, took `seconds`."""
+        """Book `seconds` of a prompt, or of a part of one."""
         self.invested_s += seconds
 
     def observe_prompt(self, seconds: float) -> None:
-        """A whole prompt took `seconds`."""
+        """Learn that a whole prompt took `seconds`."""
         self.prompt_s = self.prompt_s or Mean()
         self.prompt_s.observe(seconds)
 
     def enter(self, time_s: float, saved_s: float, plain_s: float) -> None:
-        """A session decoded for `time_s` and saved `saved_s`; negative: lost. `plain_s`: seconds of a plain step."""
+        """Book a session's step.
+
+        Args:
+            time_s: seconds that the session decoded.
+            saved_s: seconds saved; negative: lost.
+            plain_s: seconds of a plain step.
+        """
         most_s = _most_s(plain_s)
         self.balance_s += min(0.0, saved_s)
         earned_s = SHARE * time_s + max(0.0, saved_s)
@@ -76,7 +83,10 @@ class Account:
             self.balance_s = min(limit_s, self.balance_s + earned_s - paid_s)
 
     def has_fallen(self, plain_s: float, now_s: float) -> bool:
-        """Whether it has just fallen through its floor; it is held there."""
+        """Whether the balance has just fallen below its floor; it is raised to the floor again.
+
+        A balance below zero starts the respite.
+        """
         most_s = _most_s(plain_s)
         if self.balance_s >= 0:
             self._due_s = math.inf
@@ -91,7 +101,7 @@ class Account:
         return True
 
     def is_due(self, now_s: float) -> bool:
-        """Whether its respite is over, so that it may be set to zero."""
+        """Whether the balance is negative and its respite is over, so that `make_even` may reset it."""
         return self.balance_s < 0 and now_s >= self._due_s
 
     def make_even(self) -> None:
@@ -101,24 +111,25 @@ class Account:
 
 @dataclass(slots=True)
 class WaitPurse:
-    """Pays trial waits: for drafts that were silent, or for a depth that did not pay.
+    """Pays trial waits: for silent drafts, or for a depth that did not pay.
 
-    A draft that is slower than the target's steps sends nothing but what is stale until it is waited for: without such
+    A draft that is slower than the target's steps sends only stale proposals until a step waits for it: without trial
     waits it never catches up.
     """
 
     most_s: float
-    """Seconds that are saved up before a session asks for a longer wait; they are there at first."""
+    """Seconds that the purse holds at first and at most, unless a longer wait is asked for."""
     _saved_s: float = field(init=False)
     _seen_s: float | None = field(default=None, init=False)
     _granted_s: float = field(default=0.0, init=False)
-    """Seconds that the sessions planned at this moment may wait."""
+    """Seconds paid for the sessions planned at the present moment."""
 
     def __post_init__(self) -> None:
         self._saved_s = self.most_s
 
     def grants(self, wait_s: float, now_s: float) -> bool:
-        """Whether a session may wait `wait_s` from now on; sessions of one moment wait together, and pay once."""
+        """Whether a session may wait `wait_s` from `now_s` on; sessions with the same `now_s` wait together and pay
+        once."""
         if self._seen_s != now_s:
             if self._seen_s is not None:
                 earned_s = SHARE * max(0.0, now_s - self._seen_s)

@@ -1,21 +1,20 @@
 """Who speculates: the sessions for which it pays now, so that speculation is never slower than plain decoding.
 
-A session gains tokens by its draft, and costs every session of the batch time (`StepClock`). It speculates while it
-gains more than it costs. Where it does not, its draft is suspended: it hears of no tokens and computes nothing. A
-*probe* measures what a suspended session would gain: one session at a time speculates for some steps, and after each
-probe that pays twice as many sessions are probed. A *reference* measures what a plain step takes: now and then nobody
-speculates for some steps.
+A speculating session gains tokens, and costs every session of the batch time (`StepClock`). It speculates while it
+gains more than it costs. Otherwise it is suspended: its draft gets no tokens and computes nothing. A *probe* measures
+the gain of a suspended session: it speculates for some steps. One session is probed at a time, and after each probe
+that pays twice as many. A *reference* measures the time of a plain step: now and then no session speculates for some
+steps.
 
-Probes and misjudgements cost time. The account of each kind of sessions bounds that (`budget.py`): below zero
-nothing of that kind is probed, at its floor every session of it is suspended. Worst case: decoding takes 1.4 % longer
-than plain decoding, plus max(40 ms, a step) whenever a kind is lent that much again.
+Probes and misjudgements cost time. The account of each kind of sessions bounds that time (`budget.py`): below zero no
+session of the kind is probed, at the floor every session of the kind is suspended. Worst case: decoding takes 1.4 %
+longer than plain decoding, plus max(40 ms, a step) at each reset of a kind's account.
 
-Lossless: in coupled mode a token is fixed before any proposal is looked at, so a policy may look at anything. In
-rejection mode it may not depend on tokens that were drawn and are not decided yet; this one knows how many were
-accepted, and times.
+Lossless: in coupled mode a token is fixed before any proposal is read, so a policy may use anything. In rejection mode
+a policy must not depend on drawn tokens that are not decided yet; the gate uses numbers of accepted tokens, and times.
 
-A draft that the target runs itself computes a session's prompt first, in the target's time. That time is known, so it
-is booked whole and apart from steps: no other prompt of the kind is computed until it is paid back.
+A draft in the target's process computes a session's prompt first, in the target's time. That time is known, so it is
+booked whole and apart from steps: no other prompt of the kind is computed until it is paid back.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from specdec.target_service.policy.references import References, Settling
 from specdec.target_service.policy.step_clock import StepClock
 
 _LEAVE = 1.06
-"""Factor over plain decoding below which a session stops; `WORTHWHILE` is the one above which it begins."""
+"""Factor over plain decoding below which a session stops speculating; above `WORTHWHILE` it begins."""
 _ODDS = 8.0
-"""Exponent of the odds against a run of steps without an accepted token at which a session stops: exp(-8), by what it
-gained so far."""
+"""Negative logarithm of the probability, given the mean gain so far, at which a run of steps without an accepted token
+suspends a session: exp(-8)."""
 _LEAST_TRIALS = 2
-"""Trials of a kind (probes, emptied accounts) that must fail before nothing more is lent to it: the first text may be
-one that nobody can guess."""
+"""Trials of a kind (probes, emptied accounts) that must fail before its account is no longer reset: the first text may
+be unguessable."""
 _PROBE_EVERY_S = 0.4
-"""Seconds between two probes, and after a session was suspended."""
+"""Seconds from a probe, or from a suspension, to the next probe."""
 
 
 @dataclass(slots=True)
@@ -48,35 +47,35 @@ class SpeculationGate:
     """Decides for all sessions of a target. Cost: constant per session and step."""
 
     is_gating: bool = True
-    """False: everybody speculates, always."""
+    """False: every session always speculates."""
     computes_prompts: bool = False
-    """The target runs a draft itself, for which prompts are computed first."""
+    """The target runs a draft itself, which computes prompts first."""
     clock: StepClock = field(default_factory=StepClock)
     _gains: dict[str, float] = field(default_factory=dict)
-    """Tokens per step that sessions of a kind gain, less what verifying costs."""
+    """Tokens per step that sessions of each kind gain, less the cost of verifying, in tokens."""
     _accounts: dict[str, Account] = field(default_factory=dict)
-    """An account for each kind of sessions, so that no kind pays for what another loses."""
+    """An account for each kind of sessions, so that no kind pays for the losses of another."""
     _beginning: Counter[str] = field(default_factory=Counter)
-    """Sessions by kind for which the target's own draft computes a prompt."""
+    """Number of sessions, by kind, whose prompt the target's own draft computes now."""
     _num_sessions: int = 1
     _references: References = field(default_factory=References)
     _settling: Settling = field(default_factory=Settling)
     _probe_due_s: float = 0.0
     _num_at_once: int = 1
-    """Sessions that are probed together: twice as many after each probe that found a gain."""
+    """Number of sessions that are probed together; it doubles after each probe that found a gain."""
     _min_gain_tokens: float = 0.0
     _demanded_for: int = 0
-    """Sessions for which `_min_gain_tokens` was computed; 0: steps were observed since."""
+    """Number of sessions for which `_min_gain_tokens` was computed; 0: steps were observed since."""
     _node_tokens: float = 0.0
-    """Tokens of the batch that could be decoded while one more node is verified."""
+    """Tokens that the batch could decode while one more node is verified."""
 
     def admit(self, kind: str, now_s: float) -> GateState:
-        """A session begins to decode as others of its kind do, or plainly if the account of its kind is empty."""
+        """State of a session that begins to decode: open if its kind gains or is unknown, and its account has funds."""
         gain = self._gains.get(kind)
         if not self.is_gating:
             return GateState(kind, Phase.ON, FIRST_GAIN, now_s)
         if not self._may_begin(kind):
-            # Sessions that end before they are judged would else go on losing what none of them is charged with.
+            # Otherwise short sessions, which end before they are judged, would lose time that suspends none of them.
             return GateState(kind, Phase.OFF, gain or FIRST_GAIN, now_s)
         if gain is not None and not self._pays(gain, _LEAVE):
             return GateState(kind, Phase.OFF, gain, now_s)
@@ -84,20 +83,20 @@ class SpeculationGate:
         return GateState(kind, Phase.PROBE if gain is None else Phase.ON, gain or FIRST_GAIN, now_s)
 
     def expect(self, num_sessions: int) -> None:
-        """The next step has `num_sessions` sessions."""
+        """Note that the next step has `num_sessions` sessions."""
         self._num_sessions = max(1, num_sessions)
 
     def is_open(self, state: GateState | None) -> bool:
-        """Whether a session's proposals are verified, and its draft should make them. None: it never speculates."""
+        """Whether a session speculates: its draft proposes, and proposals are verified. None: it never speculates."""
         if state is None:
             return False
         return not self.is_gating or (state.phase is not Phase.OFF and not self._references.num_left)
 
     def allows_free_nodes(self, state: GateState | None) -> bool:
-        """Whether nodes that cost nothing but their rows may be verified for a session: what its text itself suggests.
+        """Whether nodes that cost only their rows (n-grams of its text, say) may be verified for a session.
 
-        Its draft may be suspended meanwhile. Their losses are booked on the account, too; while that is empty they are
-        left out.
+        They are allowed even while its draft is suspended, unless the account of its kind is below zero: their losses
+        are booked there too.
         """
         if not self.is_gating or self.is_open(state):
             return True
@@ -106,7 +105,15 @@ class SpeculationGate:
     def stepped(
         self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float, *, num_nodes: int = 0
     ) -> None:
-        """A session took a step, in which `num_accepted` of the `num_nodes` nodes that it verified were accepted."""
+        """Learn from a step of a session, and end its probe or suspend it where that follows.
+
+        Args:
+            state: of the session.
+            num_accepted: accepted nodes of the session.
+            has_proposal: the session had a proposal for the step.
+            now_s: monotonic time in seconds.
+            num_nodes: verified nodes of the session.
+        """
         if not self.is_open(state):
             return
         if not state.num_counted and not has_proposal:
@@ -131,7 +138,7 @@ class SpeculationGate:
             self._suspend(state, now_s)
 
     def invested(self, state: GateState, seconds: float) -> None:
-        """The target has spent `seconds` on a session's prompt, for its draft."""
+        """Book `seconds` that the target spent on a session's prompt for its own draft."""
         state.invested_s += seconds
         self._account(state.kind).invest(seconds)
 
@@ -148,19 +155,19 @@ class SpeculationGate:
         row_s: float = 0.0,
         are_free: Sequence[bool] = (),
     ) -> None:
-        """A step of decoding is over.
+        """Book a step of decoding, then begin references and probes that are due.
 
         Args:
-            states: states of its sessions; None for those that never speculate.
-            num_tokens: tokens that each of them committed.
-            turn_s: seconds since the end of the step before, or since there was something to do again.
+            states: states of the step's sessions; None for a session that never speculates.
+            num_tokens: tokens that each session committed.
+            turn_s: seconds since the end of the step before, or since the target had work again.
             now_s: monotonic time in seconds.
-            prompt_s: seconds of that which `invested` has booked; sessions whose drafts do not guess yet say nothing
-                of what guesses cost.
-            waiting: states of all sessions that decode; suspended ones among them may be probed.
+            prompt_s: seconds of `turn_s` that `invested` has booked; a turn with such time says nothing of the cost of
+                speculation.
+            waiting: states of all decoding sessions; suspended ones among them may be probed.
             num_nodes: nodes that the step verified.
-            row_s: seconds that one node costs; sessions are charged for their own nodes, and share the rest.
-            are_free: whether nodes of each session were verified though its draft is suspended; empty: of none.
+            row_s: seconds that one node costs; a session's gain is charged with its own nodes.
+            are_free: for each session, whether nodes were verified though its draft is suspended; empty: for none.
         """
         if not states:
             return
@@ -206,10 +213,7 @@ class SpeculationGate:
         step_s: float,
         plain_s: float,
     ) -> None:
-        """Book a step: the sessions that speculated share the time beyond a plain step's.
-
-        Time in which no session would speculate pays for no probes at other times.
-        """
+        """Book a step: the sessions that speculated share equally the time beyond a plain step's."""
         excess_s = (step_s - plain_s) / max(1, sum(speculate))
         for state, speculates, number in zip(states, speculate, num_tokens, strict=True):
             if state is not None:
@@ -217,7 +221,10 @@ class SpeculationGate:
                 self._account(state.kind).enter(step_s / len(states), saved_s, plain_s)
 
     def _hold_to_bounds(self, kinds: Set[str], states: Sequence[GateState], plain_s: float, now_s: float) -> None:
-        """Suspend kinds whose accounts fell through the floor. `kinds`: of the step; `states`: of all who decode."""
+        """Suspend kinds whose accounts fell below the floor, and reset accounts whose respite is over.
+
+        `kinds`: of the step's sessions; `states`: of all decoding sessions.
+        """
         for kind in kinds:
             account = self._account(kind)
             if account.has_fallen(plain_s, now_s):
@@ -250,7 +257,7 @@ class SpeculationGate:
 
     @property
     def min_gain_tokens(self) -> float:
-        """Tokens per step that a session must gain, as last asked for."""
+        """Tokens per step that a session must gain to break even, as last computed."""
         return self._min_gain_tokens
 
     def _pays(self, gain: float, speed_up: float) -> bool:
@@ -266,11 +273,11 @@ class SpeculationGate:
 
     def _consider_probe(self, state: GateState, now_s: float) -> None:
         account = self._account(state.kind)
-        # Half of the trial without an accepted token ends it; a quarter, of a kind that has failed.
+        # Half a trial without an accepted token ends it, or a quarter for a kind whose trials have failed.
         most_fruitless = TRIAL_STEPS // (2 if account.num_failed < _LEAST_TRIALS else 4)
         if self._pays(state.gain * min(1.0, state.num_counted / TRIAL_STEPS), WORTHWHILE):
             state.enter(Phase.ON, now_s)
-            state.num_counted = 1  # its draft is under way
+            state.num_counted = 1  # so that steps without a proposal count from now on
             if state.gain > self._gains[state.kind]:
                 self._learn(state.kind, state.gain, 1 / 2)  # it may have been lucky
             self._num_at_once *= 2
@@ -281,13 +288,13 @@ class SpeculationGate:
             self._num_at_once = 1
 
     def _suspend(self, state: GateState, now_s: float) -> None:
-        """The drafts that go on show what they gain before any session is probed."""
+        """Suspend a session; the next probe waits until the effect on the others is measured."""
         state.enter(Phase.OFF, now_s)
         self._settling.begin(now_s)
         self._probe_due_s = max(self._probe_due_s, now_s + _PROBE_EVERY_S)
 
     def _resume(self, states: Sequence[GateState], now_s: float) -> None:
-        """A reference is over: drafts begin again, and steps until they propose are not counted."""
+        """End a reference: drafts begin again, and steps before their first proposals are not counted."""
         self._settling.begin(now_s)
         for state in states:
             if state.phase is not Phase.OFF:
@@ -297,9 +304,9 @@ class SpeculationGate:
         if self._references.num_left:
             return
         states = [state for state in states if self._account(state.kind).is_solvent]
-        # What is left of a request pays its prompt back: of those whose prompts are to be computed the last come first.
+        # The rest of a request pays its prompt back: of sessions without a computed prompt the newest come first.
         off = sorted((state for state in states if state.phase is Phase.OFF), key=_turn)
-        for state in off:  # a load that has fallen makes worth it what was not
+        for state in off:  # at a lower load a known gain may suffice
             if state.gain > 0 and self._pays(state.gain, WORTHWHILE):
                 self._probe(state, now_s)
         num_free = self._num_at_once - sum(state.phase is Phase.PROBE for state in states)

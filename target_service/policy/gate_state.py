@@ -1,4 +1,4 @@
-"""What the gate keeps of a session, and what it expects of one by its kind."""
+"""The gate's state of one session."""
 
 from __future__ import annotations
 
@@ -6,42 +6,43 @@ import enum
 from dataclasses import dataclass
 
 FIRST_GAIN = 0.5
-"""Tokens per step that a session of an unknown kind is expected to gain."""
+"""Tokens per step that a session of an unknown kind is assumed to gain."""
 
 
 class Phase(enum.Enum):
-    """Where a session stands with the gate."""
+    """Phase of a session at the gate."""
 
     ON = enum.auto()
-    """It speculates."""
+    """The session speculates."""
     PROBE = enum.auto()
-    """It speculates to find out what that brings."""
+    """The session speculates to measure its gain."""
     OFF = enum.auto()
-    """Its draft is suspended."""
+    """The session's draft is suspended."""
 
 
 @dataclass(slots=True)
 class GateState:
-    """What the gate keeps of one session."""
+    """The gate's state of one session."""
 
     kind: str
-    """Sessions of one kind are expected to gain alike."""
+    """Name of the session's kind: its mode, temperature range and sources."""
     phase: Phase
     gain: float
-    """Tokens accepted per step while it speculates, less what verifying them cost: a moving mean."""
+    """Tokens accepted per speculating step, less the cost of verifying, in tokens: a moving mean."""
     since_s: float
+    """Monotonic time in seconds at which the phase began."""
     is_measured: bool = False
-    """Its gain is its own, not what others of its kind gained."""
+    """Whether `gain` was measured in this session; else it is that of the kind."""
     num_counted: int = 0
-    """Steps since the phase began and there was a proposal."""
+    """Steps since the first proposal of the phase."""
     num_without_acceptance: int = 0
-    """Steps of these since a token was accepted."""
+    """Counted steps since the last accepted token."""
     invested_s: float = 0.0
-    """Seconds that the target has spent on computing its prompt for a draft."""
+    """Seconds that the target spent on the session's prompt for its own draft."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has ever speculated, so that a draft knows its prompt."""
+        """Whether the session has ever speculated, so that a draft knows its prompt."""
         return self.is_measured or self.invested_s > 0
 
     def enter(self, phase: Phase, now_s: float) -> None:
@@ -50,5 +51,5 @@ class GateState:
         self.restart()
 
     def restart(self) -> None:
-        """Its draft begins where it was told to stop: what goes on until it proposes is not counted."""
+        """Reset the counts: steps before the draft's first proposal are not counted."""
         self.num_counted = self.num_without_acceptance = 0

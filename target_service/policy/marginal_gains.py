@@ -1,8 +1,8 @@
-"""What asking one more source for a step brings, beyond what those asked before it have proposed.
+"""The gain of asking one more source for a step, beyond the proposals of the sources asked before.
 
-Sources agree most where guessing is easy, so what each brings alone says little of what it adds. The *headroom* is the
-number of tokens that the step could commit beyond what is expected of its tree. Of that a source gains a share, which
-is learnt apart for little and for much headroom: where a sure source leaves little, hardly any other source finds it.
+Sources agree most where guessing is easy, so a source's acceptance alone says little of what it adds. The *headroom* is
+the number of tokens that the step could commit beyond those expected of its tree. A source gains a share of it. The
+share is learnt separately for little and for much headroom: other sources hardly find what a sure source leaves.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from specdec.target_service.policy.means import PRIOR_WEIGHT, SLOW_WEIGHT
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """What one more source could gain in a step."""
+    """The most that one more source could gain in a step."""
 
     tokens: float
-    """Tokens that the step could accept beyond what is expected."""
+    """Tokens that the step could accept beyond those expected of its tree."""
     limit: int
     """Most tokens that the step may accept."""
 
@@ -31,9 +31,9 @@ class DrafterCall:
 
     source: str
     headroom: Headroom
-    """Headroom when the source was asked."""
+    """Headroom before the call."""
     new_nodes: range
-    """Nodes of the session's tree that no other source had proposed."""
+    """Nodes of the session's tree that the call added."""
 
 
 @dataclass(slots=True)
@@ -51,18 +51,18 @@ class MarginalGains:
     )
 
     def expected(self, source: str, headroom: Headroom) -> float:
-        """Tokens that a call of `source` gains."""
+        """Expected tokens that a call of `source` gains."""
         band = self._bands[source][_headroom_band(headroom)]
         return headroom.tokens * band.gained / band.headroom
 
     def observe(self, call: DrafterCall, accepted: Set[int]) -> None:
-        """A step is over for which a source was asked; `accepted`: nodes of the tree."""
+        """Learn from a call whose step is over; `accepted`: accepted nodes of the session's tree."""
         band = self._bands[call.source][_headroom_band(call.headroom)]
         band.gained = band.gained * (1 - SLOW_WEIGHT) + sum(node in accepted for node in call.new_nodes)
         band.headroom = band.headroom * (1 - SLOW_WEIGHT) + call.headroom.tokens
 
     def forget(self, source: str) -> None:
-        """Another source has its name."""
+        """Drop the record of a source: another source has its name now."""
         self._bands.pop(source, None)
 
 

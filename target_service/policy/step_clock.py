@@ -1,8 +1,8 @@
-"""One clock: what a step of given rows, sessions and speculating share takes. Measured; the rows by a fitted line.
+"""One clock: the time of a step by its rows (a fitted line), and by its sessions and speculating share (measured).
 
-Merging proposals, verdicts, relaying, a draft that takes cores or memory bandwidth from the target: all of it makes
-steps longer, and no model of the forward pass sees more than the rows. So the time from step to step is kept by the
-number of sessions as well; what speculation adds is read off against steps in which nobody speculates.
+Merging proposals, verdicts, relaying, and a draft that takes cores or memory bandwidth from the target make steps
+longer, but a model of the forward pass sees only rows. So the clock also keeps the time from step to step by the number
+of sessions. The cost of speculation is the difference from steps in which no session speculates.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from specdec.target_service.policy.means import WEIGHT, Mean
 from specdec.target_service.policy.step_time import StepTimeModel
 
 LEAST_STEPS = 3
-"""Steps before a mean is used."""
+"""Number of plain steps before their mean is used."""
 
 
 @dataclass(slots=True)
 class _Band:
-    """Steps of about one number of sessions."""
+    """Step times of one load band."""
 
     plain_s: Mean = field(default_factory=Mean)
     plain_seen_s: float = -math.inf
     speculating_s: Mean = field(default_factory=Mean)
     squares: float = 0.0
-    """Sum of the squared shares of sessions that speculated; older steps weigh less, here and below."""
+    """Decayed sum, over speculating steps, of the squared share of sessions that speculated."""
     shares: float = 0.0
-    """Sum of these shares."""
+    """Decayed sum of the shares."""
     products_s: float = 0.0
-    """Sum of these shares, each times its step's time."""
+    """Decayed sum of the shares, each times its step's seconds."""
 
     def observe_speculating(self, share: float, step_s: float) -> float:
         believed_s = self.speculating_s.observe(step_s)
@@ -40,22 +40,26 @@ class _Band:
         return believed_s
 
     def min_gain_tokens(self) -> float:
-        """Least squares, through no cost at no share."""
+        """Slope of a step's extra time, in plain steps, over the speculating share: least squares through the origin.
+
+        The prior is a step of weight `WEIGHT` in which all sessions speculated at no cost: without it the error of one
+        step would be divided by a small share.
+        """
         cost = self.products_s / self.plain_s.value - self.shares
-        return max(0.0, cost / self.squares) if self.squares else 0.0
+        return max(0.0, cost / (self.squares + WEIGHT))
 
 
 @dataclass(slots=True)
 class StepClock:
-    """Step times by rows and by load. Memory: nine numbers for each band of numbers of sessions."""
+    """Step times by rows and by load. Memory: eight numbers for each load band."""
 
     rows: StepTimeModel = field(default_factory=StepTimeModel)
     _bands: dict[int, _Band] = field(default_factory=dict)
 
     def observe_turn(self, num_sessions: int, share: float, turn_s: float, now_s: float) -> float:
-        """A step of `num_sessions`, of which a share speculated, took `turn_s` from the end of the one before.
+        """Learn that a step of `num_sessions`, a share of which speculated, ended `turn_s` after the one before.
 
-        Returns what is believed of that: a machine that stood still says nothing of speculation.
+        Returns the time, cut off as by `Mean.observe`.
         """
         band = self._bands.setdefault(load_band(num_sessions), _Band())
         if share > 0:
@@ -64,25 +68,25 @@ class StepClock:
         return band.plain_s.observe(turn_s)
 
     def plain_s(self, num_sessions: int) -> float | None:
-        """Seconds of a step of `num_sessions` in which nobody speculates; None: not measured."""
+        """Seconds of a step of `num_sessions` in which no session speculates; None: not measured."""
         band = self._measured(load_band(num_sessions))
         return None if band is None else band.plain_s.value
 
     def plain_seen_s(self, num_sessions: int) -> float:
-        """When such a step was last seen."""
+        """Monotonic time, in seconds, of the last such step; minus infinity before the mean is used."""
         band = self._measured(load_band(num_sessions))
         return -math.inf if band is None else band.plain_seen_s
 
     def expected_plain_s(self, num_sessions: int) -> float:
-        """The same, by the rows where none was measured."""
+        """Seconds of a plain step of `num_sessions`: measured, else predicted from its rows."""
         measured_s = self.plain_s(num_sessions)
         return self.rows.predict(num_sessions) if measured_s is None else measured_s
 
     def min_gain_tokens(self, num_sessions: int) -> float:
-        """Tokens per step that each speculating session must gain to pay for what it costs all of them.
+        """Tokens per step that each speculating session must gain to pay for its cost to all sessions.
 
-        If all speculate a step takes ``1 + min_gain_tokens`` times as long as if none does. What was not measured at a
-        load is taken from the nearest one.
+        If all sessions speculate, a step takes ``1 + min_gain_tokens`` times a plain step. A load without measurements
+        takes those of the nearest load; 0.0 without any.
         """
         wanted = load_band(num_sessions)
         known = [number for number in self._bands if self._measured(number) is not None]
@@ -96,5 +100,5 @@ class StepClock:
 
 
 def load_band(num_sessions: int) -> int:
-    """Numbers of sessions that are taken for the same: each up to four, then two bands for each doubling."""
+    """Load band of a number of sessions: one band for each number up to four, then two for each doubling."""
     return num_sessions if num_sessions <= 4 else 4 + math.ceil(2 * math.log2(num_sessions / 4))

@@ -1,4 +1,4 @@
-"""A model of the target's step time, fitted online: what one more row costs."""
+"""A model of the target's step time over its rows, fitted online."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from specdec.target_service.policy.means import MOST_SURPRISE, WEIGHT
 class StepTimeModel:
     """Step time as a straight line over rows, by exponentially weighted least squares.
 
-    Predicts ``base_s + row_s * num_rows``, where rows are those that the step computes, padding included. The prior
-    keeps the first predictions sane. It weighs as
-    much as one step and is scaled to the steps that were seen, so that there is a slope when they are all of one size:
-    else one step that stalled could make rows look so dear that no step with more of them ever corrected it.
+    Predicts ``base_s + row_s * num_rows``, where rows are those that the step computes, padding included. A prior keeps
+    the first predictions sane. It weighs as much as one step and is scaled to the observed steps, so that steps of one
+    size leave a slope: else one stalled step could make rows look so expensive that no larger step is ever tried again.
     Cost of an update: constant.
     """
 
     base_s: float = 0.010
-    """Seconds of a step without rows: an assumption until steps are seen, as is `row_s`."""
+    """Seconds of a step without rows; assumed until steps are observed, as is `row_s`."""
     row_s: float = 0.0005
-    """Seconds for each row."""
+    """Seconds per row."""
     edges: tuple[int, ...] = ()
-    """Numbers of rows, rising, to the next of which a step is padded; empty where steps compute the rows they have."""
+    """Row counts that steps are padded to, rising; empty: steps are not padded."""
     _prior: tuple[float, float] = field(init=False)
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0, 0.0])
-    """Weight, x, y, xx, xy."""
+    """Weighted sums of 1, x, y, xx and xy, for x rows and y seconds."""
 
     def __post_init__(self) -> None:
         self._prior = (self.base_s, self.row_s)
         self._add_prior(1.0, scale=1.0)
 
     def observe(self, num_rows: int, elapsed_s: float) -> None:
-        """A step of `num_rows` rows took `elapsed_s`."""
+        """Learn that a step of `num_rows` rows took `elapsed_s`."""
         num_rows = self.padded(num_rows)
         elapsed_s = min(elapsed_s, MOST_SURPRISE * self.predict(num_rows))
         self._sums = [value * (1 - WEIGHT) for value in self._sums]
@@ -48,11 +47,11 @@ class StepTimeModel:
         self.base_s = max((y - self.row_s * x) / weight, 1e-6)
 
     def predict(self, num_rows: int) -> float:
-        """Expected time of a step, in seconds."""
+        """Expected seconds of a step of `num_rows` rows before padding."""
         return self.base_s + self.row_s * self.padded(num_rows)
 
     def padded(self, num_rows: int) -> int:
-        """Rows that a step of `num_rows` computes."""
+        """Rows that a step of `num_rows` computes, padding included."""
         return next((edge for edge in self.edges if edge >= num_rows), num_rows)
 
     def _add_prior(self, weight: float, scale: float) -> None:

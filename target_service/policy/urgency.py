@@ -1,7 +1,7 @@
-"""What a token is worth to a request that wants a certain time per token, as in AdaServe (arXiv 2501.12162).
+"""The worth of a token to a request with a wanted time per token, as in AdaServe (arXiv 2501.12162).
 
-One that is behind what it wants gets draft tokens verified before others, one that is ahead of it leaves them to
-others; requests without a wish stand between. In sum as much is verified as pays.
+A request behind its wanted time has its draft tokens verified before others', and a request ahead of it after others'.
+Requests without a wanted time stand between. The worth does not change that nodes are verified only while that pays.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from specdec.target_service.policy.means import PRIOR_WEIGHT
 
 _MOST = 16.0
-"""Factor by which a token may be worth more, or less, than one of a request without a wish."""
+"""Largest factor by which a token is worth more, or less, than one of a request without a wanted time."""
 
 
 def urgency(wanted_s: float, elapsed_s: float, num_tokens: int) -> float:
-    """Worth of the next token, 1 for a request that is on time or wants nothing.
+    """Worth of the next token: 1 for a request on time or without a wanted time.
 
     Args:
-        wanted_s: mean time per token; 0: none is wanted.
-        elapsed_s: since the first token.
-        num_tokens: after the first one, in this time.
+        wanted_s: wanted mean seconds per token; 0: none.
+        elapsed_s: seconds since the first token.
+        num_tokens: tokens in that time, the first one excluded.
     """
     if wanted_s <= 0:
         return 1.0

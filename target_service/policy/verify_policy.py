@@ -1,11 +1,10 @@
 """Which proposed nodes a step verifies: pure functions over estimated acceptance and a step-time model.
 
 A step over ``S`` sessions that verifies the node set ``V`` commits ``S + sum of path probabilities in V`` tokens on
-average and takes ``T(S + |V|)``. Nodes are added best first while that raises tokens per second, or what they are
-worth to requests that want a certain time per token. A node's path
-probability is at most its parent's, so the best-first order never takes a node before its parent. With many sessions
-``T`` is steep and the rule shrinks to plain decoding by itself. Where steps are padded, ``T`` is a staircase: nodes are
-taken in that order up to one of its edges, that of the most tokens per second.
+average and takes ``T(S + |V|)``. Nodes are added best first while that raises tokens per second, each token weighted by
+its worth (`urgency.py`). A node's path probability is at most its parent's, so the best-first order never takes a node
+before its parent. With many sessions ``T`` is steep and the rule shrinks to plain decoding by itself. Where steps are
+padded, ``T`` is a staircase: the number of nodes is the one with the most tokens per second.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ def select_nodes(
     """Pick the nodes to verify, per session, in ascending order.
 
     Args:
-        path_scores: per session, the acceptance probability of each node together with its ancestors.
-        limits: per session, the most nodes it may have verified in this step.
-        num_other_rows: rows of the step besides these sessions' own (prefill chunks, plain decodes).
+        path_scores: per session, the probability that each node and all its ancestors are accepted.
+        limits: per session, the most nodes to verify in this step.
+        num_other_rows: rows of the step besides those of these sessions.
         step_time: predicts the step's time from its rows.
-        weights: what a token of each session is worth; None: all the same.
+        weights: worth of a token of each session; None: 1 for each.
     """
     if weights is None:
         weights = [1.0] * len(path_scores)
@@ -65,7 +64,7 @@ def _up_to_an_edge(
     expected_tokens: float,
     step_time: StepTimeModel,
 ) -> list[list[int]]:
-    """The nodes, best first, that fill a step to an edge; never past the last one, behind which steps are slower."""
+    """The best-first nodes with the most tokens per second, never past the last edge: larger steps are slower."""
     chosen: list[list[int]] = [[] for _ in limits]
     taken: list[tuple[int, int]] = []
     best_rate, num_best = expected_tokens / step_time.predict(num_rows), 0

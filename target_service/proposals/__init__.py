@@ -1,1 +1,1 @@
-"""Where proposals come from: drafts elsewhere, and one of the target's own."""
+"""Sources of proposals: draft services, the target's own draft, and its drafters."""

@@ -1,4 +1,4 @@
-"""Which of the target's own drafters is asked next for a session, by what each gains and what its calls take."""
+"""The order in which the target's drafters are asked for a session: by gain per second of a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.target_service.session import TargetSession
 
 
 class AskOrder:
-    """Mean times of calls, and the order that follows. A drafter skipped in its turn is not asked for that step."""
+    """Mean times of calls, and the order of drafters. A drafter skipped in its turn is not asked for that step."""
 
     def __init__(self) -> None:
         self._costs_s: defaultdict[str, Mean] = defaultdict(Mean)
@@ -22,7 +22,7 @@ class AskOrder:
     def order(
         self, drafters: Iterable[DrafterInSession], room: Room, expectations: Expectations
     ) -> list[DrafterInSession]:
-        """The drafter that gains most per second first; in rejection mode their own order, whatever was accepted."""
+        """Drafters by falling gain per second; in rejection mode in the given order, which depends on no acceptance."""
         if room.is_chain:
             return list(drafters)
         return sorted(drafters, key=lambda drafter: -self._worth_per_s(drafter.name, room, expectations))
@@ -36,12 +36,13 @@ class AskOrder:
         expectations: Expectations,
         least_worth: float,
     ) -> Headroom | None:
-        """The headroom with which a drafter is asked for a session's next step; None: it is not its turn, or not worth
-        it.
+        """Give a drafter its turn for a session's next step; returns the headroom before its call.
+
+        None: its turn is over or comes later, or a call is not worth its time.
 
         Args:
-            asked: drafters whose turns of this step are over; this one is added.
-            least_worth: tokens per second that it must gain to have its turn now.
+            asked: names of drafters whose turns of this step are over; a turn adds `name`.
+            least_worth: tokens per second that the drafter must gain to have its turn now.
         """
         if name in asked or self._worth_per_s(name, room, expectations) < least_worth:
             return None
@@ -52,12 +53,12 @@ class AskOrder:
         )
 
     def observe(self, name: str, elapsed_s: float) -> float:
-        """A call took `elapsed_s`. Returns the mean."""
+        """Learn that a call took `elapsed_s`; returns the mean, in seconds."""
         self._costs_s[name].observe(elapsed_s)
         return self._costs_s[name].value
 
     def forget(self, name: str) -> None:
-        """Another drafter has its name."""
+        """Drop the times of a drafter: another drafter has its name now."""
         self._costs_s.pop(name, None)
 
     def _worth_per_s(self, name: str, room: Room, expectations: Expectations) -> float:

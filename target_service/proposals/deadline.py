@@ -1,7 +1,7 @@
-"""A limit for code that runs between two steps and may never return.
+"""A time limit for code that runs between two steps and may never return.
 
-A timer signal raises in the midst of it. So it must be code whose state is given up with it, it must not wait in native
-code, and it must run in the process's main thread; elsewhere there is no limit.
+A timer signal raises in the midst of the code. So the code's state must be dropped with it, it must not block in native
+code, and it must run in the process's main thread; other threads have no limit.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from types import FrameType, TracebackType
 
 
 class Overdue(BaseException):
-    """The time is up. No Exception, so that what is interrupted does not take it for one of its own."""
+    """The time is up. It is no Exception, so that the interrupted code does not catch it as its own."""
 
 
 class Deadline:
-    """Bounds what runs inside by CPU time of the process: a machine that stands still says nothing of the code.
+    """Limits the code inside by CPU time of the process, which a stall of the machine does not spend.
 
-    Raises Overdue inside once the limit is spent. Cost: 2 us each time it is entered.
+    Raises Overdue inside once the limit is spent. Cost: 2 us per entry.
     """
 
     def __init__(self, limit_s: float) -> None:

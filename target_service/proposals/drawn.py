@@ -1,4 +1,4 @@
-"""What the target has drawn at every row of a step, for drafters that go on from it."""
+"""Tokens that the target has drawn at each row of a step, for drafters that use them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def tell_drawn(
     drafters_of: Callable[[TargetSession], Iterable[DrafterInSession]],
     deadline: Deadline,
 ) -> list[tuple[str, BaseException]]:
-    """Tell the drafters named that were asked for the step. Returns those that failed, with their errors."""
+    """Report drawn tokens to the drafters in `readers` that were asked for the step.
+
+    Returns the names of drafters that failed, with their errors.
+    """
     failed: dict[str, BaseException] = {}
     for decision in decisions if readers else ():
         for drafter in drafters_of(decision.candidate.session):
@@ -33,7 +36,7 @@ def tell_drawn(
 
 
 def _drawn(decision: Decision) -> dict[tuple[int, ...], int]:
-    """What was drawn after which uncommitted tokens; places where nothing can be drawn are left out."""
+    """The drawn token after each path of uncommitted tokens; rows without a possible token are left out."""
     tree, num_nodes = decision.candidate.tree, decision.candidate.num_nodes
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.token_ids[:num_nodes], tree.parents, strict=False):

@@ -1,4 +1,4 @@
-"""What a step has computed of tokens that stay: hidden states for drafters that are heads over them."""
+"""Hidden states that a step computed of tokens that stay, for heads."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from specdec.target_service.session import TargetSession
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Committed tokens of one session, with all the layers of the step's tap."""
+    """Committed tokens of one session, with their hidden states at all layers of the step's tap."""
 
     session: TargetSession
     start: int
-    """Position of the first."""
+    """Position of the first token."""
     states: torch.Tensor
-    """[n, layers of the tap, hidden size], which no later step writes to."""
+    """[n, layers of the tap, hidden size]; no later step writes to it."""
     next_ids: list[int]
-    """The token after each of them."""
+    """[n], the token after each."""
 
     def features(self, columns: Sequence[int]) -> Features:
-        """The part of a head that reads these layers of the tap."""
+        """Features for a head that reads the layers `columns` of the tap."""
         whole = list(columns) == list(range(self.states.shape[1]))
         states = self.states if whole else self.states[:, list(columns)]
         return Features(self.start, states, self.next_ids)
@@ -35,14 +35,14 @@ class Computed:
 def computed(
     output: StepOutput, decisions: Sequence[Decision], session_of: Mapping[int, TargetSession]
 ) -> Iterator[Computed]:
-    """All tokens of chunks of prompts; of decided tokens the last committed one and the accepted nodes.
+    """Hidden states of all tokens of prompt chunks, and, per decision, of the last committed token and accepted nodes.
 
-    Before the decisions are committed. Nothing of nodes that were verified in vain, nor of choices that end.
+    To be called before the decisions are committed. Rejected nodes and choices that end are left out.
 
     Args:
-        output: of the step; it has hidden states.
-        decisions: what it decided.
-        session_of: by the number of their sequences.
+        output: output of the step; without hidden states nothing is yielded.
+        decisions: decisions of the step.
+        session_of: sessions by the id of their sequence.
     """
     if output.hidden is None:
         return
@@ -62,7 +62,7 @@ def computed(
         start = root.start if root.seq is session.seq else session.num_tokens - 1  # a fork has its parent's last row
         first_node = root.batch_rows.start + root.num_new_tokens
         first_row, num_nodes = first_node - (session.num_tokens - start), len(walk.path)
-        if not num_nodes or walk.path[-1] == num_nodes - 1:  # the chain that comes first
+        if not num_nodes or walk.path[-1] == num_nodes - 1:  # the accepted nodes are the tree's first rows
             states = _kept(output.hidden, slice(first_row, first_node + num_nodes))
         else:
             states = output.hidden[[*range(first_row, first_node), *(first_node + node for node in walk.path)]]
@@ -71,5 +71,5 @@ def computed(
 
 
 def _kept(hidden: torch.Tensor, rows: slice) -> torch.Tensor:
-    """On a CPU each step has states of its own; a captured graph writes into the same again."""
+    """States that no later step overwrites: a captured graph writes to the same tensor again, so they are copied."""
     return hidden[rows] if hidden.device.type == "cpu" else hidden[rows].clone()

@@ -1,7 +1,8 @@
-"""Everything that is proposed before a step, gathered on the sessions' trees.
+"""All proposals for a step, gathered on the sessions' trees.
 
-In this order: the target's own drafters and draft, which think now; what a constraint leaves no choice about; what
-draft services sent; and the own drafters for all others. What a constraint rules out is dropped from what each brings.
+The order: the target's drafters that gain more per second than its own draft; that draft; tokens that a constraint
+forces; proposals that have arrived; all other drafters. After each source, nodes that the constraint forbids are
+dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from specdec.wire.sampling_params import VerifyMode
 
 
 class Gathering:
-    """Asks all sources. A session whose part of it fails is ended by `fault`, and no other."""
+    """Asks all sources. An error in one session's part ends that session only, by `fault`."""
 
     def __init__(
         self,
@@ -41,10 +42,10 @@ class Gathering:
         self._fault = fault
 
     def draft(self, ready: Sequence[TargetSession], pacing: Pacing) -> None:
-        """Let the draft in this process guess, if there is one and it is worth its time.
+        """Ask the draft in this process, if there is one and a call is worth its time.
 
-        Drafters that gain more by the second than it does come first, and leave it less to gain; the others are asked
-        when it has proposed.
+        Drafters that gain more tokens per second are asked before it, which lowers its headroom; `gather` asks the
+        others after it.
         """
         draft = self._own_draft
         if not draft.is_there:
@@ -60,7 +61,7 @@ class Gathering:
         self._recorder.drafted(draft.propose(due, pacing))
 
     def gather(self, ready: Sequence[TargetSession], pacing: Pacing, now_s: float) -> None:
-        """Hang what is forced, what has arrived, and what own drafters offer."""
+        """Hang forced tokens, arrived proposals and the drafters' offers on the sessions' trees."""
         for session in ready:
             if session.grammar is not None and session.state is SessionState.DECIDED and pacing.may_verify(session):
                 self._try(session, hang_forced)

@@ -1,4 +1,4 @@
-"""Heads of a target: kept in step with what it computes, and asked for many sessions in one call."""
+"""Heads of a target: they take in its hidden states, and are asked for many sessions in one call."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from specdec.target_service.session import TargetSession
 from specdec.wire.sampling_params import VerifyMode
 
 MOST_CALL_S = 10.0
-"""Seconds of CPU time, over all threads, that a call for all sessions may take; native code ends by itself."""
+"""Seconds of CPU time, over all threads, that one call for all sessions may take; native code is not interrupted."""
 MOST_PENDING_BYTES = 2 * 2**20
-"""Bytes of a session's hidden states that wait for the next draft. A session whose draft is suspended may never need
-them."""
+"""Bytes of a session's hidden states that may wait for the next draft; above, the head takes them in at once. A
+suspended session may never draft again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,35 +38,37 @@ class Due:
 
     session: TargetSession
     drafters: Sequence[DrafterInSession]
-    """Its drafters."""
+    """Drafters of the session."""
     room: Room
     headroom: Headroom
-    """What one more drafter could gain."""
+    """Headroom before the call."""
 
 
 class HeadRunner:
-    """The heads that are asked, by name. Their errors are raised, or returned by `feed`; the caller drops them."""
+    """The heads that are asked, by name. `ask` raises their errors, `feed` returns them; the caller drops the head."""
 
     def __init__(self, target: HeadTarget | None) -> None:
-        """Without a target there are none."""
+        """`target`: model and engine under the heads; None: there are no heads."""
         self._target = target
         self._heads: dict[str, Head] = {}
         self._columns: dict[str, list[int]] = {}
         self._debts_s: dict[str, float] = {}
-        """Seconds, by session, of taking in its tokens outside of drafts."""
+        """Seconds, by session id, of taking in its hidden states outside of calls."""
         self._deadline = Deadline(MOST_CALL_S)
         if target is not None:
             target.engine.tap_ids = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Heads that are asked."""
+        """Names of the heads that are asked."""
         return tuple(self._heads)
 
     def load(self, options: HeadOptions | LayerSkipOptions) -> Drafter:
-        """A head, loaded. Heads over hidden states may be loaded in another thread, while the target steps.
+        """Load a head. Heads over hidden states may be loaded in another thread, while the target steps.
 
-        Raises HeadRefused, ModelLoadError, and OfNoUse.
+        Raises:
+            HeadRefused, ModelLoadError: the head does not fit the target, or its files cannot be loaded.
+            OfNoUse: the head would not help.
         """
         if self._target is None:
             raise HeadRefused(f"drafters: {options.method}: this engine runs no model that heads could sit on")
@@ -75,7 +77,7 @@ class HeadRunner:
         return load_head(options, self._target)
 
     def prepare(self) -> None:
-        """Capture what steps and drafts replay. Before the first request: nothing steps meanwhile."""
+        """Capture the graphs that steps and drafts replay; to be called before the first request."""
         if self._target is None:
             return
         if self._target.runner.settings.tensor_parallel_size == 1:
@@ -84,12 +86,12 @@ class HeadRunner:
             head.prepare()
 
     def check(self, drafter: Drafter) -> None:
-        """See whether the target hands out what a drafter reads, by a pass over two rows. Raises TapRefused."""
+        """Check, by a pass over two rows, that the target hands out the layers a drafter reads. Raises TapRefused."""
         if (head := self._as_head(drafter)) is not None and head.layer_ids and self._target is not None:
             self._target.runner.check_tap(head.layer_ids)
 
     def add(self, name: str, drafter: Drafter) -> None:
-        """Ask a drafter, which was checked, if it is a head; others are left alone."""
+        """Ask a checked drafter from now on, if it is a head; others are ignored."""
         if (head := self._as_head(drafter)) is not None:
             self._heads[name] = head
             self._tap()
@@ -101,14 +103,17 @@ class HeadRunner:
         return drafter  # type: ignore[return-value]
 
     def remove(self, name: str) -> None:
-        """Do not ask a head any more, if it is one."""
+        """Stop asking a head; names of other drafters are ignored."""
         if self._heads.pop(name, None) is not None:
             self._tap()
 
     def ask(self, name: str, due: Iterable[Due], recorder: DrafterRecorder) -> None:
-        """Hang what a head offers on the trees of those it is asked for; what it took is shared among them.
+        """Hang a head's offers on the trees of due sessions; the time of the call is divided equally among them.
 
-        Raises what the head raises, and TreeError for what is no tree.
+        Raises:
+            TreeError: an offer is no tree.
+            Exception: the head's own errors.
+            Overdue: the call took more than `MOST_CALL_S`.
         """
         asks: list[HeadAsk] = []
         asked: list[tuple[TargetSession, DrafterInSession, Headroom]] = []
@@ -141,7 +146,7 @@ class HeadRunner:
             recorder.asked(name, num_nodes, elapsed_s)
 
     def closed(self, session: TargetSession) -> None:
-        """A session has ended."""
+        """Forget a session that has ended."""
         self._debts_s.pop(session.session_id, None)
 
     def feed(
@@ -151,7 +156,10 @@ class HeadRunner:
         sessions: Mapping[int, TargetSession],
         drafters_of: Callable[[TargetSession], Iterable[DrafterInSession]],
     ) -> list[tuple[str, BaseException]]:
-        """A step is over, its decisions are not committed yet. Returns heads that failed, with their errors."""
+        """Give heads the hidden states of a step, before its decisions are committed.
+
+        Returns the names of heads that failed, with their errors.
+        """
         failed: dict[str, BaseException] = {}
 
         def attempt(name: str, act: Callable[[Head], None]) -> None:
@@ -189,7 +197,7 @@ class HeadRunner:
         self._columns = {name: [union.index(i) for i in head.layer_ids] for name, head in self._heads.items()}
 
     def copied(self, pairs: list[tuple[int, int]]) -> None:
-        """The target's blocks were copied: see `PassObserver.blocks_copied`."""
+        """Copy the heads' blocks as the target's were copied; see `PassObserver.blocks_copied`."""
         for head in self._heads.values():
             head.copied(pairs)
 

@@ -1,4 +1,4 @@
-"""Proposals on their way into the trees of their sessions."""
+"""Proposals that draft services sent, merged into their sessions' trees."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from specdec.wire.sampling_params import RejectionMethod
 
 
 class ProposalIntake:
-    """Merges what has arrived, and answers what is malformed."""
+    """Merges proposals, and rejects malformed ones."""
 
     def __init__(self, host: SessionHost[TargetSession], recorder: TargetRecorder) -> None:
         self._host = host
         self._recorder = recorder
 
     def read_proposal(self, session: TargetSession, encoded: bytes) -> bytes | ReadProposal:
-        """All of merging that does not depend on the next verdict, for a time in which nobody waits for it.
+        """Parse and check a proposal while a GPU computes: the part of merging that needs no next verdict.
 
-        A malformed proposal, or one so large that reading it would hold up all sessions, stays as it is: `absorb`
-        refuses it.
+        A malformed or too large proposal is returned as it is: `absorb` rejects it.
         """
         if len(encoded) > MAX_PROPOSAL_BYTES:
             return encoded
@@ -38,9 +37,9 @@ class ProposalIntake:
             return encoded
 
     def absorb(self, session: TargetSession, pacing: Pacing, now_s: float) -> None:
-        """Hang the session's latest proposal, if one has arrived, on its tree; `pacing` learns how fast it came.
+        """Merge the session's latest proposal, if one has arrived, into its tree; `pacing` learns the draft's speed.
 
-        A bad proposal costs the session its draft, never its tokens.
+        A malformed proposal is answered by a ProposalRejected: the session may lose its draft, never its tokens.
         """
         arrived, session.arrived = session.arrived, None
         if arrived is None:

@@ -1,4 +1,4 @@
-"""What a constraint makes of proposals: what it rules out is dropped; what it leaves no choice about is proposed."""
+"""A constraint's effect on proposals: forbidden nodes are dropped, and forced tokens are proposed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from specdec.wire.sampling_params import VerifyMode
 
 
 def drop_illegal(session: TargetSession) -> None:
-    """Drop nodes that the session's constraint does not allow, with all that hangs below them.
+    """Drop nodes that the session's constraint forbids, with all nodes below them.
 
-    For rejection verification the first of them stays: that a token is verified must not depend on which one was drawn.
-    It is rejected, as the target never samples it. Cost: about 1 us per node.
+    In rejection mode the first forbidden node stays: whether a token is verified must not depend on which one was
+    drawn. The target then rejects it, as its probability is 0. Cost: about 1 us per node.
     """
     grammar, tokens = session.grammar, session.tree.tokens
     if grammar is None or not len(session.tree):
@@ -25,10 +25,10 @@ def drop_illegal(session: TargetSession) -> None:
 
 
 def hang_forced(session: TargetSession) -> None:
-    """Propose what must follow the committed tokens, each being the only one that is allowed.
+    """Propose the forced tokens after the committed ones.
 
-    It depends on committed tokens alone, so it is fit for rejection verification, too: each is drawn from what has no
-    other token. Nothing is done where a chain hangs already.
+    They depend on committed tokens alone, so rejection verification may use them: each is drawn from a point mass.
+    Nothing is proposed for a session in rejection mode that has a chain already.
     """
     grammar, tree = session.grammar, session.tree
     if grammar is None or (tree.is_chain and len(tree)):

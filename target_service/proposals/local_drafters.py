@@ -1,14 +1,14 @@
-"""Drafters that a target runs itself: asked before each step, and what they offer joins the one tree of the session.
+"""Drafters that a target runs itself: they are asked before each step, and their offers join the session's one tree.
 
 Each call is timed. The drafter that gains most per second is asked first, and the others while the headroom is worth
-their time (`expectations.py`). In a session where a drafter's offers bring less than they cost it is asked less and
-less, up to every 64th step, and at every step again once a call has brought what it cost. Rows that a drafter wants
-computed for itself (lookahead's window) are part of that (`window.py`). One that raises, offers what is no tree, or
-does not return is dropped for good: all sessions go on without it.
+their time (`expectations.py`). If a drafter's offers gain less than they cost in a session, it is asked there more and
+more rarely, down to every 64th step; a call that gains its cost has it asked at every step again. The cost includes
+the rows of its window (`window.py`). A drafter that raises, offers no tree, or does not return is dropped: all sessions
+go on without it.
 
-Heads over the target's hidden states take in every step, and are asked for all sessions at once (`head_runner.py`).
+Heads take in the hidden states of every step, and are asked for all sessions in one call (`head_runner.py`).
 
-What is verified of their offers `Pacing` decides, by what became of earlier ones (`policy/acceptance.py`).
+`Pacing` chooses the offers to verify, by the acceptance of earlier ones (`policy/acceptance.py`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from specdec.target_service.tree.speculation_tree import Node
 from specdec.wire.sampling_params import VerifyMode
 
 MOST_CALL_S = 0.25
-"""Seconds of CPU time that one call may take: a thousand times what it should."""
+"""Seconds of CPU time that one call may take: about a thousand times a usual call."""
 _log = structlog.get_logger("specdec.replica.worker")
 
 
 class LocalDrafters:
-    """Asks drafters for sessions, and reports to them what was accepted. Without any it does nothing."""
+    """Asks drafters for sessions, and learns from the outcome of their offers. Without drafters it does nothing."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class LocalDrafters:
         recorder: DrafterRecorder,
         target: HeadTarget | None = None,
     ) -> None:
-        """`target`: what heads sit on; None where there can be none.
+        """`target`: model and engine under heads; None: heads are refused.
 
-        Raises ModelLoadError: a head's files are none, or do not fit the target.
+        Raises ModelLoadError: a head cannot be loaded, or does not fit the target.
         """
         self._drafters: dict[str, Drafter] = {}
         self._options: dict[str, DrafterOptions] = {}
@@ -77,7 +77,7 @@ class LocalDrafters:
         self._heads.prepare()
 
     def make(self, options: DrafterOptions) -> Drafter:
-        """A drafter, which is not asked yet. Heads over hidden states may be made in another thread, while steps run.
+        """Make a drafter, not asked yet. Heads over hidden states may be made in another thread, while steps run.
 
         Raises HeadRefused, ModelLoadError, OfNoUse.
         """
@@ -87,29 +87,29 @@ class LocalDrafters:
 
     @property
     def names(self) -> list[str]:
-        """Drafters that are asked."""
+        """Names of the drafters that are asked, in order."""
         return list(self._drafters)
 
     @property
     def told_options(self) -> list[str]:
-        """The options of each drafter in `names` that are not the defaults, as a JSON object."""
+        """The options of each drafter in `names` that differ from the defaults, as a JSON object."""
         found = map(self._options.get, self._drafters)
         return ["{}" if each is None else each.model_dump_json(exclude_defaults=True) for each in found]
 
     @property
     def has_drafters(self) -> bool:
-        """Whether any is asked."""
+        """Whether any drafter is asked."""
         return bool(self._drafters)
 
     def has(self, options: DrafterOptions) -> bool:
-        """Whether a drafter of just these options is asked."""
+        """Whether a drafter with exactly these options is asked."""
         return self._options.get(options.method) == options
 
     def add(self, name: str, drafter: Drafter, options: DrafterOptions | None = None) -> None:
-        """Ask one more drafter for all sessions, those that run included. A head knows nothing of what these have said
-        so far.
+        """Ask one more drafter for all sessions, running ones included. A head lacks the hidden states of their earlier
+        tokens.
 
-        Raises TapRefused: a head reads what the target does not hand out.
+        Raises TapRefused: a head reads layers that the target does not hand out.
         """
         self._heads.check(drafter)
         self._add(name, drafter, options)
@@ -123,7 +123,7 @@ class LocalDrafters:
             self._begin(own, name, drafter)
 
     def remove(self, name: str) -> None:
-        """Do not ask a drafter any more; what it has offered may still be verified."""
+        """Stop asking a drafter; its earlier offers may still be verified."""
         self._drafters.pop(name, None)
         self._options.pop(name, None)
         self._order.forget(name)
@@ -132,10 +132,14 @@ class LocalDrafters:
             own.drafters = [drafter for drafter in own.drafters if drafter.name != name]
 
     def replace(self, names: Collection[str], made: Mapping[str, tuple[DrafterOptions, Drafter]]) -> None:
-        """Ask these drafters from now on, in this order, and no others: those in `made`, also in the place of who has
-        their names, and of the others those that are asked now.
+        """Ask exactly the drafters `names` from now on, in this order.
 
-        Raises TapRefused, and has changed nothing: see `add`.
+        Args:
+            names: a name that is neither in `made` nor asked now is ignored.
+            made: new drafters by name, with their options; they replace those of the same name.
+
+        Raises:
+            TapRefused: see `add`; nothing is changed.
         """
         for name, (_, drafter) in made.items():
             try:
@@ -152,9 +156,9 @@ class LocalDrafters:
     # --- before a step
 
     def propose(self, sessions: Iterable[TargetSession], pacing: Pacing, least_worth: float = 0.0) -> None:
-        """Hang offers on the trees of sessions whose next step is due, of drafters that were not asked for it yet.
+        """Ask the drafters that had no turn yet for the sessions' next step, and hang their offers on the trees.
 
-        Only drafters are asked that gain at least `least_worth` tokens per second.
+        `least_worth`: tokens per second that a drafter must gain to have its turn now.
         """
         if not self._drafters:
             return
@@ -178,7 +182,7 @@ class LocalDrafters:
         self, session: TargetSession, own: SessionDrafters, room: Room, pacing: Pacing, least_worth: float
     ) -> None:
         if session.mode is VerifyMode.REJECTION and len(session.tree):
-            return  # a draft's chain is there: beside it nothing could be verified
+            return  # a draft's chain is there, and only one chain can be verified
         expectations = pacing.expectations
         for drafter in self._order.order(own.drafters, room, expectations):
             if drafter.name in self._heads.names:
@@ -209,7 +213,7 @@ class LocalDrafters:
         worth: list[Due] = []
         for session, own, room in due:
             if not pacing.may_verify(session):
-                continue  # it takes passes of its own: where speculation does not pay, that is not free
+                continue  # a head's forward passes are not free nodes
             headroom = self._order.take(name, session, own.asked, room, pacing.expectations, least_worth)
             if headroom is not None:
                 worth.append(Due(session, own.drafters, room, headroom))
@@ -231,7 +235,7 @@ class LocalDrafters:
         return own
 
     def _begin(self, own: SessionDrafters, name: str, drafter: Drafter) -> None:
-        """Ask a drafter for a session, if it may be."""
+        """Open a drafter for a session, if the client allows the drafter."""
         if own.session.may_use(name):
             self._open(own, name, drafter)
             own.session.own_records.pop(name, None)
@@ -249,13 +253,13 @@ class LocalDrafters:
     # --- after a step
 
     def read(self, decisions: Sequence[Decision]) -> None:
-        """Tell drafters that want it what the target has drawn, before decisions are committed."""
+        """Report the target's drawn tokens to drafters that read them, before decisions are committed."""
         readers = {name for name, drafter in self._drafters.items() if drafter.capabilities.reads_drawn}
         for name, error in tell_drawn(decisions, readers, self._drafters_of, self._deadline):
             self._drop(name, error)
 
     def charge(self, decisions: Sequence[Decision], num_rows: int, step_time: StepTimeModel) -> None:
-        """A step of `num_rows` rows is decided, and not committed yet: charge drafters with their own rows in it."""
+        """Charge drafters with their window's rows in a step of `num_rows` rows, before its decisions are committed."""
         charge_windows(decisions, num_rows, step_time, self._drafters_of)
 
     def _drafters_of(self, session: TargetSession) -> list[DrafterInSession]:
@@ -263,7 +267,7 @@ class LocalDrafters:
         return [] if own is None else own.drafters
 
     def feed(self, output: StepOutput, decisions: Sequence[Decision], sessions: Mapping[int, TargetSession]) -> None:
-        """Tell heads what a step has computed, before its decisions are committed; `sessions` by sequence number."""
+        """Give heads a step's hidden states, before its decisions are committed; `sessions`: by sequence id."""
         if not self._heads.names:
             return
         for name, error in self._heads.feed(
@@ -272,9 +276,9 @@ class LocalDrafters:
             self._drop(name, error)
 
     def learn(self, decision: Decision, pacing: Pacing) -> list[DrafterStep]:
-        """A decision is about to be committed: what became of the offers below the session's last committed token.
+        """Learn the outcome of the offers on a session's tree, before its decision is committed.
 
-        Returns what each drafter did that was asked.
+        Returns the records of the drafters that were asked for the step.
         """
         session = decision.candidate.session
         own = self._sessions.get(session.session_id)
@@ -286,7 +290,7 @@ class LocalDrafters:
         depths: dict[str, list[int]] = {name: [] for name in steps}
         verified, accepted = set(chosen), {chosen[node] for node in decision.walk.path}
         reached = {ROOT: 0}
-        """Nodes on the committed path, with their depths."""
+        """Depths of the root and of the tree's nodes on the committed path."""
         for node, payload in enumerate(tree.nodes):
             if node in verified:
                 for step in _steps_of(payload, steps):
@@ -312,11 +316,11 @@ class LocalDrafters:
         return list(steps.values())
 
     def copied(self, pairs: list[tuple[int, int]]) -> None:
-        """Blocks of the target's cache were copied: heads copy theirs."""
+        """Copy the heads' blocks as the target's were copied: (source, destination), in order."""
         self._heads.copied(pairs)
 
     def closed(self, session: TargetSession) -> None:
-        """A session has ended."""
+        """Forget a session that has ended, and close its drafters."""
         self._heads.closed(session)
         own = self._sessions.pop(session.session_id, None)
         if own is None:

@@ -1,8 +1,8 @@
-"""The draft that a target runs itself: told of its sessions, and asked for proposals when a step is due.
+"""The draft that a target runs itself: it gets the sessions' tokens, and is asked for proposals when a step is due.
 
-How much is drafted: a guess costs a round of the draft and, if it is verified, a row of the target's step. A guess is
-left out if its probability is below the number of tokens that the target commits in that time. Rate and round are of
-all sessions, so the rule holds for any number of them.
+A node costs a round of the draft and, if it is verified, a row of the target's step. A node is left out if its
+probability is below the number of tokens that the target commits in that time. Token rate and round are those of all
+sessions, so the rule holds for any number of sessions.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from specdec.target_service.session import TargetSession
 from specdec.v1 import common_pb2 as pb
 
 _LENIENCE = 0.5
-"""Factor on the least score of a guess. Scores are the draft's own: a guess of a too sure draft is not verified, but
-one that an unsure draft leaves out is never seen."""
+"""Factor on the least path score of a node. Scores are the draft's own: the target need not verify the nodes of an
+overconfident draft, but it never sees those that an underconfident one leaves out."""
 
 
 def build_own_draft(
     host: SessionHost[TargetSession], target: BuiltEngine, settings: DraftSettings, recorder: DraftRecorder
 ) -> tuple[OwnDraft, pb.ModelIdentity]:
-    """Load a draft for a target's sessions, and tell what it is. What the target has compiled of constraints it finds
-    compiled, and what the target's heads will take of a GPU's memory it leaves to them.
+    """Load a draft for a target's sessions; returns it with its model's identity.
+
+    The draft shares the target's compiled constraints, and leaves the GPU memory that the target's heads will take.
 
     Raises:
-        ModelNotSupported, ModelLoadError: with a reason for people; it cannot be loaded, or shares too few tokens with
-            the target.
+        ModelNotSupported, ModelLoadError: the draft cannot be loaded, or shares too few tokens with the target.
     """
     try:
         built = build_engine(settings, others_bytes=target.awaited_bytes)
@@ -65,7 +65,7 @@ def _translated(built: BuiltEngine, target: BuiltEngine, settings: DraftSettings
 def own_draft_of(
     host: SessionHost[TargetSession], built: BuiltEngine, settings: DraftSettings, recorder: DraftRecorder
 ) -> OwnDraft:
-    """The draft of `host`'s sessions that an engine makes."""
+    """The own draft over a built engine, for the sessions of `host`."""
 
     def deliver(session_id: str, proposal: bytes) -> None:
         session = host.sessions.get(session_id)
@@ -77,32 +77,32 @@ def own_draft_of(
 
 @dataclass(slots=True)
 class _Untold:
-    """Tokens of a session that the draft does not know yet."""
+    """Tokens of a session that were not committed to the draft yet."""
 
     start: int
     """Position of the first of the tokens."""
     token_ids: list[int] = field(default_factory=list)
     is_suspended: bool = False
-    """Whether no proposals are wanted for it now."""
+    """Whether the session is suspended."""
     knows_suspended: bool = False
-    """Whether the draft knows that."""
+    """Whether the last commit to the draft suspended the session."""
 
 
 class OwnDraft:
-    """Keeps a `LocalDraft` in step with the sessions of the target; without one it does nothing."""
+    """Passes the target's sessions and tokens to a `LocalDraft`; without one it does nothing."""
 
     def __init__(self, draft: LocalDraft | None, most_tokens: int) -> None:
-        """`most_tokens` per session and step are drafted."""
+        """`most_tokens`: limit on drafted tokens per session and step."""
         self.draft = draft
         self._most_tokens = most_tokens
         self._cost_s = Mean()
         self.asked: set[str] = set()
-        """Sessions that the last call was for, and did not only compute a prompt."""
+        """Ids of sessions that the last call drafted for; a call that only computed their prompts does not count."""
         self._prompt_s = 0.0
         self._beginners: set[str] = set()
-        """Sessions that were opened at the draft and that it has not proposed for yet."""
+        """Ids of sessions opened at the draft that it has not proposed for yet."""
         self._untold: dict[str, _Untold] = {}
-        """Tokens, by id of sessions opened at the draft, that it learns of when it is asked next."""
+        """Tokens to commit to the draft at its next call, by id of the sessions opened there."""
 
     @property
     def cost_s(self) -> float:
@@ -111,14 +111,14 @@ class OwnDraft:
 
     @property
     def is_there(self) -> bool:
-        """Sessions have their drafts here, and proposals from elsewhere are not used."""
+        """Whether the target has an own draft; proposals of draft services are then not used."""
         return self.draft is not None
 
     def decided(self, session: TargetSession, start: int, token_ids: Sequence[int], *, is_suspended: bool) -> None:
-        """Tokens from position `start` are final, and the session goes on.
+        """Note that tokens from position `start` on are committed, and that the session goes on.
 
-        It is opened at the draft when proposals are first of use: one that is suspended from the start costs nothing.
-        A draft that a session has lost it does not get again.
+        The session is opened at the draft when it is first not suspended: until then it costs the draft nothing.
+        After a failure at the draft it is not opened again.
         """
         if self.draft is None or session.max_nodes == 0 or not session.may_use(DRAFT_MODEL):
             return
@@ -135,17 +135,16 @@ class OwnDraft:
             self._beginners.add(session.session_id)
 
     def closed(self, session: TargetSession) -> None:
-        """A session has ended."""
+        """Forget a session that has ended, and close it at the draft."""
         if self.draft is not None:
             self._untold.pop(session.session_id, None)
             self._beginners.discard(session.session_id)
             self.draft.close_session(session.session_id)
 
     def propose(self, ready: Sequence[TargetSession], pacing: Pacing) -> float:
-        """Draft for sessions whose next step is due, if that gains more than it costs; the time it takes is noted as
-        one that they wait for a draft.
+        """Draft for sessions whose next step is due, if that gains more than it costs.
 
-        Returns the seconds that it took; 0 where nothing was drafted.
+        Returns the seconds of the call, which the sessions count as hold-off; 0.0 without a call.
         """
         self.asked.clear()
         own = [session for session in ready if session.max_nodes > 0 and session.may_use(DRAFT_MODEL)]
@@ -178,12 +177,12 @@ class OwnDraft:
                 pacing.gate.invested(session.gate, prompt_s / len(beginners))
 
     def take_prompt_s(self) -> float:
-        """How long prompts were computed since this was last asked."""
+        """Seconds of computing prompts since the last call of this method."""
         prompt_s, self._prompt_s = self._prompt_s, 0.0
         return prompt_s
 
     def _tell(self) -> None:
-        """Give the draft the tokens decided since it was last asked; those of suspended sessions can wait."""
+        """Commit to the draft the tokens decided since its last call; tokens of sessions suspended there wait."""
         assert self.draft is not None
         for session_id, untold in self._untold.items():
             if untold.token_ids and not (untold.is_suspended and untold.knows_suspended):
@@ -192,7 +191,7 @@ class OwnDraft:
                 untold.token_ids, untold.knows_suspended = [], untold.is_suspended
 
     def load(self) -> None:
-        """Export the gauges."""
+        """Export the draft's gauges."""
         if self.draft is not None:
             self.draft.load()
 

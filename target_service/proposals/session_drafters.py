@@ -1,4 +1,4 @@
-"""Drafters of one session: what each did for the step at hand, and whether it pays to ask it."""
+"""Drafters of one session: what each did for the present step, and whether asking it pays."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.session import TargetSession
 
 _MOST_INTERVAL = 64
-"""Steps between two calls of a drafter that brings nothing."""
+"""Most steps from one call of a drafter to the next."""
 _MOST_LOST_TOKENS = 8.0
-"""Tokens that a drafter's calls may lose in a session before it is judged sooner than after a trial. Chosen: lookahead
-proposes from its fifth call on."""
+"""Tokens that a drafter's calls may lose in a session before it is judged, even within its trial. Chosen, not measured:
+lookahead proposes only from its fifth call on."""
 
 
 class DrafterRecorder(Protocol):
-    """Counts what drafters did."""
+    """Metrics of drafters."""
 
     def asked(self, drafter: str, num_nodes: int, elapsed_s: float) -> None:
-        """A drafter offered `num_nodes` nodes."""
+        """Count a call of a drafter that hung `num_nodes` nodes in `elapsed_s` seconds."""
 
     def judged(self, drafter: str, num_verified: int, accepted_depths: Sequence[int]) -> None:
-        """`num_verified` of its nodes were verified, and those at `accepted_depths` accepted."""
+        """Count a drafter's `num_verified` verified nodes, and its accepted ones by their depths."""
 
     def searched(self, elapsed_s: float, matchness: float) -> None:
-        """`layer_skip` searched for sublayers to leave out; `matchness`: share of tokens that the best set finds."""
+        """Note a search of `layer_skip` for sublayers to skip; `matchness`: share of tokens the best set predicts."""
 
     def dropped(self, drafter: str) -> None:
-        """A drafter is not asked any more."""
+        """Count a drafter that is not asked any more."""
 
 
 @dataclass(slots=True)
 class DrafterStep:
-    """What a drafter did for a session's step."""
+    """Record of a drafter for a session's present step."""
 
     name: str
     num_proposed: int = 0
@@ -44,39 +44,40 @@ class DrafterStep:
     num_accepted: int = 0
     elapsed_s: float = 0.0
     window_tokens: float = 0.0
-    """Tokens that could have been decoded while its own rows in the target's step were computed."""
+    """Cost of its window's rows, in tokens that the step could have decoded plainly meanwhile."""
 
 
 @dataclass(slots=True)
 class DrafterInSession:
-    """A drafter that proposes for one session, and whether that pays."""
+    """A drafter opened for one session, with its gain there."""
 
     name: str
     proposer: SessionDrafter
     wait: int = 0
-    """Steps until it is asked again."""
+    """Steps left before it is asked again."""
     interval: int = 1
+    """Steps from one call to the next."""
     num_calls: int = 0
     gain: float = 0.0
-    """Mean number of tokens accepted thanks to a call."""
+    """Moving mean of accepted tokens per call."""
     step: DrafterStep | None = None
-    """What it did for the step at hand; None: it was not asked."""
+    """Record for the present step; None: it was not asked."""
 
     def is_due(self) -> bool:
-        """Whether it is asked for the step at hand; counts the steps for which it is not."""
+        """Whether it is asked for the present step; counts down the steps without a call."""
         if self.wait > 0:
             self.wait -= 1
             return False
         return True
 
     def judge(self, credit: float, cost_tokens: float) -> None:
-        """A step is over for which it was asked.
+        """Learn from a call whose step is over, and set the time of the next call.
 
         Args:
-            credit: tokens that were accepted thanks to it.
-            cost_tokens: what asking it cost, its own rows in the step included, in tokens that could have been decoded
-                meanwhile. Only a call that brings as much has it asked at every step again: luck now and then does not
-                make up for dear calls.
+            credit: accepted tokens of its nodes; a token of several drafters is divided among them.
+            cost_tokens: cost of the call with its window's rows, in tokens that could have been decoded meanwhile. Only
+                a call with a credit of at least that has the drafter asked at every step again: rare luck does not pay
+                for expensive calls.
         """
         self.num_calls += 1
         self.gain += max(WEIGHT, 1 / self.num_calls) * (credit - self.gain)
@@ -91,12 +92,12 @@ class DrafterInSession:
 
 @dataclass(slots=True)
 class SessionDrafters:
-    """What `LocalDrafters` keeps of a session."""
+    """State of a session in `LocalDrafters`."""
 
     session: TargetSession
     context: Context
     drafters: list[DrafterInSession] = field(default_factory=list)
     asked_at: int = 0
-    """Number of its tokens when drafters were last asked."""
+    """Number of the session's tokens when drafters were last asked."""
     asked: set[str] = field(default_factory=set)
-    """Names of drafters that were asked then, or passed over."""
+    """Names of drafters that had their turn for that step."""

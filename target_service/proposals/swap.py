@@ -1,7 +1,7 @@
-"""`SetDrafters`: the drafters of a target are exchanged for others between two steps, while sessions run.
+"""`SetDrafters`: the drafters of a target are replaced between two steps, while sessions run.
 
-Files of heads are read in a thread beside the steps. Until all that is wanted is there, and fits, nothing changes; then
-all of it does at once. A thread that hangs cannot be ended: no other head is loaded until it does, and the set stays.
+A thread reads the files of heads while steps run. The drafters change all at once, when all new ones are loaded and
+fit; until then nothing changes. A thread that hangs cannot be ended: no other head is loaded until it ends.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.v1 import target_pb2
 
 _MOST_CHARS = 800
-"""Characters of a refusal's text."""
+"""Most characters of a refusal's reason."""
 _log = structlog.get_logger("specdec.replica.worker")
 
 
 class _Load:
-    """Heads on their way from their files, one after the other."""
+    """A thread that loads heads one after the other."""
 
     def __init__(self, make: Callable[[DrafterOptions], Drafter], heads: Sequence[HeadOptions]) -> None:
         self.made: dict[str, tuple[DrafterOptions, Drafter]] = {}
         self.error: Exception | None = None
         self.name = ""
-        """Name of the head that is being loaded, or was last."""
+        """Name of the head that is loading, or that was loaded last."""
         self._is_wanted = True
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, args=(make, heads), name="drafter-load", daemon=True)
@@ -47,7 +47,7 @@ class _Load:
         return not self._thread.is_alive()
 
     def give_up(self) -> None:
-        """What was loaded, and what will be, is of no use."""
+        """Drop the loaded heads, and any that the thread still loads."""
         with self._lock:
             self._is_wanted = False
             self.made.clear()
@@ -68,19 +68,19 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What somebody has asked for."""
+    """A `SetDrafters` call under way."""
 
     call_id: int
     names: list[str]
     others: list[DrafterOptions]
-    """New drafters without heads, which are made between two steps."""
+    """Options of new drafters that are no heads; they are made between two steps."""
     load: _Load | None
     began_s: float
     timeout_s: float
 
 
 class DrafterSwap:
-    """Answers `SetDrafters`, one call at a time; a CallHandler."""
+    """Handles `SetDrafters`, one call at a time; a CallHandler."""
 
     def __init__(
         self,
@@ -90,7 +90,9 @@ class DrafterSwap:
         load_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_changed` is called after each change with the new drafters; heads may take `load_timeout_s` to load."""
+        """`on_changed` is called after each change with the names of new drafters; `load_timeout_s`: seconds that heads
+        may take to load.
+        """
         self._local_drafters = local_drafters
         self._answers = answers
         self._on_changed = on_changed
@@ -98,15 +100,18 @@ class DrafterSwap:
         self._clock = clock
         self._change: _Change | None = None
         self._load: _Load | None = None
-        """The last one, which may go on when nobody waits for it any more."""
+        """The last load, which may go on after its call has ended."""
 
     @property
     def is_under_way(self) -> bool:
-        """Whether somebody waits for heads to be loaded."""
+        """Whether a call waits for its heads."""
         return self._change is not None
 
     def call(self, call_id: int, request: bytes) -> None:
-        """Begin a change, and end it where there is nothing to load. Raises SessionFailure."""
+        """Begin a change; without heads to load it also ends here.
+
+        Raises SessionFailure: the request is malformed, or another change or load is under way.
+        """
         wanted, timeout_s = self._read(request)
         if self._change is not None:
             raise _busy("the drafters are being set by somebody else")
@@ -126,12 +131,12 @@ class DrafterSwap:
         self.poll()
 
     def call_ended(self, call_id: int) -> None:
-        """Nobody waits any more: what is not changed yet will not be."""
+        """Give up a change whose caller has gone."""
         if self._change is not None and self._change.call_id == call_id:
             self._give_up(self._change)
 
     def poll(self) -> None:
-        """Between two steps: change what is ready to be changed."""
+        """Between two steps: make the change if its heads are loaded, refuse it if they failed or took too long."""
         change = self._change
         if change is None:
             return
@@ -198,7 +203,7 @@ def _busy(message: str) -> SessionFailure:
 
 
 def _refused(name: str, error: Exception) -> SessionFailure:
-    """Errors of heads name what they are about; others get its name."""
+    """The refusal of a drafter; its text begins with the drafter's name."""
     text = str(error) if isinstance(error, ModelLoadError | OfNoUse) else repr(error)
     text = text.removeprefix("drafters: ")
     if name and not text.startswith(f"{name}: "):

@@ -1,7 +1,7 @@
-"""What a drafter's window costs: rows of the target's own step that nobody chose for being likely.
+"""The cost of a drafter's window: rows of the target's step that are computed however unlikely.
 
-Guesses are verified while their rows are worth it (`policy/verify_policy.py`), so they pay for themselves. A window is
-computed whatever it brings: the drafter that asks for it is charged with its time.
+Other nodes are verified only while their rows pay (`policy/verify_policy.py`). A window is always computed, so its
+drafter is charged with its time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ def charge_windows(
     step_time: StepTimeModel,
     drafters_of: Callable[[TargetSession], Iterable[DrafterInSession]],
 ) -> None:
-    """Charge drafters that were asked for a step of `num_rows` rows with their windows' rows in it.
+    """Charge drafters that were asked for a step with the rows of their windows in it.
 
-    To be called before the decisions are committed. `drafters_of` has the drafters of a session.
+    To be called before the decisions are committed.
+
+    Args:
+        decisions: decisions of the step.
+        num_rows: all rows of the step.
+        step_time: predicts the step's time from its rows.
+        drafters_of: the drafters of a session.
     """
     if not any(decision.candidate.session.tree.has_window for decision in decisions):
         return
@@ -40,15 +46,15 @@ def charge_windows(
 
 
 def window_rows(tree: SpeculationTree, chosen: Iterable[int]) -> Counter[str]:
-    """Number of chosen nodes, by drafter, that are there for its window alone."""
+    """Number of chosen nodes, by drafter, that only its window has: no source gave them a score."""
     nodes = (tree.nodes[node] for node in chosen)
     return Counter(node.source for node in nodes if node.is_window and not node.score and not node.others)
 
 
 def row_tokens(num_rows: int, num_window_rows: int, num_sessions: int, step_time: StepTimeModel) -> float:
-    """What each of a step's `num_window_rows` cost: tokens that its sessions could have decoded plainly meanwhile.
+    """Cost of one of a step's window rows, in tokens that its sessions could have decoded plainly meanwhile.
 
-    All of them share what they made the step longer by: where steps are padded that may be nothing.
+    The window rows share the time that they add to the step; where steps are padded that may be 0.
     """
     if not num_window_rows:
         return 0.0

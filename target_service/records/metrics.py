@@ -1,4 +1,4 @@
-"""What a target exports of its steps and verdicts."""
+"""Metrics of a target's steps and verdicts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KeyT = TypeVar("_KeyT")
 
 
 class _Labelled(dict[_KeyT, prometheus_client.Counter], Generic[_KeyT]):
-    """The counters of a metric by label values, looked up once: verdicts count at every depth, step after step."""
+    """Cache of a metric's counters by label values: every verdict counts at several depths."""
 
     def __init__(self, metric: prometheus_client.Counter, labels: Callable[[_KeyT], tuple[str, ...]]) -> None:
         super().__init__()
@@ -43,78 +43,78 @@ class TargetRecorder:
         self._metrics = metrics
         self._engine = EngineGauges(metrics)
         self._tallies = Tallies()
-        """Counts of a step and its verdicts, written when its turn is over, before any verdict is sent."""
+        """Counts of a step and its verdicts, written together before the verdicts are sent."""
         self._tokens = _Labelled[int](metrics.tokens, lambda origin: (_ORIGINS[origin],))
         self._proposed_at = _Labelled[int](metrics.proposed_tokens, lambda depth: (str(depth),))
         self._accepted_at = _Labelled[int](metrics.accepted_tokens, lambda depth: (str(depth),))
         self._proposed_down_to, self._accepted_down_to = Counter[int](), Counter[int]()
-        """Verdicts since the last turn by the depth of what they verified, and of what they accepted."""
+        """Number of verdicts since the last turn, by the depth they verified, and by the depth they accepted."""
         self._proposed_by = _Labelled[str](metrics.drafter_proposed, _alone)
         self._verified_of = _Labelled[str](metrics.drafter_verified, _alone)
         self._seconds_of = _Labelled[str](metrics.drafter_seconds, _alone)
         self._accepted_of = _Labelled[tuple[str, int]](metrics.drafter_accepted, lambda key: (key[0], str(key[1])))
 
     def serves(self, identity: pb.ModelIdentity) -> None:
-        """The model is loaded."""
+        """Export the identity of the loaded model."""
         self._engine.serves(identity)
 
     def load(
         self, stats: EngineStats, num_sessions: int, draft_credit: int, num_suspended: int, min_gain_tokens: float
     ) -> None:
-        """Gauges, a few times a second."""
+        """Set the gauges; called a few times a second."""
         self._engine.observe(stats, num_sessions)
         self._metrics.draft_credit.set(draft_credit)
         self._metrics.suspended_sessions.set(num_suspended)
         self._metrics.speculation_price.set(min_gain_tokens)
 
     def grammars(self, grammars: GrammarCompiler | None) -> None:
-        """What was compiled, a few times a second."""
+        """Export the counts of compiled constraints; called a few times a second."""
         if grammars is not None:
             self._engine.observe_grammars(grammars)
 
     def masks(self, fill_s: float, wait_s: float) -> None:
-        """What the masks of a step took, and what it waited for them; nothing where it had none."""
+        """Observe the seconds of filling a step's masks, and of waiting for them; ignored for a step without masks."""
         if fill_s:
             self._tallies.observe(self._metrics.mask_seconds, fill_s)
             self._tallies.observe(self._metrics.mask_wait_seconds, wait_s)
 
     def opened(self) -> None:
-        """A session was opened."""
+        """Count an opened session."""
         self._metrics.opened.inc()
 
     def aborted(self) -> None:
-        """A session was closed before its choice had ended."""
+        """Count a session that was closed before its choice ended."""
         self._metrics.requests.labels("abort").inc()
 
     def rejected_proposal(self) -> None:
-        """A proposal was malformed."""
+        """Count a malformed proposal."""
         self._metrics.mismatches.inc()
 
     def asked(self, drafter: str, num_nodes: int, elapsed_s: float) -> None:
-        """A drafter of the target's own was asked for a session, and offered `num_nodes` nodes."""
+        """Count a local drafter's call for a session: `num_nodes` nodes in `elapsed_s` seconds."""
         self._tallies.count(self._proposed_by[drafter], num_nodes)
         self._tallies.count(self._seconds_of[drafter], elapsed_s)
 
     def judged(self, drafter: str, num_verified: int, accepted_depths: Sequence[int]) -> None:
-        """So many nodes of a drafter were verified, and those at these depths accepted."""
+        """Count a drafter's verified nodes, and its accepted ones by their depths."""
         self._tallies.count(self._verified_of[drafter], num_verified)
         for depth in accepted_depths:
             self._tallies.count(self._accepted_of[drafter, depth])
 
     def drafted(self, elapsed_s: float) -> None:
-        """The target's own draft drafted for all sessions that it was asked for."""
+        """Count `elapsed_s` seconds of the own draft's call, for all sessions together."""
         self._tallies.count(self._seconds_of[DRAFT_MODEL], elapsed_s)
 
     def drafts(self, tree: SpeculationTree, verified: Sequence[int], accepted: Sequence[int], draft_s: float) -> None:
-        """What drafts have proposed for a session since its last step, and what became of it in this one.
+        """Count the nodes that drafts have proposed for a session since its last step, and their outcome in this step.
 
         Cost: a tenth of a microsecond per verified node, and one per draft.
 
         Args:
-            tree: the session's, as it was verified.
-            verified: nodes of it that were verified.
-            accepted: of these, those that were accepted, from depth 1 on.
-            draft_s: time that drafts say they took, shared out among them by their nodes.
+            tree: the session's tree before it is pruned.
+            verified: verified nodes of the tree.
+            accepted: accepted nodes of the tree, from depth 1 on.
+            draft_s: seconds that drafts report, divided among them by their nodes.
         """
         count, nodes, hung = self._tallies.count, tree.nodes, tree.num_hung
         if hung:
@@ -133,16 +133,16 @@ class TargetRecorder:
                 count(self._accepted_of[node.draft, depth])
 
     def searched(self, elapsed_s: float, matchness: float) -> None:
-        """The search for sublayers to leave out went on; the best set finds this share of tokens again."""
+        """Count a search for sublayers to skip; `matchness`: share of tokens that the best set predicts."""
         self._metrics.layer_search_seconds.inc(elapsed_s)
         self._metrics.layer_matchness.set(matchness)
 
     def dropped(self, drafter: str) -> None:
-        """A drafter failed or is of no use, and is not asked any more."""
+        """Count a drafter that failed or does not help, and is not asked any more."""
         self._metrics.drafters_dropped.labels(drafter).inc()
 
     def step(self, step: StepRecord) -> None:
-        """One step of the engine; a StepObserver."""
+        """Count one step of the engine."""
         num_nodes = sum(item.tree_nodes for item in step.output.items)
         is_prefill = any(item.num_new_tokens > 1 for item in step.output.items)
         kind = "verify" if num_nodes else "prefill" if is_prefill else "plain"
@@ -155,7 +155,7 @@ class TargetRecorder:
             self._tallies.observe(self._metrics.device_gap_seconds, gap_s)
 
     def turn(self, outside_s: float, payoff: Payoff | None) -> None:
-        """The turn of a step is over: what it took besides the step, and what it says of speculation."""
+        """Write a finished turn: `outside_s` seconds besides the step, and the payoff of speculation."""
         metrics, tallies = self._metrics, self._tallies
         tallies.observe(metrics.loop_seconds, outside_s)
         if payoff is not None:
@@ -166,7 +166,7 @@ class TargetRecorder:
         tallies.write()
 
     def verdict(self, session: TargetSession, verdict: pb.Verdict, num_stale: int, decided_at_s: float) -> None:
-        """One verdict, before the session's own record of its last one is updated."""
+        """Count one verdict, before `session.times` is updated."""
         metrics, tallies = self._metrics, self._tallies
         origins, verified = list(verdict.origins), list(verdict.verified_by_depth)
         num_accepted = verdict.num_accepted
@@ -195,7 +195,7 @@ class TargetRecorder:
             metrics.requests.labels(_FINISH[verdict.finish_reason]).inc()
 
     def _count_depths(self, counters: _Labelled[int], down_to: Counter[int]) -> None:
-        """Count each depth once for every verdict that has it: a tree has nodes at all depths down to its deepest."""
+        """Count each depth once per verdict that reached it: a tree has nodes at every depth above its deepest."""
         num_verdicts = 0
         for depth in range(max(down_to, default=0), 0, -1):
             num_verdicts += down_to[depth]
@@ -208,19 +208,19 @@ def _alone(label: str) -> tuple[str, ...]:
 
 
 class DeferredStepMetrics:
-    """What a step adds to metrics waits until `write`, which costs most of it."""
+    """Keeps a step's metrics until `write`, which on a GPU runs during the next pass."""
 
     def __init__(self, recorder: TargetRecorder) -> None:
         self._recorder = recorder
         self._waiting: tuple[StepRecord, Payoff | None] | None = None
 
     def observe(self, step: StepRecord, clock: StepClock) -> None:
-        """A step is over, and so is its turn. `clock` knows what a plain one takes."""
+        """Keep the record of a finished turn; `clock` predicts a plain step's time."""
         self.write()
         self._waiting = step, step.payoff(clock.expected_plain_s(len(step.num_committed)))
 
     def write(self) -> None:
-        """Write what waits, if anything does."""
+        """Write the kept record, if there is one."""
         if self._waiting is not None:
             (step, payoff), self._waiting = self._waiting, None
             self._recorder.step(step)

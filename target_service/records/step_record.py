@@ -1,4 +1,4 @@
-"""What one step of a target took and brought: what its metrics and its models of time are made from."""
+"""Times and tokens of one step of a target, for its metrics and its models of time."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ class Payoff:
     """Two times for the same tokens, in seconds, summed over the sessions that committed them."""
 
     decode_s: float
-    """What they took, hold-off included."""
+    """Seconds that the tokens took, hold-off included."""
     plain_s: float
-    """What plain decoding of the same batch would have taken; over decode_s it is the speed-up."""
+    """Seconds that plain decoding of the same batch would have taken; plain_s / decode_s is the speed-up."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepRecord:
-    """One step, once its verdicts are sent. Times are in seconds."""
+    """One step after its decisions are committed. Times are in seconds."""
 
     output: StepOutput
     preempted: list[TargetSession]
-    """Sessions that gave up their blocks for it."""
+    """Sessions whose blocks the step freed."""
     elapsed_s: float
-    """From choosing trees to deciding tokens."""
+    """Seconds from choosing trees to deciding tokens."""
     turn_s: float = 0.0
-    """The same with merging proposals before it and sending verdicts after it."""
+    """Seconds of the step, with merging proposals before it and committing after it."""
     held_s: float
-    """The longest hold-off of the sessions that it decided for."""
+    """Longest hold-off, in seconds, among the decided sessions."""
     num_committed: list[int]
-    """Tokens, by session that it decided for."""
+    """Number of committed tokens of each decided session."""
     num_nodes: int
-    """Nodes verified, of all sessions."""
+    """Number of verified nodes, over all sessions."""
     are_free: list[bool]
-    """Whether nodes of each of these sessions were verified though its draft is suspended."""
+    """For each decided session, whether nodes were verified though its draft is suspended."""
     gates: list[GateState | None]
-    """States of these sessions with the gate."""
+    """State at the gate of each decided session."""
     is_decode: bool
-    """Every session in it had its first token before: it carried no prefill."""
+    """Whether the step had no prefill: every session had its first token before."""
 
     def payoff(self, plain_step_s: float) -> Payoff | None:
-        """What its tokens took, against plain decoding, a step of which takes `plain_step_s`; None for prefill, which
-        plain decoding would have carried, too.
+        """The step's time against that of plain decoding, a step of which takes `plain_step_s`; None for a step with
+        prefill, which plain decoding would have too.
 
-        Plain decoding would have run one step of one row per session for each token. Every session of the batch waits
-        for the longest hold-off in it, so each is charged with that.
+        Plain decoding would run one step of one row per session for each token. Every session waits for the longest
+        hold-off of the batch, so each is charged with it.
         """
         if not self.is_decode:
             return None
@@ -70,7 +70,7 @@ class StepRecord:
         due_at_s: float,
         elapsed_s: float,
     ) -> StepRecord:
-        """What is known before its verdicts are sent, which end hold-offs and prefills; the caller adds the rest."""
+        """The record before the decisions are committed, which ends hold-offs and prefills; `turn_s` is set later."""
         gates = [decision.candidate.session.gate for decision in decisions]
         num_nodes = [decision.candidate.num_nodes for decision in decisions]
         return cls(

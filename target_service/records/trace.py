@@ -1,4 +1,4 @@
-"""What a target tells of a traced session."""
+"""Trace attributes of a target's session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specdec.v1 import common_pb2 as pb
 
 
 def trace_verdict(trace: SessionTrace, verdict: pb.Verdict) -> None:
-    """Add a verdict to the sums. Cost: about 2 us, for traced sessions only."""
+    """Add a verdict to the trace's sums. Cost: about 2 us, for traced sessions only."""
     trace.prefilled()
     trace.add(
         num_steps=1,
@@ -25,14 +25,14 @@ def trace_verdict(trace: SessionTrace, verdict: pb.Verdict) -> None:
 
 
 def trace_preemptions(step: StepRecord) -> None:
-    """Count a step's preemptions at the sessions that suffered them; a StepObserver."""
+    """Count a step's preemptions in the traces of the preempted sessions; a StepObserver."""
     for session in step.preempted:
         if session.trace is not None:
             session.trace.add(num_preemptions=1)
 
 
 def trace_end(trace: SessionTrace, session: TargetSession) -> None:
-    """Add what is known at the end, while the session still holds its sequence."""
+    """Add the final attributes, while the session still has its sequence."""
     if session.times.first_step_at_s is not None:
         trace.stepped(session.times.first_step_at_s)
     seq = session.seq if session.has_seq else None

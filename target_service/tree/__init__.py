@@ -1,1 +1,1 @@
-"""What a session's drafts offered, as a tree; the walk through it; and both modes of verification on one screen."""
+"""A session's tree of proposals, the walk through it, and both modes of verification on one screen."""

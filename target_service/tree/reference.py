@@ -1,8 +1,8 @@
-"""All ways of verification on one screen: for one session what `sample_and_walk.py` and `walk.py` do for many at once.
+"""All ways of verification on one screen: `sample_and_walk.py` and `walk.py` for one session.
 
-It runs in a test only, which holds it equal to the real walk on random trees and logits. ``target`` is the model: from
-the drafted tokens behind the last committed one to logits [V] float32 of the next. ``t`` is the position of the first
-token that is decided. Penalties, cuts and the end of a choice are left out.
+Only a test runs it, and compares it with the real walk on random trees and logits. ``target`` is the model: it maps the
+drafted tokens after the last committed one to logits [V] float32 of the next token. ``t`` is the position of the first
+decided token. Penalties, cuts and the end of a choice are left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -17,7 +17,7 @@ Target = Callable[[Path], Tensor]
 
 
 def coupled(tree: Set[Path], target: Target, temperature: float, seed: int, t: int) -> list[int]:
-    """The target's own tokens for as long as the tree has them, and one more: the tree decides only how many."""
+    """The target's own tokens while the tree has them, and one more: the tree decides only their number."""
     path: Path = ()
     while path == () or path in tree:
         path += (sample(target(path), temperature, seed, t + len(path)),)
@@ -27,7 +27,7 @@ def coupled(tree: Set[Path], target: Target, temperature: float, seed: int, t: i
 def rejection(
     chain: Sequence[tuple[int, Mapping[int, float]]], target: Target, temperature: float, seed: int, t: int
 ) -> list[int]:
-    """Each drafted x ~ q stays with probability min(1, p(x) / q(x)); else one of max(0, p - q) ends the round."""
+    """Each drafted x ~ q stays with probability min(1, p(x) / q(x)); else a sample of max(0, p - q) ends the round."""
     path: Path = ()
     for x, q in chain:
         p = torch.softmax(target(path).double() / temperature, dim=0)
@@ -42,7 +42,7 @@ def rejection(
 def block(
     chain: Sequence[tuple[int, Mapping[int, float]]], target: Target, temperature: float, seed: int, t: int
 ) -> list[int]:
-    """The chain as a whole: its first tokens stay with the probability w that is what the target made of them."""
+    """Block verification: at least i tokens are accepted with probability w[i] = min(1, w[i-1] p(x[i]) / q(x[i]))."""
     path: Path = ()
     w, stays, residuals = 1.0, 0, []
     for x, q in chain:
@@ -59,7 +59,7 @@ def block(
 
 
 def sample(logits: Tensor, temperature: float, seed: int, t: int) -> int:
-    """By the Gumbel-max trick a sample of softmax(logits / temperature), and the same one wherever it is drawn."""
+    """A sample of softmax(logits / temperature) by the Gumbel-max trick, the same wherever it is drawn."""
     if temperature == 0:
         return int(logits.argmax())
     noise = gumbel(torch.tensor([noise_key(seed, 0, Purpose.PLAIN, t)]), torch.arange(len(logits)))[0]

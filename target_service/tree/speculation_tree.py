@@ -1,16 +1,16 @@
 """The tree of proposals that hangs from a session's last committed token.
 
 Invariants: children of one node have different tokens; every node hangs, through its ancestors, from the last committed
-token; what a node is verified with is what the proposal said that brought it first. The tree is data only: it holds no
-KV, and dropping any of it costs speed, never correctness.
+token; a node is verified with the distribution of the proposal that brought it first. The tree is data only: it holds
+no KV, and dropping nodes costs speed, never correctness.
 
-Nodes come from several sources. What a draft sent stays for as long as it hangs from the last committed token; what
-drafters of the target's own offered is *passing*: they offer anew for every step. A node that several of them know is
-one node, with the score of each.
+Nodes come from several sources. A draft's nodes stay while they hang from the last committed token. The nodes of the
+target's own drafters are *local*: they are dropped after each step, as drafters offer anew. A node that several sources
+propose is one node, with a score of each.
 
-Rejection verification takes chains only, and of two that differ at a place the one that came first. Kept side by side,
-neither could be verified there, so that whether a token is verified would depend on which tokens were drawn: the output
-would be biased (`specdec.engine.sampling.rejection`).
+Rejection verification takes one chain: where two proposals differ, the first one stays. With both, neither token could
+be verified there, and whether a token is verified would depend on drawn tokens: the output would be biased
+(`specdec.engine.sampling.rejection`).
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ from specdec.replica.worker.errors import SessionFailure, invalid
 from specdec.v1 import common_pb2 as pb
 
 DEFAULT_SCORE = 0.7
-"""Estimated acceptance of a node whose proposal carries no score."""
+"""Score of a node whose proposal carries none."""
 _NOWHERE = -1
-"""Place of an offered node that is neither on the way to the root nor below it."""
+"""Place of a proposed node that is neither on the committed path nor below the root."""
 _UNPLACED = 1 << 32
-"""Index of a node below the root for which the tree has no place."""
+"""Place of a proposed node below the root for which the tree has no room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a proposal says about one node besides its token."""
+    """A proposed node without its token, which is in the tree's `tokens`."""
 
     score: float
-    """The draft's estimate of the probability that it is accepted, given that its parent is."""
+    """The source's estimate, from 0 to 1, of the probability that the node is accepted after its parent."""
     token_ids: tuple[int, ...] = ()
-    """Tokens of the truncated distribution that it was sampled from (rejection mode only)."""
+    """Tokens of the truncated distribution that the node was sampled from (rejection mode only)."""
     probs: tuple[float, ...] = ()
     """Probabilities of these tokens, in the same order."""
     is_forced: bool = False
-    """No draft offered it: a constraint allows nothing else."""
+    """Whether a constraint forces the token; no draft proposed it."""
     source: str = DRAFT_MODEL
-    """Name of the source that proposed it: a draft, or else the first one."""
+    """Name of the source that proposed the node: a draft if any did, else the first drafter."""
     draft: str = DRAFT_MODEL
-    """What the draft that proposed it says it is: a model, or a drafter without one."""
+    """Name of the method by which the draft proposed the node: its model, or a drafter without one."""
     others: tuple[tuple[str, float], ...] = ()
-    """Names and scores of the other sources that did."""
+    """Names and scores of the other sources of the node."""
     is_window: bool = False
-    """It is computed for what is drawn there, however unlikely."""
+    """Whether the node belongs to a drafter's window, and is computed however unlikely."""
 
     @property
     def is_local(self) -> bool:
-        """No draft has proposed it."""
+        """Whether no draft has proposed the node."""
         return self.source != DRAFT_MODEL
 
     @property
     def origin(self) -> str:
-        """The name of who proposed it, for people."""
+        """Name of the node's source in verdicts and reports."""
         return self.draft if self.source == DRAFT_MODEL else self.source
 
     def offers(self) -> Iterator[tuple[str, float]]:
-        """Everybody who proposed it, each with a score."""
+        """All sources of the node, each with its score."""
         yield self.source, self.score
         yield from self.others
 
     def offered(self, source: str, score: float, draft: str = DRAFT_MODEL) -> Node:
-        """The node, proposed by one more. What it is verified with stays."""
+        """The node with one more source; its distribution stays."""
         if source == self.source or any(source == other for other, _ in self.others):
             return self
         if source == DRAFT_MODEL:
@@ -84,29 +84,29 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ReadProposal:
-    """A proposal that was read before it is known where it hangs."""
+    """A proposal that was parsed and checked before it is merged."""
 
     proposal: pb.Proposal
     nodes: tuple[list[int], list[int]]
-    """Its tokens and their parents, of `SpeculationTree.check`."""
+    """Tokens and parents of its nodes, from `SpeculationTree.check`."""
 
 
 @dataclass(slots=True)
 class SpeculationTree:
-    """Proposed tokens below the last committed one; with `is_chain`, for rejection verification."""
+    """Proposed tokens below the last committed one; `is_chain`: for rejection verification."""
 
     vocab_size: int
     is_chain: bool = False
     tokens: TokenTree = field(default_factory=TokenTree)
     nodes: list[Node] = field(default_factory=list)
     num_stale: int = 0
-    """Proposed tokens that arrived too late or off the committed path, since last taken."""
+    """Proposed tokens that arrived too late or off the committed path, since the last verdict."""
     draft_us: int = 0
-    """Drafting time of the nodes on the deepest path, since last taken."""
+    """Microseconds of drafting the nodes on the deepest path, since the last verdict."""
     num_hung: dict[str, int] = field(default_factory=dict)
-    """Nodes that proposals of drafts brought, or knew of first among drafts, by `Node.draft`, since last taken."""
+    """Number of nodes that drafts proposed first among drafts, by `Node.draft`, since the last verdict."""
     has_window: bool = False
-    """Some nodes are to be computed for what is drawn there, in the next step only."""
+    """Whether some nodes belong to a drafter's window, for the next step only."""
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -119,19 +119,24 @@ class SpeculationTree:
 
     @property
     def is_local(self) -> bool:
-        """Whether there is nothing in it that a draft has proposed."""
+        """Whether no draft has proposed any node."""
         return all(node.is_local for node in self.nodes)
 
     def merge(
         self, proposal: pb.Proposal, committed: list[int], nodes: tuple[list[int], list[int]] | None = None
     ) -> None:
-        """Hang a proposal: walk the tokens committed since its start through it, merge what is left below the root.
+        """Merge a draft's proposal: follow the tokens committed since its start, and add the nodes below them.
 
-        `nodes` are what `check` said of it, if it was checked before. Cost: linear in the proposal.
+        Cost: linear in the proposal.
+
+        Args:
+            proposal: a proposal that starts at any committed position.
+            committed: the session's committed tokens.
+            nodes: result of `check`; None: it is checked here.
 
         Raises:
-            SessionFailure: it starts past the committed tokens, is no tree, is too large, or holds an unknown id; or,
-                for rejection verification, is no chain or lacks distributions.
+            SessionFailure: the proposal starts outside the committed tokens, is no tree, is too large, or holds an
+                unknown id; or, in rejection mode, is no chain or lacks distributions.
         """
         num_committed = len(committed)
         if not 1 <= proposal.start_position <= num_committed:
@@ -148,12 +153,22 @@ class SpeculationTree:
         scores: list[float],
         first_window_node: int | None = None,
     ) -> int:
-        """Hang what a drafter of the target's own offers below the last committed token, each node a point mass.
+        """Hang an offer of one of the target's own drafters below the last committed token, each node a point mass.
 
-        Returns how many of its nodes are there now; the others have no place. Cost: linear in the offer.
+        Cost: linear in the offer.
+
+        Args:
+            source: name of the drafter.
+            token_ids: tokens of the nodes.
+            parents: for each node the index of its parent; -1: the last committed token.
+            scores: for each node a score from 0 to 1.
+            first_window_node: index from which nodes belong to the drafter's window; None: there is no window.
+
+        Returns:
+            Number of offered nodes that the tree has now; it has no room for the others.
 
         Raises:
-            TreeError: it is no tree, is too large, or holds an unknown id or a score that is none.
+            TreeError: the offer is no tree, is too large, or holds an unknown id or an invalid score.
         """
         check_tree(token_ids, parents, self.vocab_size)
         if len(scores) != len(token_ids) or not all(0.0 <= score <= 1.0 for score in scores):
@@ -175,7 +190,7 @@ class SpeculationTree:
         return sum(place is not None for place in places)
 
     def drop_local(self) -> int:
-        """Drop what no draft has proposed; returns how many nodes that were. What is left is no window any more."""
+        """Drop nodes that no draft has proposed, and end windows; returns the number of dropped nodes."""
         if self.has_window:
             self.nodes = [replace(node, is_window=False) if node.is_window else node for node in self.nodes]
             self.has_window = False
@@ -190,7 +205,7 @@ class SpeculationTree:
         return num_dropped
 
     def advance(self, token_ids: list[int]) -> int:
-        """Tokens were committed: keep what hangs below them. Returns how many nodes were dropped unaccepted."""
+        """Keep the nodes below the newly committed tokens; returns the number of nodes dropped unaccepted."""
         if not self.nodes:
             return 0
         root, num_walked = ROOT, 0
@@ -201,18 +216,18 @@ class SpeculationTree:
             root, num_walked = child, num_walked + 1
         before = len(self.nodes)
         self.tokens, moved = self.tokens.subtree(root)
-        self.nodes = [self.nodes[old] for old in moved]  # which rise
+        self.nodes = [self.nodes[old] for old in moved]
         return before - len(self.nodes) - num_walked
 
     def clear(self) -> int:
-        """Drop everything; returns how many nodes there were."""
+        """Drop all nodes; returns their number."""
         dropped = len(self.nodes)
         if dropped:
             self.tokens, self.nodes = TokenTree(), []
         return dropped
 
     def retain(self, keep: list[bool]) -> None:
-        """Drop the nodes that are not to be kept; these are closed under parents."""
+        """Drop the nodes whose entry in `keep` is false; a kept node's parent must be kept."""
         tokens, moved = TokenTree(), {ROOT: ROOT}
         for node, token in enumerate(self.tokens.token_ids):
             if keep[node]:
@@ -221,7 +236,7 @@ class SpeculationTree:
         self.tokens = tokens
 
     def place(self, above: int, token: int, payload: Node) -> int | None:
-        """The node of a token below `above`, there already or new; None where there is no place for it."""
+        """The node of a token below `above`, present or added; None: the tree has no room for it."""
         node = self.tokens.child(above, token)
         if node is None and len(self.nodes) < MAX_TREE_NODES and not self._is_taken(above):
             node = self.tokens.add(above, token)
@@ -232,8 +247,8 @@ class SpeculationTree:
         """The tree of the chosen nodes, which must be closed under parents and in ascending order.
 
         Returns:
-            The tree, and which node each of its nodes is. First children come first, as one chain: accepted, their keys
-            and values are in place already.
+            The tree, and for each of its nodes the index in this one. The chain of first children comes first: if it is
+            accepted, its keys and values are in place already.
         """
         parents = self.tokens.parents
         chain: list[int] = []
@@ -249,18 +264,18 @@ class SpeculationTree:
         return tree, order
 
     def _is_taken(self, node: int) -> bool:
-        """Whether a chain has another child of `node` already, which stays its only one."""
+        """Whether a chain has a child of `node` already."""
         return self.is_chain and node + 1 < len(self.tokens)
 
     def _hang(self, proposal: pb.Proposal, token_ids: list[int], parents: list[int], walked: list[int]) -> None:
-        """Nodes that repeat `walked` from its start lead to the root; what hangs below it joins the tree, the rest is
-        stale. Equal children of one parent are one node, with the payload of the first. Stops at a node for which
-        there is no place.
+        """Merge a proposal's nodes. Nodes that repeat the tokens `walked` lead to the root. Nodes below the root join
+        the tree, up to the first one without room. All others are stale. Equal children of one parent are one node,
+        with the payload of the first.
         """
         payload_of = _payloads(proposal)
         num_walked, num_below, is_full = len(walked), 0, False
-        # Where each node is. Up to num_walked: how many walked tokens it and its ancestors repeat, so all of them at
-        # the root; past that: below the root, by its index in the tree.
+        # The place of each node. Up to num_walked: the number of walked tokens that it and its ancestors repeat, where
+        # num_walked is the root. Above: num_walked + 1 + its index in the tree.
         places: list[int] = []
         for index, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
             above = places[parent] if parent >= 0 else 0
@@ -278,7 +293,7 @@ class SpeculationTree:
         self.num_stale += len(token_ids) - num_below
 
     def _place_proposed(self, payload_of: Callable[[int], Node], index: int, above: int, token: int) -> int | None:
-        """Where a draft's node is now; None: there is no place for it. Counts it, unless a draft brought it before."""
+        """Index of a draft's node in the tree; None: there is no room. Counts a node that no draft proposed before."""
         node = self.tokens.child(above, token)
         if node is None:
             node = self.place(above, token, payload_of(index))
@@ -293,9 +308,9 @@ class SpeculationTree:
         return node
 
     def check(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:
-        """The proposal's nodes and their parents, which depend on nothing else; `num_committed` is for the error.
+        """Tokens and parents of a proposal's nodes, whatever the tree holds; `num_committed` is for the error.
 
-        Raises SessionFailure for what is no tree of this session's kind.
+        Raises SessionFailure: the proposal is no valid tree, or in rejection mode no chain with distributions.
         """
         token_ids = list(proposal.token_ids)
         chain = list(range(-1, len(token_ids) - 1))
@@ -330,11 +345,11 @@ class SpeculationTree:
 
 
 def _payloads(proposal: pb.Proposal) -> Callable[[int], Node]:
-    """What a proposal says of each node, by its index."""
+    """A function from a proposal's node index to its payload."""
     scores, names = proposal.scores, proposal.drafters
     drafts = [name if name in SERVICE_DRAFTER_NAMES else DRAFT_MODEL for name in names]
     proposed_by, distributions = proposal.proposed_by, proposal.distributions
-    # A name that is not known is none: what a draft says becomes a label of metrics.
+    # Unknown names become DRAFT_MODEL, as names become labels of metrics.
 
     def payload_of(index: int) -> Node:
         score = scores[index] / 255 if scores else DEFAULT_SCORE
@@ -349,5 +364,5 @@ def _payloads(proposal: pb.Proposal) -> Callable[[int], Node]:
 
 @cache
 def _plain_node(score: float, draft: str) -> Node:
-    """One for all places: there are 256 scores and a few names, and nodes do not change."""
+    """A node shared by all trees: there are 256 scores and a few names, and nodes are immutable."""
     return Node(score, draft=draft)

@@ -22,30 +22,31 @@ class Walk:
     token_ids: list[int] = field(default_factory=list)
     """The committed tokens."""
     origins: list[pb.Origin.ValueType] = field(default_factory=list)
-    """Where each of them came from."""
+    """Origin of each committed token."""
     rows: list[int] = field(default_factory=list)
-    """For each committed token, the node (`ROOT`: the last committed token) whose logits decided it."""
+    """For each committed token, the node whose logits decided it; `ROOT`: the last committed token."""
     path: list[int] = field(default_factory=list)
-    """The accepted nodes, root-down."""
+    """Accepted nodes, from the root down."""
     finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
-    """Set when the last token ends the choice."""
+    """Reason for which the last token ends the choice; UNSPECIFIED: it does not."""
     stop_token_id: int | None = None
-    """The stop or end-of-sequence token that ended it."""
+    """Stop or end-of-sequence token that ended the choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfChoice:
-    """When a choice ends on its tokens alone."""
+    """The conditions on tokens that end a choice."""
 
     params: SamplingParams
     """Stop tokens, ignore_eos and max_tokens."""
     num_prompt_tokens: int
     """Length of the prompt."""
     max_model_len: int
-    """The longest sequence that the model takes."""
+    """Most tokens of a sequence, prompt included."""
 
     def check(self, token_id: int, num_tokens: int) -> tuple[pb.FinishReason.ValueType, int | None]:
-        """Whether the choice ends with `token_id` as its token number `num_tokens` (prompt included)."""
+        """Finish reason and stop token if the choice ends with `token_id`, its token number `num_tokens` (prompt
+        included); else UNSPECIFIED and None."""
         params = self.params
         is_eos = token_id in params.eos_token_ids and not params.ignore_eos
         if is_eos or token_id in params.stop_token_ids:
@@ -55,7 +56,7 @@ class EndOfChoice:
         return pb.FINISH_REASON_UNSPECIFIED, None
 
     def max_depth(self, num_tokens: int) -> int:
-        """Deepest node worth verifying after `num_tokens` committed tokens: one token always follows the last node."""
+        """Most depth worth verifying after `num_tokens` committed tokens: one token always follows the last node."""
         left = self.num_prompt_tokens + self.params.max_tokens - num_tokens
         return max(0, min(left, self.max_model_len - num_tokens) - 1)
 
@@ -71,11 +72,11 @@ def walk_tree(
     """Walk from the root while the decided token is a verified node.
 
     Args:
-        tree: the verified nodes are its first `num_verified`.
-        num_verified: how many nodes the step verified.
-        decide: from a row (node, or `ROOT`) and its only verified child (None: there is none, or not one alone) to the
+        tree: a tree whose first `num_verified` nodes were verified.
+        num_verified: number of nodes that the step verified.
+        decide: function from a row (node, or `ROOT`) and its only verified child (None: none or several) to the
             target's token at the next position.
-        end: when the choice ends.
+        end: conditions that end the choice.
         num_tokens: committed tokens before the step.
         plain_origin: origin of the token when the step verified nothing.
     """

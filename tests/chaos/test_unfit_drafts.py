@@ -55,7 +55,7 @@ async def test_a_draft_with_another_tokenizer_is_incompatible_and_requests_are_s
         with another("coordinator", tmp_path / "coordinator", **settings) as coordinator:
             async with Client(coordinator.address) as client, Client(steady_cluster.address) as usual:
                 status = await draft_in_state(client, "incompatible")
-                assert "stranger has another tokenizer" in status.detail
+                assert "the tokenizer of draft stranger" in status.detail
                 completion = await client.complete(body)
                 assert completion.identity == (await usual.complete(body)).identity
                 assert completion.require_finished().stats.num_verify_steps == 0

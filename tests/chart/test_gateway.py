@@ -78,26 +78,25 @@ def test_metrics_are_no_business_of_clients_unless_asked_for(render: Render) -> 
 
 
 @pytest.mark.parametrize(
-    ("tls", "serves", "demands", "shows"),
+    ("tls", "serves", "demands"),
     [
-        ({"enabled": False}, False, False, False),
-        ({"enabled": True}, True, False, False),
-        ({"enabled": True, "https": False}, False, False, False),
-        ({"enabled": True, "verifyClients": True}, True, False, True),
-        ({"enabled": True, "https": False, "verifyClients": True}, False, False, True),
-        ({"enabled": True, "verifyHttpClients": True}, True, True, False),
+        ({"enabled": False}, False, False),
+        ({"enabled": True}, True, False),
+        ({"enabled": True, "https": False}, False, False),
+        ({"enabled": True, "verifyClients": True}, True, False),
+        ({"enabled": True, "https": False, "verifyClients": True}, False, False),
+        ({"enabled": True, "verifyHttpClients": True}, True, True),
     ],
 )
 def test_https_certificates_of_clients_and_the_gateways_own_are_told_apart(
-    tls: dict[str, Any], serves: bool, demands: bool, shows: bool, helm: Helm
+    tls: dict[str, Any], serves: bool, demands: bool, helm: Helm
 ) -> None:
     issued = {"certManager": {"enabled": True, "issuerRef": {"name": "i"}}}
     documents = _rendered(helm, {"tls": {**tls, **issued}, "serviceMonitor": {"enabled": True}})
     flags = _flags(documents)
-    assert ("--tls-cert-file" in flags) == serves
-    assert ("--tls-client-ca-file" in flags) == demands
-    assert ("--coordinator-tls" in flags) == tls["enabled"]
-    assert ("--coordinator-tls-cert-file" in flags) == shows
+    assert ("--tls-dir" in flags) == serves
+    assert ("--tls-verify-clients" in flags) == demands
+    assert ("--coordinator-tls-dir" in flags) == tls["enabled"]
     protocol = {port["appProtocol"] for port in _service(documents)["spec"]["ports"]}
     assert protocol == {"https" if serves else "http"}
     (pod,) = [d for d in documents if d["kind"] == "Pod" and d["metadata"]["name"].endswith("-complete")]

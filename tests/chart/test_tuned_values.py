@@ -28,7 +28,7 @@ def test_the_chart_renders_with_tuned_values(helm: Helm, tmp_path: Path, specula
     deployments = {
         document["metadata"]["labels"]["app.kubernetes.io/component"]: yaml.safe_dump(document)
         for document in yaml.safe_load_all(done.stdout)
-        if document and document["kind"] in ("DeploymentFacts", "StatefulSet")
+        if document and document["kind"] in ("Deployment", "StatefulSet")
     }
     assert ("draft" in deployments) is speculate
     if speculate:

@@ -60,6 +60,6 @@ async def test_any_openai_server_is_held_against_a_checkpoint(
         right = await asyncio.to_thread(audit, tiny_pair.target, prompts, *how)
         wrong = await asyncio.to_thread(audit, tiny_pair.draft, prompts, *how)
     assert right.exit_code == 0, right.output
-    assert "whether it speculated it does not tell" in right.stdout
+    assert "the service does not report whether it speculated" in right.stdout
     assert wrong.exit_code == 1, wrong.output
     assert "beyond rounding" in wrong.stdout

@@ -45,7 +45,7 @@ class HeadReplays:
         self._steps = steps
         self._cache = cache
         self._dtype = dtype
-        self._graphs: GraphStore[_Key, _Graph] = GraphStore("a head's pass", may_capture=lambda: bool(steps.row_edges))
+        self._graphs: GraphStore[_Key, _Graph] = GraphStore("a head's pass", may_replay=lambda: bool(steps.row_edges))
 
     def run(self, each: HeadPass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor | None:
         """See `ReplayingModel`."""

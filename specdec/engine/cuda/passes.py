@@ -100,14 +100,14 @@ class CudaCapture:
 class GraphStore(Generic[KeyT, GraphT]):
     """Captured graphs by key. The least recently used one is dropped where there are too many.
 
-    After a capture that fails, no other one is tried; graphs captured before are still found.
+    After a capture that fails, or while none may be replayed, no graph is found: kernels are launched one by one.
     """
 
-    def __init__(self, subject: str, may_capture: Callable[[], bool] = lambda: True) -> None:
-        """`subject` names in logs what is captured; `may_capture` is asked before each capture."""
+    def __init__(self, subject: str, may_replay: Callable[[], bool] = lambda: True) -> None:
+        """`subject` names in logs what is captured; `may_replay` is asked each time."""
         self.has_failed = False
         self._subject = subject
-        self._may_capture = may_capture
+        self._may_replay = may_replay
         self._graphs: OrderedDict[KeyT, GraphT] = OrderedDict()
 
     def __len__(self) -> int:
@@ -115,10 +115,10 @@ class GraphStore(Generic[KeyT, GraphT]):
 
     def get(self, key: KeyT, capture: Callable[[KeyT], GraphT]) -> GraphT | None:
         """The graph of a key, captured now where it is missing; None where it cannot be captured."""
+        if self.has_failed or not self._may_replay():
+            return None
         graph = self._graphs.get(key)
         if graph is None:
-            if self.has_failed or not self._may_capture():
-                return None
             try:
                 graph = capture(key)
             except RuntimeError:

@@ -100,7 +100,7 @@ class DeviceDrawing:
         self._max_len = max_len
         self._sampler = sampler
         self._graphs: GraphStore[_Key, _Graph] = GraphStore(
-            "drawing several tokens", may_capture=lambda: bool(steps.row_edges)
+            "drawing several tokens", may_replay=lambda: bool(steps.row_edges)
         )
         self._adjustments: Adjustments | None = None
         self._mean_used = float(ROUND_BUCKETS[-1])

@@ -72,9 +72,7 @@ class EngineWatch:
         self.silent_s = self.silent_s + elapsed_s if is_silent else 0.0
         self._turn_s = self._turn_s + elapsed_s if is_same_turn else 0.0
         if self.silent_s >= self._silence_s:
-            return Stall(
-                EndCause.SILENT, f"the engine process gave no sign of life for {self.silent_s:.1f} s (engine_silence_s)"
-            )
+            return Stall(EndCause.SILENT, f"the engine process gave no sign of life for {self.silent_s:.1f} s")
         if self._turn_s >= self._limit_s(pulse):
             return Stall(EndCause.STUCK, f"the engine has been in one step for {self._turn_s:.1f} s (engine_stall_s)")
         return None

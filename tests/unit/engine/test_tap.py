@@ -110,7 +110,9 @@ def test_the_leading_rank_hands_out_what_it_computes(tmp_path: Path) -> None:
         assert torch.equal(one.hidden, other.hidden)
 
 
-@pytest.mark.parametrize(("ids", "reason"), [((4,), "has 3 layers"), ((-2,), "has 3 layers"), ((1, 1), "named twice")])
+@pytest.mark.parametrize(
+    ("ids", "reason"), [((4,), "the model's 3 layers"), ((-2,), "the model's 3 layers"), ((1, 1), "named twice")]
+)
 def test_ids_that_are_no_layers_are_refused_by_their_number(ids: tuple[int, ...], reason: str, tmp_path: Path) -> None:
     runner = load(save_tiny_model("llama", tmp_path))
     with pytest.raises(TapRefused, match=reason):

@@ -227,6 +227,14 @@ def test_costs_are_what_steps_took_longer_by_the_share_that_speculates() -> None
     assert clock.min_gain_tokens(12) == clock.min_gain_tokens(8), "what is not known of a load is the nearest one's"
 
 
+def test_one_slow_step_of_few_that_speculate_does_not_make_speculation_dear() -> None:
+    clock = StepClock()
+    for step in range(5):
+        clock.observe_turn(64, 0.0, 0.01, 0.01 * step)
+    clock.observe_turn(64, 1 / 64, 0.0105, 0.06)
+    assert 0 < clock.min_gain_tokens(64) < 0.5
+
+
 def test_bands_grow_with_the_load() -> None:
     bands = [load_band(number) for number in range(1, 300)]
     assert bands == sorted(bands)
