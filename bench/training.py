@@ -281,7 +281,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, default=4, help="texts per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--depth", type=int, default=3, help="draft tokens per position")
+    parser.add_argument("--depth", type=int, default=3, help="trained depth in tokens")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of an output, at most")
     parser.add_argument("--costs", action="store_true", help="measure step times, and report tokens per second")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the page")

@@ -108,7 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Recorder:
-    """Measures tests where they run; the process without a controller writes the file."""
+    """Measures tests in the workers; the main process writes the file."""
 
     def __init__(self) -> None:
         self._began_s = 0.0

@@ -1,9 +1,9 @@
-"""One test over many cases: it fails once, with what each of the cases that failed said.
+"""One test over many cases, which fails once, with the errors of all failed cases.
 
-@for_each("page", PAGES)                                      # as pytest.mark.parametrize, in one item
+@for_each("page", PAGES)                                      # as pytest.mark.parametrize, but one item
 def test_links_lead_somewhere(page: Path) -> None: ...
 
-For cases of some milliseconds that need nothing of their own: fixtures are those of the one item.
+It suits cases of some milliseconds without fixtures of their own: all cases share the item's fixtures.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Test = Callable[..., None]
 
 
 def for_each(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
-    """Decorator of a test. `names`: one argument, or several with commas between them, a case is then a tuple.
+    """Decorator of a test. `names`: one argument, or several separated by commas, whose cases are tuples.
 
-    Two of them on one test check all combinations.
+    Two such decorators on one test check all combinations.
     """
     arguments = names.replace(" ", "").split(",")
     all_cases = list(cases)

@@ -1,4 +1,4 @@
-"""Which module imports which, read from the sources: whole statements, wherever they stand, TYPE_CHECKING included."""
+"""The graph of imports, read from the sources: all import statements, also within functions and TYPE_CHECKING."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 
 SERVICES = ("coordinator", "draft_service", "gateway", "target_service")
 PACKAGES = {"specdec": "specdec", **{service: f"specdec.{service}" for service in SERVICES}}
-"""Names of packages by folder."""
+"""Package names by folder."""
 Graph = Mapping[str, frozenset[str]]
 
 
 def import_graph(root: Path, packages: Mapping[str, str]) -> dict[str, frozenset[str]]:
-    """For each module, by dotted name: the modules of these packages that it imports. `packages`: names by folder.
+    """Imported modules of these packages, by the dotted name of each module. `packages`: names by folder.
 
-    A package's own module (`__init__`) counts as a module; generated code does not count at all.
+    A package's `__init__` counts as a module; generated code does not count.
     """
     paths = _paths(root, packages)
     return {name: frozenset(_known(_read(path)[0], paths)) - {name} for name, path in paths.items()}
 
 
 def foreign_imports(root: Path, packages: Mapping[str, str], start: str) -> dict[str, frozenset[str]]:
-    """For each module that `start` leads to, itself included: the top-level names that it imports from elsewhere.
+    """Top-level names imported from elsewhere, by each module that `start` leads to, itself included.
 
-    Besides imports, text that is a module's name (`module` or `module:attribute`) is followed: processes start so.
+    Strings that name a module (`module` or `module:attribute`) count as imports, because processes are started by them.
     Raises KeyError where `start` is no module of these packages.
     """
     paths = _paths(root, packages)
@@ -42,7 +42,7 @@ def foreign_imports(root: Path, packages: Mapping[str, str], start: str) -> dict
 
 
 def circle(graph: Graph) -> list[str]:
-    """Some circle, its first member repeated at the end; empty when there is none."""
+    """A circle of imports, with its first module repeated at the end; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -51,7 +51,7 @@ def circle(graph: Graph) -> list[str]:
 
 
 def grouped(graph: Graph, depth: int) -> dict[str, frozenset[str]]:
-    """The graph between folders: names cut to `depth` parts, without what is inside one of them."""
+    """The graph between folders: names cut to `depth` parts, without imports within a folder."""
     groups: dict[str, set[str]] = {}
     for name, imported in graph.items():
         group = _cut(name, depth)
@@ -82,7 +82,7 @@ def _paths(root: Path, packages: Mapping[str, str]) -> dict[str, Path]:
 
 @functools.cache
 def _read(path: Path) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that a source imports, and the texts in it."""
+    """The names that a source imports, and its strings."""
     imported: set[str] = set()
     texts: set[str] = set()
     for node in ast.walk(ast.parse(path.read_bytes())):

@@ -1,4 +1,4 @@
-"""A Python that has what some requirements bring, and no more: this one, with the imports of all others blocked."""
+"""This Python with only the distributions of some requirements; imports of all others are blocked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 
 
 def distributions_of(requirements: Iterable[str]) -> frozenset[str]:
-    """The distributions that requirements bring with all that these require, as far as they are here."""
+    """Requirements' distributions and their dependencies, followed as far as they are installed here."""
     found: set[tuple[str, str]] = set()
     pending = [(Requirement(line), "") for line in requirements]
     while pending:
@@ -56,7 +56,7 @@ _brought_by = functools.cache(metadata.packages_distributions)
 
 
 def modules_without(distributions: frozenset[str]) -> frozenset[str]:
-    """Names at the top of what is installed here, but not by these distributions nor by specdec."""
+    """Top-level modules installed here by other distributions than these and specdec."""
     kept = distributions | {"specdec"}
     return frozenset(
         module
@@ -66,7 +66,7 @@ def modules_without(distributions: frozenset[str]) -> frozenset[str]:
 
 
 def environment_without(modules: Iterable[str], folder: Path, root: Path) -> dict[str, str]:
-    """Variables for a Python that finds specdec in `root`, and none of these modules; `folder` is written to."""
+    """Environment variables for a Python that finds specdec in `root` and none of `modules`; writes to `folder`."""
     (folder / "sitecustomize.py").write_text(_BLOCKER)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")}
     blocked = json.dumps(sorted(modules))

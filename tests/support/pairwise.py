@@ -1,4 +1,4 @@
-"""Pairwise selection: few cases in which every two values of different parameters meet at least once."""
+"""Pairwise selection: few cases in which every two values of different parameters occur together."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def all_cases(parameters: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """The full product."""
+    """The full product of the values."""
     return [dict(zip(parameters, values, strict=True)) for values in itertools.product(*parameters.values())]
 
 
 def pairwise_cases(parameters: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """A greedy cover of all pairs; deterministic. Cost: product of the sizes times the number of cases."""
+    """A deterministic greedy cover of all pairs. Its time grows with the product of the sizes times the cases."""
     choices = itertools.product(*(range(len(values)) for values in parameters.values()))
     candidates = [tuple(enumerate(choice)) for choice in choices]
     pairs_of = {candidate: frozenset(itertools.combinations(candidate, 2)) for candidate in candidates}

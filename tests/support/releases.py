@@ -1,4 +1,4 @@
-"""The last release, as `make release-baseline` recorded it in releases/."""
+"""The last release in releases/, where `make release-baseline` records it, and builds of revisions."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import specdec
 ROOT = Path(__file__).parents[2]
 RELEASES = ROOT / "releases"
 _STARTER = "specdec/service/process.py"
-"""With what services are started here. Revisions that have it elsewhere get it here, too."""
+"""Path of the services' starter; revisions without this file get a copy of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A version of the services, and how to run it as processes of its own."""
+    """A version of the services that can run as processes."""
 
     version: str
     folder: Path
-    """What holds its packages."""
+    """Folder with its packages."""
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Makes `python -m` run this version, wherever it is started, and whatever else is installed."""
+        """Environment variables with which `python -m` runs this version from any folder, whatever is installed."""
         return {"PYTHONPATH": str(self.folder), "PYTHONSAFEPATH": "1"}
 
     def __str__(self) -> str:
@@ -39,37 +39,37 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What is kept of a release."""
+    """The record of a release."""
 
     folder: Path
     version: str
     sha256: Mapping[str, str] = field(repr=False)
-    """Of its files, and of its section in CHANGELOG.md, when it was recorded."""
+    """SHA-256 of its files and of its section in CHANGELOG.md, at the time of recording."""
 
     @property
     def wheel(self) -> Path:
-        """Its wheel, without kernels: they are compiled on first use."""
+        """The wheel, without kernels, which are compiled on first use."""
         return self.folder / f"specdec-{self.version}-py3-none-any.whl"
 
     @property
     def protos(self) -> Path:
-        """Its protos, as an encoded FileDescriptorSet."""
+        """The protos, as an encoded FileDescriptorSet."""
         return self.folder / "protos.binpb"
 
     def digest_of(self, name: str) -> str:
-        """The SHA-256 of one of its files, as it is now."""
+        """Present SHA-256 of one of its files."""
         return hashlib.sha256((self.folder / name).read_bytes()).hexdigest()
 
 
 def last_release() -> Baseline:
-    """The one release that is kept."""
+    """The one recorded release."""
     (folder,) = (path.parent for path in RELEASES.glob("*/record.json"))
     record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
     return Baseline(folder, record["version"], record["sha256"])
 
 
 def install(baseline: Baseline, folder: Path) -> Build:
-    """Put a release into a folder, beside what is installed. It runs with the dependencies of this environment."""
+    """Install a release into a folder of its own. It runs with this environment's dependencies."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", folder]
     environment = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run([*command, baseline.wheel], capture_output=True, text=True, check=False, env=environment)
@@ -79,7 +79,7 @@ def install(baseline: Baseline, folder: Path) -> Build:
 
 
 def have_services_in_specdec(folder: Path) -> None:
-    """Let `python -m specdec.target_service` and the like run services that a version has beside its package."""
+    """Link services that a version has beside its package, so that `python -m specdec.target_service` runs."""
     for service in ("coordinator", "draft_service", "gateway", "target_service"):
         inside = folder / "specdec" / service
         if (folder / service).is_dir() and not inside.exists():
@@ -87,12 +87,12 @@ def have_services_in_specdec(folder: Path) -> None:
 
 
 def this_version() -> Build:
-    """What is being worked on."""
+    """The version of this checkout."""
     return Build(specdec.__version__, ROOT)
 
 
 def checked_out(revision: str, folder: Path) -> Build:
-    """Put the packages of a revision of this repository into a folder. It runs with this environment's dependencies."""
+    """Extract a revision of this repository into a folder. It runs with this environment's dependencies."""
     folder.mkdir(parents=True, exist_ok=True)
     archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=False)
     assert archive.returncode == 0, archive.stderr.decode()

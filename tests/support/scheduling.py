@@ -1,4 +1,4 @@
-"""Shares tests among workers (`-n 2 --dist loadfile`): whole files, those that take longest first."""
+"""Distributes tests to workers (`-n 2 --dist loadfile`): whole files, the longest first."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ FOLDERS_WITH_CLUSTERS = ("tests/chaos", "tests/clients", "tests/e2e", "tests/upg
 
 
 def scope_of(test: str) -> str:
-    """What is given to one worker as a whole: a file, or a folder whose files share clusters."""
+    """Scope that one worker gets as a whole: a file, or a folder whose files share clusters."""
     file = test.partition("::")[0]
     return next((folder for folder in FOLDERS_WITH_CLUSTERS if file.startswith(f"{folder}/")), file)
 
 
 class TogetherByCluster(LoadScopeScheduling):
-    """Gives a worker whole files, and whole folders whose files share clusters: each cluster is started once."""
+    """Gives workers whole files, and whole folders whose files share clusters, so that each cluster starts once."""
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
 
     def remove_node(self, node: Any) -> str | None:
-        """A worker is gone: return the test that it was running. xdist's own would have that end other workers too."""
+        """Requeue the work of a lost worker without the test that it was running; returns that test.
+
+        xdist's own method would let the test end other workers, too.
+        """
         units = self.assigned_work.pop(node)
         if not self._pending_of(units):
             return None
@@ -49,12 +52,12 @@ class TogetherByCluster(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByCluster | None:
     if config.getoption("dist") != "loadfile":
         return None
-    config.option.loadscopereorder = False  # pytest_collection_modifyitems has put them in order
+    config.option.loadscopereorder = False  # pytest_collection_modifyitems has sorted them
     return TogetherByCluster(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In workers, put what takes longest first, so that no worker is left with it at the end."""
+    """In workers, sort the longest scopes first, so that none of them runs alone at the end."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     recorded: defaultdict[str, float] = defaultdict(float)

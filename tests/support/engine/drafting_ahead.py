@@ -69,7 +69,7 @@ def any_path(session: DraftSession, rng: random.Random) -> list[int]:
 
 
 def near_main_path(session: DraftSession, rng: random.Random) -> list[int]:
-    """Tokens of a path within the main path's first nodes, which exist in any order of drafting."""
+    """Tokens of a path that leaves the main path after two nodes at most; it exists in any order of drafting."""
     tree, main = session.tree, session.main_path
     above = rng.randrange(min(2, len(main)) + 1)
     parent = main[above - 1] if above else -1

@@ -1,8 +1,8 @@
-"""Runs the tests of numerics as CPUs with less than this one run them: `make test-isa`.
+"""Runs the tests of numerics as CPUs with fewer instruction sets run them: `make test-isa`.
 
-The variables cap what the kernels, ATen, oneDNN and MKL use (MKL heeds its own on Intel's processors only). What this
-CPU cannot run is told by name; with --others, what it runs anyway when nothing is capped is left to "make test-all".
-Exits with 1 where a selection failed.
+Variables cap the instruction sets of the kernels, ATen, oneDNN and MKL (MKL obeys its variable only on Intel's
+processors). The output names the selections that this CPU cannot run. With --others, the selection that this CPU runs
+without a cap is left to "make test-all". Exits with 1 where a selection failed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _ALL_TESTS = [
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A machine to stand for: its kernels, none of them for ``none``, and what else is capped."""
+    """A CPU to imitate: the kernels' instruction set (``none``: no kernels), and the variables of the other caps."""
 
     name: str
     isa: str
@@ -64,14 +64,14 @@ def why_not(selection: Selection) -> str:
 
 
 def is_own(selection: Selection) -> bool:
-    """Whether a selection is what this machine runs without one: its best kernels, and nothing capped."""
+    """Whether a selection has this machine's best kernels and no caps."""
     features = cpu_features()
     best = next(each for each in variants_for(platform.machine()) if not missing_features(each, features))
     return selection.isa == best.name and not selection.caps
 
 
 def run(selection: Selection) -> bool:
-    """Run the tests under a selection and print what they said; without kernels, those of torch."""
+    """Run the tests under a selection and print their output; without kernels, only torch's tests."""
     chosen = [*_TORCH_TESTS, "-k", "torch"] if selection.isa == "none" else _ALL_TESTS
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
     more = {ISA_VARIABLE: selection.isa, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}

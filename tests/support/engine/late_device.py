@@ -30,7 +30,7 @@ class LatePass:
     """A launched pass: see `specdec.engine.runner.LaunchedPass`."""
 
     def __init__(self, compute: Callable[[], torch.Tensor], num_looks: int, on_look: Callable[[], None]) -> None:
-        """The pass is computed after `num_looks` looks, or when its logits are wanted. `on_look`: at each look."""
+        """The pass is computed after `num_looks` looks, or when its logits are asked for; each look calls `on_look`."""
         self.is_computed = self.is_asked_for = False
         self._compute = compute
         self._num_looks = num_looks

@@ -48,7 +48,7 @@ class RaggedRows:
     def run_in_place(
         self, kernel: AttentionKernel, options: AttentionOptions, row: int, written: KVCache
     ) -> torch.Tensor:
-        """Attention of one row as in plain decoding; the slots it reads in `written` are copied to ordered blocks."""
+        """Attention of one row as in plain decoding, over ordered blocks with the slots of `written` that it reads."""
         batch, block_size = self.batch, self.cache.block_size
         position, context = int(batch.position_ids[row]), int(batch.context_lens[row])
         table = batch.block_tables[int(batch.row_seq[row])].tolist()

@@ -1,4 +1,4 @@
-"""Tensors of the device, and what torch does with them: operations are put into a stream, with what they will give."""
+"""Tensors of the fake device, whose operations torch queues in a stream, and the device itself."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _WAITS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzer
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor that says that it is on a GPU; its numbers are in one on the CPU, some time later."""
+    """A tensor that reports a GPU as its device; a tensor on the CPU gets its values later."""
 
     backing: torch.Tensor
     memory: Memory
 
     @staticmethod
     def __new__(cls, backing: torch.Tensor, memory: Memory) -> DeviceTensor:
-        """A view of the memory, as ``backing`` is one of its store."""
-        with torch.inference_mode(False):  # whose tensors torch does not let be detached by what is in Python
+        """A view of ``memory``, as ``backing`` is a view of the memory's store."""
+        with torch.inference_mode(False):  # torch does not let Python code detach inference tensors
             made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
                 cls,
                 backing.shape,
@@ -47,7 +47,7 @@ class DeviceTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What reads a tensor's numbers without asking for a copy of them asks for one."""
+        """Copy a tensor to the CPU for functions that read its values."""
         if func in (torch.Tensor.tolist, torch.Tensor.numpy):
             return func(args[0].cpu())
         with torch._C.DisableTorchFunctionSubclass():
@@ -59,37 +59,37 @@ class DeviceTensor(torch.Tensor):
 
 
 def unwrapped(value: Any) -> Any:
-    """The backing of a tensor of the device, anything else as it is."""
+    """The backing of a device's tensor; any other value unchanged."""
     return value.backing if isinstance(value, DeviceTensor) else value
 
 
 def _without_numbers(func: Any, flat: list[Any], spec: Any) -> Any:
-    """What an operation gives, on the meta device."""
+    """Results of an operation on the meta device."""
     metas = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in map(unwrapped, flat)]
     args, kwargs = tree_unflatten([META if isinstance(each, torch.device) else each for each in metas], spec)
     return func(*args, **kwargs)
 
 
 class FakeDevice(TorchDispatchMode):
-    """One GPU, for one thread: what is made on ``cuda:0`` while this is entered is its own.
+    """One GPU for one thread, with the tensors that are made on ``cuda:0`` within its context.
 
-    Copies from the host take what is there when they are called, unless it is pinned; those to the host wait.
+    Copies from the host read at the call, unless the memory is pinned. Copies to the host wait.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.current = self.default = Stream()
         self.num_to_host = self.num_to_device = 0
-        """Copies."""
+        """Copies to the host, and to the device."""
         self.num_waits = 0
-        """How often the host waited for a stream."""
+        """Waits of the host for a stream."""
         self.num_allocated = self.num_held = 0
-        """Bytes that were ever given out, and those that were not given back."""
+        """Bytes allocated in all, and bytes not freed."""
         self._pinned: set[int] = set()
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """As torch.cuda.stream."""
+        """Replaces torch.cuda.stream."""
         before, self.current = self.current, stream
         try:
             yield
@@ -97,18 +97,18 @@ class FakeDevice(TorchDispatchMode):
             self.current = before
 
     def put_launch(self, name: str, launch: Callable[..., None], arguments: Sequence[Any]) -> None:
-        """A kernel that is not torch's, over the backings of its arguments."""
+        """Queue the launch of a kernel that is not torch's, over the backings of its arguments."""
         self._note(name, arguments)
         backings = [unwrapped(each) for each in arguments]
         self.current.put(lambda: launch(*backings))
 
     def wait(self) -> None:
-        """The host waits for the current stream."""
+        """Let the host wait for the current stream."""
         self.num_waits += 1
         self.current.synchronize()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Put one operation into the current stream; what is the host's alone is done."""
+        """Queue one operation in the current stream; an operation on the host's tensors runs at once."""
         kwargs = dict(kwargs or {})
         flat, spec = tree_flatten((args, kwargs))
         is_ours = any(isinstance(each, DeviceTensor) for each in flat)
@@ -140,7 +140,7 @@ class FakeDevice(TorchDispatchMode):
             found = func(*tree_map(unwrapped, args), **kwargs)
             return self._allocated(found, found) if isinstance(found, torch.Tensor) else found
         if func is aten.where.self and any(type(each) is torch.Tensor for each in flat):
-            self.num_to_device += 1  # a number that it takes is not a kernel's argument, but copied
+            self.num_to_device += 1  # its number is copied to the device, and is no argument of the kernel
             self.wait()
         self._note(str(func), flat)
         return self._put(func, flat, spec)
@@ -169,7 +169,7 @@ class FakeDevice(TorchDispatchMode):
         return tree_unflatten(made, given_spec)
 
     def _allocated(self, backing: torch.Tensor, content: torch.Tensor | None = None) -> DeviceTensor:
-        """New memory, with whatever is in it."""
+        """A tensor in new memory, which has invalid content unless ``content`` is given."""
         backing = backing.clone() if content is not None else backing
         memory = Memory(backing.untyped_storage(), self.current, self.current.capturing, self._freed)
         if content is None:
@@ -198,7 +198,7 @@ class FakeDevice(TorchDispatchMode):
     def _copied_into(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         host = source if isinstance(target, DeviceTensor) else target
         if source.dim() == 0 and host is source and isinstance(target, DeviceTensor) and target.dim() > 0:
-            source = source.clone()  # as a kernel's argument
+            source = source.clone()  # passed as a kernel's argument
             self.current.put(lambda: target.backing.copy_(source))
             return target
         is_late = non_blocking and host.untyped_storage()._cdata in self._pinned

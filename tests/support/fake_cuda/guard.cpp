@@ -1,4 +1,4 @@
-// torch for the CPU alone asks for a CUDA runtime wherever a tensor says that it is on a GPU: one that does nothing.
+// A CUDA runtime that does nothing: torch without CUDA needs one for tensors that report a GPU as their device.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/DeviceGuard.h>
 namespace {

@@ -1,4 +1,4 @@
-"""Puts the device where torch.cuda and Triton's interpreter look for one."""
+"""Installs the fake device in torch.cuda and Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.support.fake_cuda.streams import Event, Graph, Stream
 
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[FakeDevice]:
-    """A GPU, until the end of the block; all that is left to do is done then."""
+    """A fake GPU within the context; its queued operations run at the end."""
     _load_guard()
     device = FakeDevice()
     lifted = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes what is on a GPU on the CPU, and copies it
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes a GPU's tensors on the CPU and copies them
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
-    torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter's type says where it is
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter's Python type depends on its device
     try:
         with pytest.MonkeyPatch.context() as patch:
             _install(device, patch)
@@ -42,7 +42,7 @@ def fake_cuda() -> Iterator[FakeDevice]:
 
 @functools.cache
 def _load_guard() -> None:
-    """Once and for all. Skips the test where nothing compiles it."""
+    """Compile and load guard.cpp once. Skips the test without a C++ compiler."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -71,7 +71,7 @@ def _install(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
             yield
         finally:
             stream.capturing = None
-            if graph.is_lost:  # what torch raises before it goes back to the stream before, and ends what is below
+            if graph.is_lost:  # torch raises before it restores the stream and ends the allocation
                 stuck.append(pool)
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
             graph.spoil()
@@ -88,7 +88,7 @@ def _install(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         stuck.remove(pool)
 
     graphs: list[Graph] = []
-    stuck: list[Any] = []  # pools of captures that have failed
+    stuck: list[Any] = []  # pools of failed captures
     patch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocation)
     for name, value in {
         "_lazy_init": lambda: None,

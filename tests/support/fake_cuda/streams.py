@@ -1,4 +1,4 @@
-"""Streams, events and graphs of the device: operations wait in order until somebody waits for them."""
+"""Streams, events and graphs of the fake device: queued operations run in order when something waits for them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
 
 
 class UseAfterFree(AssertionError):
-    """A graph reads or writes memory that belongs to somebody else by now."""
+    """A graph uses memory that was freed after its capture."""
 
 
 class Memory:
-    """What an allocator has given out: the life of one storage. Tensors over it hold it, operations do not.
+    """One allocation and its life: tensors over it keep it, operations do not.
 
-    When the last tensor is gone the next one of its stream may get it: it is filled with ones, behind what is in that
-    stream by then.
+    When its last tensor is gone, the stream's next allocation may reuse it. Its bits are therefore set to ones, after
+    the operations in the stream.
     """
 
     def __init__(
         self, store: torch.UntypedStorage, stream: Stream, graph: Graph | None, on_free: Callable[[int], None]
     ) -> None:
-        """``graph``: of whose pool it is; ``on_free`` is told how many bytes are given back."""
+        """``graph``: the graph whose pool it belongs to; ``on_free`` gets the number of freed bytes."""
         self.store = store
         self.stream = stream
         self.graph = graph
@@ -40,12 +40,12 @@ class Memory:
 
 
 def spoil(store: torch.UntypedStorage) -> None:
-    """Fill with bits that are NaN, or minus one."""
+    """Set all bits to ones, which are NaN as floats and -1 as integers."""
     torch.tensor([], dtype=torch.uint8).set_(store).fill_(0xFF)
 
 
 class Stream:
-    """Runs what is put into it when somebody waits, and not before."""
+    """Runs its operations only when something waits for them."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device_index = 0
@@ -54,7 +54,7 @@ class Stream:
         self.num_run = 0
 
     def put(self, operation: Operation) -> None:
-        """Behind all that is there, or into the graph that is captured."""
+        """Queue an operation, or add it to the graph under capture."""
         if self.capturing is None:
             self.todo.append(operation)
         else:
@@ -62,11 +62,11 @@ class Stream:
 
     @property
     def end(self) -> int:
-        """What `num_run` is when all that is there is run."""
+        """Value of `num_run` after all queued operations."""
         return self.num_run + len(self.todo)
 
     def run(self, until: int | None = None) -> None:
-        """Run all, or up to an `end`."""
+        """Run all queued operations, or those up to an `end`."""
         until = self.end if until is None else until
         with torch.inference_mode():
             while self.num_run < until and self.todo:
@@ -75,34 +75,34 @@ class Stream:
                 operation()
 
     def synchronize(self) -> None:
-        """Wait for all that is there. Raises where it is captured."""
+        """Run all queued operations. Raises RuntimeError during a capture."""
         self.refuse_while_capturing()
         self.run()
 
     def wait_stream(self, other: Stream) -> None:
-        """What comes next comes after what is in the other stream now."""
+        """Order later operations after the other stream's present ones."""
         end = other.end
         self.put(lambda: other.run(end))
 
     def wait_event(self, event: Event) -> None:
-        """What comes next comes after what the event was recorded behind."""
+        """Order later operations after the event."""
         self.put(event.run)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event behind what is there."""
+        """Record an event after the queued operations."""
         event = event or Event()
         event.record(self)
         return event
 
     def refuse_while_capturing(self) -> None:
-        """Raise what CUDA does where something waits in a capture, which is lost."""
+        """Raise CUDA's error for a wait during a capture, and mark the capture as lost."""
         if self.capturing is not None:
             self.capturing.is_lost = True
             raise RuntimeError(NOT_PERMITTED)
 
 
 class Event:
-    """A place in a stream. It is looked at in vain some times before the device comes there."""
+    """A place in a stream; the first `num_looks` queries find that the device has not reached it."""
 
     num_looks = 1
 
@@ -112,11 +112,11 @@ class Event:
         self._end = self._looked = 0
 
     def record(self, stream: Stream) -> None:
-        """Behind what is there now."""
+        """Record the event after the stream's queued operations."""
         self._stream, self._end = stream, stream.end
 
     def query(self) -> bool:
-        """Whether all before it is done; never recorded, it is."""
+        """Whether the operations before it have run; true for an event that was not recorded."""
         if self._stream is None or self._stream.num_run >= self._end:
             return True
         self._looked += 1
@@ -125,14 +125,14 @@ class Event:
         return self._looked > self.num_looks
 
     def run(self) -> None:
-        """Have the device come to it."""
+        """Run the operations before it."""
         if self._stream is not None:
             self._stream.run(self._end)
 
     synchronize = run
 
     def elapsed_time(self, end: Event) -> float:
-        """A millisecond. Raises where one has not happened, as CUDA does."""
+        """One millisecond. Raises CUDA's error where an event has not happened."""
         for each in (self, end):
             if not each._is_timed or each._stream is None or each._stream.num_run < each._end:
                 raise RuntimeError("CUDA error: device not ready")
@@ -140,7 +140,7 @@ class Event:
 
 
 class Graph:
-    """Operations with the memory that they had when they were captured, whatever has become of it."""
+    """Captured operations over the memory of their capture, which may have been freed since."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.operations: list[Operation] = []
@@ -150,27 +150,27 @@ class Graph:
         self.current: Callable[[], Stream] = lambda: Stream()
 
     def takes(self, memory: Memory, name: str) -> None:
-        """An operation of it uses this memory."""
+        """Record that an operation of the graph uses this memory."""
         if memory.graph is not self:
             self._others.setdefault(id(memory.store), (weakref.ref(memory), name))
 
     def owns(self, memory: Memory) -> None:
-        """This memory is of its pool."""
+        """Record that this memory belongs to the graph's pool."""
         self._own.append((memory.store, weakref.ref(memory)))
 
     def spoil(self) -> None:
-        """What nobody has kept of its pool is anything."""
+        """Fill the pool's freed memory with invalid content."""
         for store, memory in self._own:
             if memory() is None:
                 spoil(store)
 
     @property
     def num_bytes(self) -> int:
-        """Of its pool."""
+        """Bytes of the pool."""
         return sum(store.nbytes() for store, _ in self._own)
 
     def replay(self) -> None:
-        """Run all again. Raises ``UseAfterFree``."""
+        """Queue all operations again. Raises ``UseAfterFree``."""
         for memory, name in self._others.values():
             if memory() is None:
                 raise UseAfterFree(f"{name} of a captured graph uses memory that was freed after its capture")

@@ -1,4 +1,4 @@
-"""What a template is asked to become, and how it becomes that."""
+"""Jobs of templates, and how a forked process becomes a job's process."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from pathlib import Path
 from specdec.service.process import die_with_parent
 
 _ADOPTION_S = 10.0
-_PARKED_FDS = 500  # files wait above it for their numbers
+_PARKED_FDS = 500  # files are parked above this number before they get theirs
 STARTER = "specdec.service.process"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One process to be."""
+    """One requested process."""
 
     argv: tuple[str, ...]
-    """After the interpreter: -m MODULE ARGUMENTS."""
+    """Arguments after the interpreter: -m MODULE ARGUMENTS."""
     environment: Mapping[str, str]
     cwd: str
     fds: tuple[int, ...]
-    """The numbers that the files sent along are to have."""
+    """Numbers for the files that are sent with the job."""
     parent: int
-    """Whose child it is to be."""
+    """Process id of the parent."""
     new_session: bool
 
 
 def become(job: Job, files: Sequence[int], keep: Sequence[int] = ()) -> None:
-    """Make this process, just forked twice, what the job says. `keep`: files that stay open beside the job's."""
+    """Turn this process, which was forked twice, into the job's. `keep`: files that stay open beside the job's."""
     deadline_s = time.monotonic() + _ADOPTION_S
     while os.getppid() != job.parent:
         if time.monotonic() > deadline_s:
@@ -48,7 +48,7 @@ def become(job: Job, files: Sequence[int], keep: Sequence[int] = ()) -> None:
         if fd < _PARKED_FDS and fd not in keep:
             try:
                 os.close(fd)
-            except OSError:  # that of the listing itself
+            except OSError:  # the file of the listing itself
                 continue
     for fd, number in zip(parked, job.fds, strict=True):
         os.dup2(fd, number, inheritable=True)
@@ -61,7 +61,7 @@ def become(job: Job, files: Sequence[int], keep: Sequence[int] = ()) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """As `python -m` with these arguments; services' starter is not started, what it does is done here."""
+    """Run `python -m` with these arguments; does the work of the services' starter in its place."""
     _, module, *arguments = argv
     if module == STARTER:
         parent, cores, module, *arguments = arguments
@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def show_arguments(words: Sequence[str]) -> None:
-    """Let /proc show these as the command line of this process, cut to the room that its own left."""
+    """Make /proc show these words as this process's command line, cut to the length of the original one."""
     start, end = (int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     line = "\0".join(words).encode()[: end - start - 1]
     ctypes.memset(start, 0, end - start)

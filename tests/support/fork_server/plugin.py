@@ -1,6 +1,6 @@
-"""Has templates make the services and engines of tests, in this pytest process.
+"""Lets templates start the services and engines of this pytest process's tests.
 
-`--cold-starts` has each executed and import everything itself, as services of users do.
+With `--cold-starts` each is executed and imports everything itself, as users' services do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KINDS = {
     "tests.support.services.deadly_target": "engine",
     "specdec.replica.bridge.engine_child": "engine",
 }
-"""The template for each module; another module is executed."""
+"""Kind of the template for each module; other modules are executed."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_starts(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Templates are started when they are first needed, and end with this process."""
+    """Start templates when they are first needed; they end with this process."""
     if request.config.getoption("--cold-starts"):
         yield
         return

@@ -1,4 +1,4 @@
-"""subprocess.Popen over templates."""
+"""A subprocess.Popen whose processes come from templates."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.support.fork_server.wire import send_job
 
 _PR_SET_CHILD_SUBREAPER = 36
 _OWN_ENVIRONMENT = ("SPECDEC_", "PYTHONUNBUFFERED", "PROMETHEUS_MULTIPROC_DIR", "PYTHONPATH", "PYTEST_CURRENT_TEST")
-"""Variables that nothing a template has imported reads; a process with others of its own is started afresh."""
+"""Prefixes of variables that a template's imports do not read; other differences rule out the template."""
 _ARGUMENT_ROOM = 4096
 _spawning = threading.Lock()
 
 
 class Template:
-    """The way to a template, from the process whose children it makes."""
+    """Connection to a template, from the process whose children the template makes."""
 
     def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
-        """`environment`: what it was started with."""
+        """`environment`: the template's environment variables."""
         self._connection = connection
         self._environment = environment
 
@@ -44,7 +44,7 @@ class Template:
 
     @classmethod
     def start(cls, kind: str) -> Template:
-        """Start one of a kind; it ends with this process."""
+        """Start a template of a kind; it ends with this process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             words = [kind, str(theirs.fileno()), str(os.getpid()), "." * _ARGUMENT_ROOM]
@@ -54,13 +54,13 @@ class Template:
 
 
 class ForkedPopen(subprocess.Popen[bytes]):
-    """A Popen whose process a template makes. Only for what `python -m` runs, with pipes or files."""
+    """A Popen whose process a template makes; only for `python -m` with pipes or files."""
 
     def __init__(self, template: Template, command: list[str], **options: Any) -> None:
         self._template = template
         super().__init__(command, **options)
 
-    def _execute_child(  # type: ignore[no-untyped-def]  # the method that forks and executes, in CPython since 3.2
+    def _execute_child(  # type: ignore[no-untyped-def]  # CPython's method that forks and executes, since 3.2
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
         start_new_session, process_group,
@@ -79,17 +79,17 @@ class ForkedPopen(subprocess.Popen[bytes]):
 
 
 class Forking:
-    """The subprocess module, except that its Popen has templates make what they can make."""
+    """The subprocess module with a Popen that uses templates where it can."""
 
     def __init__(self, find: Callable[[str], Template | None]) -> None:
-        """`find`: the template for a module that is to be run."""
+        """`find`: from a module to its template, or None."""
         self._find = find
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
 
-    def Popen(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:  # its name there
-        """As there. What is no module, or has an environment that no template has, is executed."""
+    def Popen(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:  # subprocess's name
+        """Start a process from a template if it runs a module and a template has its environment, else execute it."""
         environment = os.environ if options.get("env") is None else options["env"]
         if command[:2] == [sys.executable, "-m"]:
             module = command[5] if command[2] == STARTER else command[2]
@@ -101,7 +101,7 @@ class Forking:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Orphans among this process's descendants become its children, and not those of init."""
+    """Within the context, this process adopts its orphaned descendants in init's place."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:

@@ -1,4 +1,4 @@
-"""Says what it was started as, and ends as it is told: `python -m tests.support.fork_server.probe CODE WORDS...`."""
+"""Prints how it was started and exits with CODE: `python -m tests.support.fork_server.probe CODE WORDS...`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The process that forks: `python -m tests.support.fork_server.template KIND SOCKET_FD PADDING`.
 
-Reads one job after another from its socket, and ends with it. Has one thread, and opens nothing else.
+The process reads jobs from its socket, and ends when that is closed. It has one thread and opens no other files.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PACKAGES = {
     "gateway": (*_SERVICE_PACKAGES, "fastapi", "uvicorn"),
     "engine": (*_SERVICE_PACKAGES, *_ENGINE_PACKAGES),
 }
-"""What each kind of template has imported. None reads the environment again, as prometheus_client would."""
+"""Packages that each kind of template imports; none reads the environment later, as prometheus_client does."""
 ENGINE = "specdec.replica.bridge.engine_child"
 
 
 def serve(connection: socket.socket) -> tuple[jobs.Job, list[int]] | None:
-    """Fork for each job that comes. Returns in the forked process, with its job, and here when nobody asks any more."""
+    """Fork for each job. Returns the job in the forked process, and None here when the socket is closed."""
     while (request := receive_job(connection)) is not None:
         job, files = request
         read_end, write_end = os.pipe()
@@ -42,7 +42,7 @@ def serve(connection: socket.socket) -> tuple[jobs.Job, list[int]] | None:
             jobs.show_arguments([sys.executable, *job.argv])
             os.write(write_end, str(os.getpid()).encode())
             return job, files
-        os.waitpid(middle, 0)  # from here on the child is an orphan, and who asked has adopted it
+        os.waitpid(middle, 0)  # from here on the child is an orphan, which the requester has adopted
         connection.send(os.read(read_end, 64))
         for fd in (read_end, write_end, *files):
             os.close(fd)
@@ -50,7 +50,7 @@ def serve(connection: socket.socket) -> tuple[jobs.Job, list[int]] | None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Import, fork, and in what was forked: run the job."""
+    """Import packages, fork for jobs, and run a job in each forked process."""
     kind, fd, parent, *_ = argv
     die_with_parent(int(parent))
     for name in PACKAGES[kind]:
@@ -69,13 +69,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _start_engines_from_here() -> None:
-    """A service starts its engine as its own child: from a template that is a child of the service."""
+    """Fork a template of engines from the service, so that its engines are the service's children."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     service = os.getpid()
     pid = os.fork()
     if pid:
         theirs.close()
-        # Not before the fork: prometheus_client reads its environment when it is imported.
+        # Imported after the fork, because prometheus_client reads the environment at its import.
         from specdec.replica.bridge import engine_launch
         from tests.support.fork_server.popen import Forking, Template
 
@@ -85,7 +85,7 @@ def _start_engines_from_here() -> None:
     ours.close()
     die_with_parent(service)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # it leaves with the service, and forks while that drains
+        signal.signal(number, signal.SIG_IGN)  # it ends with the service, and must fork while the service drains
     for fd in (0, 1, 2):
         os.dup2(os.open(os.devnull, os.O_RDWR), fd)
     jobs.show_arguments(["template of engines"])

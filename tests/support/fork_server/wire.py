@@ -1,4 +1,4 @@
-"""Jobs on a socket: one message each, with the files."""
+"""Jobs on a socket: one message each, with its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_FILES = 32
 
 
 def send_job(connection: socket.socket, job: Job, files: Sequence[int]) -> int:
-    """Ask for a process; returns its id. Raises ConnectionError when the template has ended."""
+    """Request a process; returns its id. Raises ConnectionError when the template has ended."""
     payload = json.dumps(asdict(job)).encode()
     assert len(payload) < _MOST_BYTES
     socket.send_fds(connection, [payload], list(files))
@@ -25,7 +25,7 @@ def send_job(connection: socket.socket, job: Job, files: Sequence[int]) -> int:
 
 
 def receive_job(connection: socket.socket) -> tuple[Job, list[int]] | None:
-    """The next one, with its files as numbers here; None when nobody is there to ask."""
+    """The next job and its files' descriptors here; None when the socket is closed."""
     payload, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_FILES)
     if not payload:
         return None

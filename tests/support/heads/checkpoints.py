@@ -1,4 +1,4 @@
-"""Heads of random weights, as their authors' files have them."""
+"""Heads of random weights in their authors' file formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the target, and of the head that sits on it."""
+    """Sizes of the target and of its head."""
 
     vocab: int
     target: int
@@ -23,7 +23,7 @@ class Sizes:
     kv_heads: int = 2
     dim: int = 16
     draft: int = 0
-    """Vocabulary of the head; 0: the target's."""
+    """Tokens of the head's vocabulary; 0: the target's."""
     rank: int = 8
 
     @property
@@ -84,7 +84,7 @@ class Tensors(dict[str, torch.Tensor]):
 
 
 def layer_config(sizes: Sizes, model_type: str = "llama", num_layers: int = 1) -> dict[str, Any]:
-    """A decoder's config as in a config.json."""
+    """A decoder's config in the form of config.json."""
     return {
         "model_type": model_type,
         "hidden_size": sizes.width,
@@ -101,7 +101,7 @@ def layer_config(sizes: Sizes, model_type: str = "llama", num_layers: int = 1) -
 
 
 def eagle3(sizes: Sizes, seed: int = 1, **config: Any) -> tuple[dict[str, Any], Tensors]:
-    """In the format of `speculators`."""
+    """EAGLE-3 in the format of `speculators`."""
     tensors = Tensors(seed)
     num_layers = config.pop("num_layers", 1)
     values = {
@@ -129,7 +129,7 @@ def eagle3(sizes: Sizes, seed: int = 1, **config: Any) -> tuple[dict[str, Any], 
 
 
 def specforge(sizes: Sizes, seed: int = 1) -> tuple[dict[str, Any], Tensors]:
-    """EAGLE-3 in the format of SpecForge and SGLang, with an older file's names."""
+    """EAGLE-3 in the format of SpecForge and SGLang, with the tensor names of older files."""
     _, tensors = eagle3(sizes, seed)
     flat = {
         **layer_config(sizes),
@@ -143,7 +143,7 @@ def specforge(sizes: Sizes, seed: int = 1) -> tuple[dict[str, Any], Tensors]:
 
 
 def peagle(sizes: Sizes, seed: int = 1, **config: Any) -> tuple[dict[str, Any], Tensors]:
-    """In the format of `speculators`."""
+    """P-EAGLE in the format of `speculators`."""
     values, tensors = eagle3(sizes, seed, **config)
     values |= {"speculators_model_type": "peagle", "mask_token_id": 3}
     tensors.matrix("mask_hidden", 1, 1, 3 * sizes.target)
@@ -162,7 +162,7 @@ def eagle(sizes: Sizes, seed: int = 1) -> tuple[dict[str, Any], Tensors]:
 
 
 def dflash(sizes: Sizes, seed: int = 1, **config: Any) -> tuple[dict[str, Any], Tensors]:
-    """In the format of `speculators`."""
+    """DFlash in the format of `speculators`."""
     tensors = Tensors(seed)
     values = {
         "speculators_model_type": "dflash",
@@ -183,7 +183,7 @@ def dflash(sizes: Sizes, seed: int = 1, **config: Any) -> tuple[dict[str, Any], 
 
 
 def dspark(sizes: Sizes, seed: int = 1, kind: str = "vanilla", **config: Any) -> tuple[dict[str, Any], Tensors]:
-    """In the format of `speculators`."""
+    """DSpark in the format of `speculators`."""
     values, tensors = dflash(sizes, seed, **config)
     values |= {"speculators_model_type": "dspark", "markov_rank": sizes.rank, "markov_head_type": kind}
     values |= {"sample_from_anchor": True, "enable_confidence_head": True, "confidence_head_with_markov": True}
@@ -202,7 +202,7 @@ def dspark(sizes: Sizes, seed: int = 1, kind: str = "vanilla", **config: Any) ->
 
 
 def medusa(sizes: Sizes, seed: int = 1, num_heads: int = 3, num_layers: int = 1) -> tuple[dict[str, Any], Tensors]:
-    """In the authors' format, whose config may name another number of heads."""
+    """Medusa in the authors' format, whose config may have another number of heads."""
     tensors = Tensors(seed)
     for head in range(num_heads):
         for layer in range(num_layers):
@@ -213,7 +213,7 @@ def medusa(sizes: Sizes, seed: int = 1, num_heads: int = 3, num_layers: int = 1)
 
 
 def old_medusa(sizes: Sizes, seed: int = 1, num_heads: int = 3) -> tuple[dict[str, Any], Tensors]:
-    """The same in vLLM's former format, of fewer tokens."""
+    """Medusa in vLLM's former format, with a smaller vocabulary if `sizes.draft` is set."""
     _, tensors = medusa(sizes, seed, num_heads)
     renamed = Tensors(seed)
     token_map = torch.randperm(sizes.vocab, generator=tensors.generator)[: sizes.draft or sizes.vocab]
@@ -232,7 +232,7 @@ def old_medusa(sizes: Sizes, seed: int = 1, num_heads: int = 3) -> tuple[dict[st
 
 
 def save(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], name: str = "") -> Path:
-    """Write a folder; as safetensors, or as a pickled file of some name."""
+    """Write a checkpoint folder, as safetensors or as a pickled file `name`; returns the folder."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     if name:

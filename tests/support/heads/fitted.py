@@ -1,4 +1,4 @@
-"""A head that is right now and then, made in seconds."""
+"""A head with some acceptance, made in seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.heads.checkpoints import Sizes, Tensors, eagle, save
 
 
 def right_eagle(pair: LocalPair, folder: Path) -> EagleOptions:
-    """An EAGLE-1 head for the shipped target, fitted on what it says; saved to a folder."""
+    """Write an EAGLE-1 head for the shipped target to a folder, fitted on the target's output."""
     pair.reset()
     opens = {str(i): open_session(prompts()[i], max_tokens=160, temperature=0.7, ignore_eos=True) for i in range(12)}
     texts = [[*prompts()[int(key)], *out.token_ids] for key, out in pair.run(opens, use_draft=False).items()]
@@ -23,8 +23,11 @@ def right_eagle(pair: LocalPair, folder: Path) -> EagleOptions:
 
 
 def fitted_eagle(target: str, texts: list[list[int]]) -> tuple[dict[str, Any], Tensors]:
-    """An EAGLE-1 head that is a linear map from token and state to the next state, fitted on what a target computes of
-    these texts: its layer adds nothing. It is right often enough to show what acceptance does."""
+    """Config and tensors of an EAGLE-1 head that maps token and state linearly to the next state.
+
+    The map is fitted on a target's states for these texts, and the head's layer adds zero. Targets accept enough of its
+    tokens for tests of acceptance.
+    """
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     embedding = model.get_input_embeddings().weight.detach()
     inputs, outputs = [], []

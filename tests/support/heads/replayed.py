@@ -1,4 +1,4 @@
-"""Heads whose passes are replayed, as on a GPU, without one."""
+"""Heads that replay captured passes, as on a GPU, on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.engine.captures import Captures
 
 
 class CapturingSteps:
-    """What a head's replays need of the target's, which replays no step itself."""
+    """The part of the target's replays that a head's replays need; the target replays no step."""
 
     row_edges = (1, 2, 4, 8)
 
@@ -26,7 +26,7 @@ class CapturingSteps:
 
 
 def replayed_heads(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    """Heads that are loaded from now on replay their passes, by what is returned."""
+    """Let heads that are loaded from now on replay their passes; returns their captures."""
     captures = Captures()
 
     def passes(target: HeadTarget, cache: HeadCache) -> HeadPasses:

@@ -1,4 +1,4 @@
-"""Small targets for heads to sit on."""
+"""Small targets for heads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "heads"
-"""Made by `make.py` there."""
+"""Folder of the fixtures that its `make.py` makes."""
 
 
 def fixture_target(directory: Path) -> HeadTarget:
-    """A target as small as the fixtures' heads need, with the embedding that some of them share."""
+    """A target of the fixtures' sizes, with the embedding that some of their heads share."""
     config = LlamaConfig(
         vocab_size=40,
         hidden_size=16,
@@ -46,7 +46,7 @@ def fixture_target(directory: Path) -> HeadTarget:
 
 
 def target_of(directory: Path) -> HeadTarget:
-    """The engine of a folder, for heads."""
+    """A target for heads, with the model of a folder."""
     settings = EngineSettings(model=str(directory), device="cpu", block_size=8, num_blocks=64)
     runner = ModelRunner.load(settings)
     pool = BlockPool(runner.num_blocks, runner.block_size)

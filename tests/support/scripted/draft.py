@@ -1,4 +1,4 @@
-"""A draft that knows what the made-up model says."""
+"""A draft that knows the made-up model's tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.scripted.replica import ScriptedReplica, ScriptedSession
 
 
 class ScriptedDraft(ScriptedReplica):
-    """Proposes the next `num_ahead` tokens after every commit, rightly unless told otherwise."""
+    """Proposes the next `num_ahead` tokens after every commit; `make_proposal` may be replaced by a wrong one."""
 
     def __init__(self, served: pb.ModelIdentity | None = None, num_ahead: int = 4) -> None:
         super().__init__(served or identity("scripted-draft", weights_digest="d1"))

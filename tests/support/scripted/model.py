@@ -16,7 +16,7 @@ NUM_SPECIAL = 3
 
 
 def make_tokenizer() -> Tokenizer:
-    """A small byte-level BPE; ids 0 to 2 are special, 1 ends a sequence."""
+    """A small byte-level BPE; ids 0 to 2 are special, and 1 is the end of a sequence."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,7 +31,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def identity(name: str = "scripted", **changes: Any) -> pb.ModelIdentity:
-    """What a scripted replica says it serves."""
+    """Identity of a scripted replica's model."""
     fields: dict[str, Any] = {
         "name": name,
         "architecture": "Scripted",
@@ -47,7 +47,7 @@ def identity(name: str = "scripted", **changes: Any) -> pb.ModelIdentity:
 
 
 def next_token(token_ids: Iterable[int], seed: int, choice: int, vocab_size: int) -> int:
-    """The made-up model; it never ends a sequence by itself."""
+    """Next token of the made-up model, which never ends a sequence."""
     digest = zlib.crc32(array("Q", [*list(token_ids)[-8:], seed % 2**63, choice]).tobytes())
     return NUM_SPECIAL + digest % (vocab_size - NUM_SPECIAL)
 

@@ -1,4 +1,4 @@
-"""What scripted targets and drafts share: a server that can be started, stopped and cut off at will."""
+"""The common part of scripted targets and drafts."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class ScriptedSession:
     proposals: deque[pb.Proposal] = field(default_factory=deque)
     sent: list[pb.Verdict] = field(default_factory=list)
     prompt_next: int = 1
-    """The first position of the prompt whose log-probabilities have not been computed."""
+    """First position of the prompt without computed log-probabilities."""
     prompt_credit: int = 0
     parts: list[pb.PromptLogprobsPart] = field(default_factory=list)
-    """Those that were not acknowledged."""
+    """Parts that the coordinator has not acknowledged."""
     is_done: bool = False
     is_sampled: bool = False
 
 
 class Stream:
-    """One coordinator's stream: a queue of responses, and of how it ends."""
+    """One coordinator's stream: a queue of its responses and its end."""
 
     def __init__(self) -> None:
         self.responses: asyncio.Queue[Any] = asyncio.Queue()
@@ -58,7 +58,7 @@ class Stream:
 
 
 class ScriptedReplica:
-    """What targets and drafts share: a server that can be started, stopped and cut off at will."""
+    """A server that tests start, stop and cut off, with its sessions and streams."""
 
     def __init__(self, served: pb.ModelIdentity) -> None:
         self.identity = served
@@ -72,16 +72,16 @@ class ScriptedReplica:
         self.refuse: status_pb2.Status | None = None
         self.instance_id = ""
         self.last_end: pb.EngineEnd | None = None
-        """How its engine ended last, where it tells whom that was working for and steps apart; None: it is older."""
+        """The engine's last end, for replicas that report its sessions and step sessions apart; None: an older one."""
         self.dies_of: Callable[[ScriptedSession], bool] = lambda session: False
-        """The engine dies when it steps such a session; it is there again at once, as another instance."""
+        """Whether the engine dies when it steps a session; another instance takes its place at once."""
         self.num_deaths = 0
         self.own_draft: pb.ModelIdentity | None = None
         self.max_message_bytes = 0
-        """What it says that it takes; 0: nothing, as older replicas."""
+        """Bytes of a message that the replica reports to accept; 0: no report, as from older replicas."""
         self.attaches: list[pb.Attach] = []
         self.num_asked = 0
-        """Calls of GetReplicaInfo."""
+        """Number of calls of GetReplicaInfo."""
         self.changed = asyncio.Condition()
         self._server: grpc.aio.Server | None = None
 
@@ -90,14 +90,14 @@ class ScriptedReplica:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        # Coordinators ping idle replicas, and ours may be idle for as long as a busy machine lets a test take.
+        # Coordinators ping idle replicas, and a busy machine may leave these idle for long.
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)])
         self.register(self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 
     async def stop(self) -> None:
-        """The process dies: streams break and sessions are forgotten."""
+        """Stop as a process that dies: streams break and sessions are lost."""
         if self._server is not None:
             await self._server.stop(0)
             self._server = None
@@ -105,16 +105,16 @@ class ScriptedReplica:
         self.streams.clear()
 
     def break_streams(self) -> None:
-        """The network fails; sessions survive."""
+        """Break all streams as a network failure does; sessions survive."""
         self.end_streams(Unavailable("the stream broke"))
 
     def end_streams(self, error: SpecdecError) -> None:
-        """The replica ends all streams, with a status; sessions survive."""
+        """End all streams with an error; sessions survive."""
         for stream in self.streams:
             stream.abort(error)
 
     def die(self, step: Iterable[ScriptedSession] = ()) -> None:
-        """The engine ends in a step of these, and another one takes its place."""
+        """End the engine in a step of these sessions; another instance takes its place."""
         self.num_deaths += 1
         error = Unavailable("the engine ended", reason="ENGINE_GONE")
         if self.last_end is not None:
@@ -128,7 +128,7 @@ class ScriptedReplica:
         self.end_streams(error)
 
     def step_of(self, session: ScriptedSession) -> list[ScriptedSession]:
-        """Those who are stepped together with a session, and it."""
+        """Sessions of a session's step, itself included."""
         return [session] if _is_apart(session) else [s for s in self.sessions.values() if not _is_apart(s)]
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:

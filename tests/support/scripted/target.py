@@ -1,4 +1,4 @@
-"""A target that decodes by the made-up model."""
+"""A target that decodes with the made-up model."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from tests.support.scripted.replica import ScriptedReplica, ScriptedSession
 
 
 class ScriptedTarget(ScriptedReplica):
-    """Decodes every session as far as credit and `limit` allow; verifies chains."""
+    """Decodes every session as far as its credit and `limit` allow, and verifies chains."""
 
     def __init__(self, served: pb.ModelIdentity | None = None, tokenizer: Tokenizer | None = None) -> None:
         super().__init__(served or identity())
         self.tokenizer_json = (tokenizer or make_tokenizer()).to_str().encode()
         self.tokenizer_config = "{}"
         self.limit: int | None = None
-        """No session gets more output tokens than this until it is raised; None: no limit."""
+        """Output tokens of a session, at most; None: no limit."""
         self.tokens_per_verdict = 1
         self.knows_parts = True
-        """Sends the prompt's log-probabilities in parts; older targets send them with the first verdict."""
+        """Whether it sends the prompt's log-probabilities in parts; older targets send them with the first verdict."""
         self.positions_per_part = 4
         self.prompt_limit: int | None = None
-        """Log-probabilities of the prompt are computed below this position until it is raised; None: no limit."""
+        """Position of the prompt below which log-probabilities are computed; None: no limit."""
         self.prompt_starts: list[int] = []
-        """From where on each opening wanted them."""
+        """First position of the log-probabilities that each opening asks for."""
         self.needs_proposals = False
-        """After the first token, a session steps only when a proposal is there."""
+        """Whether a session steps after its first token only when it has a proposal."""
         self.suspends: Callable[[ScriptedSession], bool] = lambda session: False
-        """Whether a verdict suspends the draft, by the session after it."""
+        """Whether a verdict suspends the draft, by the session after the verdict."""
         self.num_relayed = 0
         self.end_after: dict[int, int] = {}
-        """Choice index: ends with EOS as this output token."""
+        """Number of the output token that is EOS, by choice index."""
         self.faults_on: Callable[[ScriptedSession], bool] = lambda session: False
-        """Such a session ends with a fault of its own when it is stepped."""
+        """Whether a session fails with a fault of its own when it is stepped."""
         self._wake = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
 
@@ -58,7 +58,7 @@ class ScriptedTarget(ScriptedReplica):
         target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)  # type: ignore[arg-type]
 
     def tell_progress(self, state: pb.SessionProgress.State.ValueType, num_computed: int) -> None:
-        """Tell the same of all sessions."""
+        """Send the same progress for all sessions."""
         for session in self.sessions.values():
             self.emit(session, progress=pb.SessionProgress(state=state, num_computed_tokens=num_computed))
 
@@ -86,14 +86,14 @@ class ScriptedTarget(ScriptedReplica):
         yield pb.GetTokenizerResponse(tokenizer_json=rest)
 
     async def SetDrafters(self, request: target_pb2.SetDraftersRequest, context: Any) -> target_pb2.SetDraftersResponse:
-        """Whatever is named is told of as if it ran."""
+        """Report all named drafters as running."""
         names = request.drafters.split(",")
         for stream in self.streams:
             stream.send(target_pb2.VerifyResponse(load=pb.LoadReport(drafters=pb.DrafterNames(names=names))))
         return target_pb2.SetDraftersResponse(drafters=names)
 
     def num_output(self, session_id_end: str = "/0") -> int:
-        """Output tokens of the session whose id ends so."""
+        """Number of output tokens of the session whose id has this end."""
         for session in self.sessions.values():
             if session.session_id.endswith(session_id_end):
                 return len(session.token_ids) - session.body.num_prompt_tokens

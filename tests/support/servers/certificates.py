@@ -1,4 +1,4 @@
-"""Certificates of a small authority, written where services and clients read them."""
+"""Certificates of a test authority, as files for services and clients."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _LOOPBACK = ipaddress.ip_address("127.0.0.1")
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A key and its certificate, PEM."""
+    """A key and its certificate chain, as PEM."""
 
     key: bytes
     chain: bytes
 
     @property
     def serial_number(self) -> int:
-        """Tells certificates of the same names apart."""
+        """Serial number, which differs between certificates with the same names."""
         return x509.load_pem_x509_certificate(self.chain).serial_number
 
 
 class Authority:
-    """Signs certificates that are good for 127.0.0.1 and the names asked for."""
+    """Signs certificates for 127.0.0.1 and given DNS names."""
 
     def __init__(self, name: str) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -44,7 +44,7 @@ class Authority:
     def issue(
         self, common_name: str, *, dns_names: Sequence[str] = (), valid_for: timedelta = timedelta(hours=1)
     ) -> Certificate:
-        """A new key and certificate; a negative `valid_for` gives one that expired that long ago."""
+        """A new key and certificate; a negative `valid_for` makes an expired one."""
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.IPAddress(_LOOPBACK), *map(x509.DNSName, dns_names)]
         builder = _builder(_x509_name(common_name), self._name, key, valid_for)
@@ -81,7 +81,7 @@ def _pem(certificate: x509.Certificate) -> bytes:
 class SecretVolume:
     """A folder with tls.crt, tls.key and ca.crt as Kubernetes mounts a secret.
 
-    The files are links into a version's folder, and one rename of the link `..data` changes all three at once.
+    The files are links into a version's folder, and one rename of the link `..data` replaces all three at once.
     """
 
     def __init__(self, folder: Path, certificate: Certificate, authority: bytes) -> None:
@@ -105,11 +105,11 @@ class SecretVolume:
         return self.folder / "ca.crt"
 
     def paths(self, setting: str = "redis_tls_dir") -> TlsPaths:
-        """All three files, as of a client that this setting gives the folder."""
+        """Paths of all three files, for a client whose setting `setting` is the folder."""
         return TlsPaths.in_folder(setting, self.folder, has_pair=True, has_authorities=True)
 
     def write(self, certificate: Certificate, authority: bytes) -> None:
-        """Replaces all three files at once."""
+        """Replace all three files at once."""
         self._num_versions += 1
         version = self.folder / f"..{self._num_versions}"
         version.mkdir()

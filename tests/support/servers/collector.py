@@ -1,4 +1,4 @@
-"""An OTLP/gRPC collector on loopback that keeps what it gets."""
+"""An OTLP/gRPC collector on loopback that keeps its exports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """A span and who sent it."""
+    """A span and its sender."""
 
     resource: dict[str, Any]
     span: trace_pb2.Span
@@ -45,19 +45,19 @@ class ReceivedSpan:
         return self.span.trace_id.hex()
 
     def is_within(self, other: ReceivedSpan, slack_ns: int) -> bool:
-        """Whether it lies in the other's time, give or take."""
+        """Whether the span lies within the other one's time, widened by `slack_ns` at both ends."""
         start, end = other.span.start_time_unix_nano - slack_ns, other.span.end_time_unix_nano + slack_ns
         return start <= self.span.start_time_unix_nano <= self.span.end_time_unix_nano <= end
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps exports; answers once `gate` is open, which it is until a test closes it."""
+    """Keeps exports; answers while `gate` is set, which a test may clear."""
 
     def __init__(self) -> None:
         self.exports: list[bytes] = []
         self.metadata: list[dict[str, str]] = []
         self.clients: list[str] = []
-        """Common names in the certificates that were shown."""
+        """Common names in the clients' certificates."""
         self.spans: list[ReceivedSpan] = []
         self.num_calls = 0
         self.gate = threading.Event()
@@ -82,7 +82,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition on what has arrived."""
+        """Wait for a condition on the received spans."""
         deadline_s = time.monotonic() + WAIT_S
         with self._changed:
             while not condition():
@@ -91,18 +91,18 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
                 self._changed.wait(remaining_s)
 
     def trace(self, trace_id: str) -> list[ReceivedSpan]:
-        """Its spans so far."""
+        """Spans of a trace so far."""
         return [span for span in self.spans if span.trace_id == trace_id]
 
     def whole_trace(self, trace_id: str, num_spans: int) -> list[ReceivedSpan]:
-        """Its spans, once there are this many."""
+        """Spans of a trace, once there are `num_spans`."""
         self.until(lambda: len(self.trace(trace_id)) >= num_spans)
         return self.trace(trace_id)
 
 
 @contextmanager
 def collecting(credentials: grpc.ServerCredentials | None = None) -> Iterator[Collector]:
-    """A collector that runs, over TLS if it has credentials."""
+    """Run a collector, over TLS if it has credentials."""
     collector = Collector()
     server = grpc.server(futures.ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)

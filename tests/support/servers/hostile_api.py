@@ -1,4 +1,4 @@
-"""An endpoint that answers every completion with the same bytes, as a well-behaved one never would."""
+"""An endpoint that answers every completion with the same bytes, such as malformed or endless ones."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def said(text: str) -> bytes:
 
 @dataclass
 class FixedApi:
-    """Where it is, and what it was asked."""
+    """URL of the endpoint, and its requests."""
 
     url: str
     requests: list[bytes] = field(default_factory=list)
     hung_up: threading.Event = field(default_factory=threading.Event)
-    """A client went away while it was told something."""
+    """Set when a client closes its connection during an answer."""
 
 
 @contextmanager
 def fixed_api(answer: bytes, *, repeats: bytes = b"", stays: bool = False) -> Iterator[FixedApi]:
-    """Serve `answer`, then `repeats` until the client goes away; `stays`: then silence."""
+    """Serve `answer`, then `repeats` until the client leaves; `stays`: keep the connection open in silence after it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         api = FixedApi(f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
         thread = threading.Thread(target=_accept, args=(listener, api, answer, repeats, stays), daemon=True)

@@ -24,12 +24,12 @@ DEADLINE_S = 60.0
 
 
 class PrometheusServer:
-    """Queries of a running Prometheus. All raise URLError, with HTTPError for wrong PromQL among them."""
+    """Queries of a running Prometheus. All raise URLError; wrong PromQL raises its subclass HTTPError."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self.moment_s: float | None = None
-        """Unix time at which queries are evaluated; None: when they are made."""
+        """Unix time at which queries are evaluated; None: the time of the query."""
 
     def query(self, expr: str) -> list[dict[str, Any]]:
         """Return the series of an instant query at `moment_s`."""
@@ -103,14 +103,14 @@ def prometheus_server(
 
     Args:
         ports: Metrics port on loopback by job.
-        rules: Where recording.yml and alerts.yml are.
-        interval: Of scrapes, which may take as long, and of evaluations.
+        rules: Folder of recording.yml and alerts.yml.
+        interval: Interval of scrapes and evaluations, and timeout of a scrape.
     """
     config = {
         "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
         "rule_files": [str(rules / "recording.yml"), str(rules / "alerts.yml")],
         "scrape_configs": [
-            # As in a cluster, where every scrape is given the namespace it is of.
+            # As in a cluster, where every scrape gets its namespace as a label.
             {
                 "job_name": job,
                 "static_configs": [{"targets": [f"127.0.0.1:{port}"], "labels": {"namespace": NAMESPACE}}],

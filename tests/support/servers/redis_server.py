@@ -39,10 +39,10 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 class RedisServer:
-    """A redis-server that can be stopped and started again on its port; it keeps nothing over a restart."""
+    """A redis-server that can be stopped and restarted on its port; a restart loses its data."""
 
     def __init__(self, folder: Path, *arguments: str, tls: SecretVolume | None = None) -> None:
-        """Prepare a server whose files go to `folder`. With `tls` it speaks nothing else and asks for certificates."""
+        """Prepare a server with its files in `folder`; with `tls` it speaks only TLS and requires certificates."""
         self.port = free_port()
         self._tls = tls
         self._command = ["--bind", "127.0.0.1", "--dir", str(folder), "--save", "", "--appendonly", "no"]
@@ -68,7 +68,7 @@ class RedisServer:
         return f"{scheme}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it and wait until it answers, be it that a password is needed."""
+        """Start it and wait until it answers, which may be that it needs a password."""
         program = shutil.which("redis-server")
         assert program is not None, "redis-server is missing: run `make servers`"
         process = self._process = subprocess.Popen([program, *self._command], stdout=subprocess.DEVNULL)
@@ -99,7 +99,7 @@ class RedisServer:
         self._signal(signal.SIGCONT)
 
     def client(self, **arguments: Any) -> redis.Redis:
-        """A plain client, to look and to meddle."""
+        """A client for the test itself."""
         if self._tls is not None:
             arguments |= {"ssl": True, "ssl_ca_certs": str(self._tls.authority)}
             arguments |= {"ssl_certfile": str(self._tls.certificate), "ssl_keyfile": str(self._tls.key)}
@@ -111,7 +111,7 @@ class RedisServer:
 
 
 def redis_client(volume: SecretVolume) -> dict[str, object]:
-    """Settings of a service that shows this certificate to Redis."""
+    """Settings of a service that uses this volume's certificate at Redis."""
     return {"redis_tls_dir": volume.folder}
 
 
@@ -128,7 +128,7 @@ class RedisCluster:
         return f"{scheme}+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in [*self.masters, self.replica])
 
     def promote_replica(self) -> None:
-        """Make the replica the master of its slots, as a cluster does when it has lost the first master."""
+        """Promote the replica, as a cluster does after the loss of the first master."""
         with self.replica.client() as client:
             client.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
             wait_until(lambda: client.role()[0] == b"master", "the replica is promoted")
@@ -136,7 +136,7 @@ class RedisCluster:
 
 @contextmanager
 def redis_cluster(folder: Path, tls: SecretVolume | None = None) -> Iterator[RedisCluster]:
-    """A cluster whose nodes all agree on who has which slots. It fails over only when told to."""
+    """A cluster whose nodes agree on the owners of all slots. It fails over only by `promote_replica`."""
     with ExitStack() as stack:
         nodes = []
         bus_ports = []
@@ -144,7 +144,7 @@ def redis_cluster(folder: Path, tls: SecretVolume | None = None) -> Iterator[Red
             bus_ports.append(free_port())
             arguments = ["--cluster-enabled", "yes", "--cluster-announce-ip", "127.0.0.1"]
             arguments += ["--cluster-port", str(bus_ports[-1]), "--cluster-config-file", f"nodes-{number}.conf"]
-            # No fail-over by itself, which a slow machine might bring about.
+            # No automatic fail-over, which a slow machine might trigger.
             arguments += ["--cluster-node-timeout", "60000", "--repl-diskless-sync-delay", "0"]
             if tls is not None:
                 arguments += ["--tls-cluster", "yes", "--tls-replication", "yes"]
@@ -181,20 +181,20 @@ class SentinelSetup:
         return f"{scheme}+sentinel://127.0.0.1:{self.sentinel.port}/{SERVICE}"
 
     def master(self) -> RedisServer:
-        """The server that the sentinel takes for the master now."""
+        """The sentinel's present master."""
         with self.sentinel.client() as client:
             _, port = client.sentinel_get_master_addr_by_name(SERVICE)
         return next(server for server in self.servers if server.port == port)
 
     def fail_over(self) -> None:
-        """Let the sentinel promote the replica, as it does when it has missed the master for long."""
+        """Let the sentinel promote the replica, as it does after the loss of the master."""
         with self.sentinel.client() as client:
             client.execute_command("SENTINEL", "FAILOVER", SERVICE)
 
 
 @contextmanager
 def redis_sentinel(folder: Path, tls: SecretVolume | None = None) -> Iterator[SentinelSetup]:
-    """A sentinel that fails over when it is told to, and not by itself, which a slow machine might bring about."""
+    """A sentinel that fails over only by `fail_over`, and not by itself, which a slow machine might trigger."""
     with ExitStack() as stack:
         shared = [] if tls is None else ["--tls-replication", "yes"]
         master = stack.enter_context(RedisServer(folder, "--repl-diskless-sync-delay", "0", *shared, tls=tls))
@@ -221,6 +221,6 @@ class SentinelServer(RedisServer):
         shared = [] if tls is None else ["--tls-replication", "yes"]
         super().__init__(folder, *shared, tls=tls)
         persistence = self._command.index("--save")
-        # The configuration file comes first, and a sentinel knows nothing of persistence.
+        # The configuration file comes first, and a sentinel has no options of persistence.
         del self._command[persistence : persistence + 4]
         self._command = [str(config), "--sentinel", *self._command]

@@ -1,4 +1,4 @@
-"""Two coordinators on one Redis, and what is in its journal."""
+"""Two coordinators on one Redis, and its journal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.support.servers.redis_server import RedisServer
 from tests.support.services.coordinator_harness import Harness, running
 from tests.support.services.faults import eventually
 
-# Longer than any test takes.
+# Seconds beyond any test's end.
 LONG_S = 600.0
-# Renewed every second: so a coordinator that has nothing to write learns what became of Redis, and of its requests.
+# Renewed every second, so that a coordinator without writes notices changes of Redis and of its requests.
 SHORT_LEASE_S = 3.0
 PATIENT = RedisOptions(timeout_s=20.0)
 
@@ -34,7 +34,7 @@ async def coordinators(
 
 
 async def journalled(redis_server: RedisServer, request_id: str) -> JournalRecord | None:
-    """What is in Redis of a request of the nameless tenant."""
+    """Redis's record of a request of the nameless tenant."""
     store = connect(redis_server.url, PATIENT)
     try:
         return await store.load(RequestKey("", request_id))
@@ -43,7 +43,7 @@ async def journalled(redis_server: RedisServer, request_id: str) -> JournalRecor
 
 
 async def journal_has(redis_server: RedisServer, request_id: str, token_ids: list[int]) -> None:
-    """Wait until these are a request's tokens in Redis."""
+    """Wait until a request's tokens in Redis are `token_ids`."""
 
     async def has() -> bool:
         record = await journalled(redis_server, request_id)

@@ -1,4 +1,4 @@
-"""A store as the services use it."""
+"""Uses a store as the services do."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tests.support.services.faults import eventually
 
 PATIENT = RedisOptions(timeout_s=20)
 LONG_S = 600.0
-"""Longer than any test takes."""
+"""Seconds beyond any test's end."""
 _KEY = RequestKey("tenant", "request")
 
 
 @asynccontextmanager
 async def connected(url: str, options: RedisOptions = PATIENT) -> AsyncIterator[Store]:
-    """A store behind the URL, closed at the end; nothing is asked of it yet."""
+    """A store for the URL, without a request so far; closed at the end."""
     store = connect(url, options)
     yield store
     await store.close()
 
 
 async def use(store: Store) -> None:
-    """Use every kind of operation, and see that each is done."""
+    """Use every kind of operation, and check its result."""
     begun = await store.begin(_KEY, NewRequest("owner", 1, b"params", 1, LONG_S, take_over=True, max_concurrent=9))
     write = JournalWrite(_KEY, "owner", begun.generation, 0, 0, [1, 2], [1, 1])
     assert await store.append([write]) == [Appended.STORED]

@@ -1,4 +1,4 @@
-"""A TCP proxy whose connections stay open and go silent, as those to a machine that lost its power or its network."""
+"""A TCP proxy whose connections stay open in silence, as those to a machine that lost its power or network."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _READ_BYTES = 65536
 
 
 class BlackHole:
-    """Forwards to an address, until `swallow`: from then on nothing that is sent arrives, either way.
+    """Forwards to an address until `swallow`, after which no data arrives in either direction.
 
-    Without an address it swallows from the start: connections are taken, and never answered.
+    Without an address it never forwards: connections are accepted, and never answered.
     """
 
     def __init__(self, upstream: str | None) -> None:
@@ -27,11 +27,11 @@ class BlackHole:
         self.num_accepted = 0
 
     def swallow(self) -> None:
-        """Let everything vanish, connections to come included."""
+        """Stop forwarding, also for new connections."""
         self._is_open.clear()
 
     def forward(self) -> None:
-        """Let what is held arrive after all, and what follows."""
+        """Forward the held data, and all later data."""
         self._is_open.set()
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -58,11 +58,11 @@ class BlackHole:
                 await self._is_open.wait()
                 sink.write(data)
                 await sink.drain()
-        await self._is_open.wait()  # That it was closed is not to arrive either.
+        await self._is_open.wait()  # A closed connection must not be noticed either.
         sink.close()
 
     def close(self) -> None:
-        """Break off all connections."""
+        """Abort all connections."""
         for task in self._tasks:
             task.cancel()
         for writer in self._writers:

@@ -1,4 +1,4 @@
-"""A real browser, driven as W3C's WebDriver says: Debian's Chromium, without a screen and with an empty profile."""
+"""A real browser, driven by W3C's WebDriver: Debian's Chromium, headless and with an empty profile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004", "ArrowRight": "\
 
 
 class Browser:
-    """A session with one window. All of its methods wait for the browser, none for the page; `until` does."""
+    """A session with one window. Its methods wait for the browser; only `until` waits for the page."""
 
     def __init__(self, base_url: str, session: str) -> None:
         self._root = f"{base_url}/session/{session}"
@@ -45,7 +45,7 @@ class Browser:
         self.devtools("Page.addScriptToEvaluateOnNewDocument", source=_WATCH)
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """A command; raises what the browser says is wrong."""
+        """Run a WebDriver command. Raises RuntimeError with the browser's error."""
         answer = self._http.request(method, self._root + path, json=body if method == "POST" else None)
         value = answer.json()["value"]
         if answer.status_code != 200:
@@ -53,19 +53,19 @@ class Browser:
         return value
 
     def devtools(self, command: str, **params: Any) -> Any:
-        """A command of Chrome's own protocol."""
+        """Run a command of Chrome's DevTools protocol."""
         return self.call("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
 
     def open(self, url: str) -> None:
-        """Load a page, and wait until it is there."""
+        """Load a page; returns when it is loaded."""
         self.call("POST", "/url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a function body returns in the page."""
+        """Run a function body in the page; returns its result."""
         return self.call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def until(self, script: str, *arguments: Any) -> Any:
-        """What an expression is in the page, once it is true."""
+        """Wait until an expression is true in the page; returns its value."""
         end_s = time.monotonic() + _PATIENCE_S
         while not (value := self.run(f"return {script};", *arguments)):
             if time.monotonic() > end_s:
@@ -73,7 +73,7 @@ class Browser:
         return value
 
     def text(self, selector: str) -> str:
-        """The text of an element as it is shown."""
+        """The displayed text of an element."""
         return str(self.run("return document.querySelector(arguments[0]).innerText;", selector))
 
     def click(self, selector: str) -> None:
@@ -81,13 +81,13 @@ class Browser:
         self.call("POST", f"/element/{self._find(selector)}/click", {})
 
     def fill(self, selector: str, text: str) -> None:
-        """Replace what a field holds, as by typing."""
+        """Replace a field's content, as by typing."""
         found = self._find(selector)
         self.call("POST", f"/element/{found}/clear", {})
         self.call("POST", f"/element/{found}/value", {"text": text})
 
     def press(self, *keys: str) -> None:
-        """Press keys together, wherever the focus is, and let go of them."""
+        """Press keys together at the focus, and release them."""
         codes = [KEYS.get(key, key) for key in keys]
         actions = [{"type": "keyDown", "value": code} for code in codes]
         actions += [{"type": "keyUp", "value": code} for code in reversed(codes)]
@@ -101,7 +101,7 @@ class Browser:
         self.call("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
 
     def show_as(self, *, width: int = 1280, height: int = 900, dark: bool = False, still: bool = True) -> None:
-        """Emulate a screen and what its user prefers."""
+        """Emulate a screen and its user's preferences."""
         self.devtools(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -112,16 +112,16 @@ class Browser:
         self.devtools("Emulation.setEmulatedMedia", media="", features=features)
 
     def picture(self, path: Path) -> None:
-        """Write a picture of what is shown, as PNG."""
+        """Write a screenshot as PNG."""
         path.write_bytes(base64.b64decode(self.call("GET", "/screenshot")))
 
     def complaints(self) -> list[str]:
-        """What the browser had to say against the page since the last call: violations of its policy, errors."""
+        """The page's violations of its policy and errors so far, and the browser's log since the last call."""
         logged = [entry["message"] for entry in self.call("POST", "/se/log", {"type": "browser"})]
         return [*self.run("return [...window.violations, ...window.faults];"), *logged]
 
     def quit(self) -> None:
-        """Close it."""
+        """Close the browser."""
         self.call("DELETE", "")
         self._http.close()
 
@@ -131,7 +131,7 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Chromium with an empty profile. Needs Debian's chromium and chromium-driver (make servers)."""
+    """Run Chromium with an empty profile. Needs Debian's chromium and chromium-driver (make servers)."""
     driver = shutil.which("chromedriver")
     if driver is None:
         raise FileNotFoundError("chromedriver: make servers installs it")
@@ -154,7 +154,7 @@ def browser() -> Iterator[Browser]:
             finally:
                 one.quit()
         finally:
-            # All of its group: a browser that could not be told to quit would outlive its driver.
+            # The whole group, because a browser that did not quit would outlive its driver.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 

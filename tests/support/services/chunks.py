@@ -1,4 +1,4 @@
-"""Chunks of a stream as a coordinator sends them, for tests of what is made of them."""
+"""Chunks of a coordinator's stream, for tests of their receivers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdec.v1 import coordinator_pb2 as api
 
 
 def texts_of(words: Sequence[str]) -> TokenTexts:
-    """A vocabulary: token i is the i-th word."""
+    """A vocabulary whose token i is the i-th word."""
     return TokenTexts({index: word.encode() for index, word in enumerate(words)})
 
 
@@ -23,7 +23,7 @@ def started(num_prompt: int = 3) -> api.GenerateResponse:
 def delta(
     text: str, token_ids: Sequence[int] = (), *, index: int = 0, origins: Sequence[int] = (), logprobs: bool = False
 ) -> api.GenerateResponse:
-    """Output. With `logprobs` each token has one of -id, and token 0 as its only alternative."""
+    """A chunk of output. With `logprobs` each token's log-probability is -id, and its only alternative is token 0."""
     tokens = []
     for number, token_id in enumerate(token_ids):
         origin = origins[number] if number < len(origins) else pb.ORIGIN_DECODE
@@ -57,7 +57,7 @@ def finished(num_prompt: int = 3, num_output: int = 4, num_cached: int = 2) -> a
 
 
 def prompt_logprobs(token_ids: Sequence[int], start: int = 0) -> api.GenerateResponse:
-    """Of a prompt's tokens, each -id, with token 0 as the only alternative."""
+    """Log-probabilities of a prompt's tokens, each -id, with token 0 as the only alternative."""
     positions = [
         pb.PositionLogprobs(logprob=-float(token_id), top=[pb.TokenLogprob(token_id=0, logprob=-0.5)])
         for token_id in token_ids[start == 0 :]

@@ -1,6 +1,6 @@
-"""A client as a process: `python client_main.py ADDRESS`, for `client_process.py`, which speaks with it in lines.
+"""A client as a process: `python client_main.py ADDRESS`, which `client_process.py` controls line by line.
 
-Run by its path, it finds the specdec of its environment, and imports of that what clients import, and nothing else.
+It is run by its path, so that it imports its environment's specdec, and of that only what clients import.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from specdec.client import Client, ClientSettings, Completion, generate_resuming
 from specdec.v1 import coordinator_pb2 as api
 
 NUM_BEFORE = 20
-"""Tokens after which each stream stands still until there is an empty line."""
+"""Tokens after which each stream pauses until an empty line is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmallBuffers(ClientSettings):
-    """Little of what is not read is taken in."""
+    """Settings of a connection that buffers few unread bytes."""
 
     def channel_options(self) -> list[tuple[str, str | int]]:
         return [*super().channel_options(), ("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 
 
 class Streams:
-    """All requests at once. Lines: who this is, that all have begun, then each answer, in the order of the requests."""
+    """Runs all requests at once; writes a line when all have begun, then each answer in the requests' order."""
 
     def __init__(self, num: int) -> None:
         self._num_to_begin = num
         self._may_go_on = asyncio.Event()
 
     async def run(self, client: Client, bodies: list[api.GenerateRequest]) -> None:
-        """Ask, stand still, go on, and write down what came."""
+        """Send the requests, pause, continue, and write the answers."""
         tasks = [asyncio.create_task(self._collect(client, body)) for body in bodies]
         await asyncio.to_thread(sys.stdin.readline)
         self._may_go_on.set()
@@ -62,7 +62,7 @@ class Streams:
 
 
 def chunks_of(completion: Completion) -> Iterator[api.GenerateResponse]:
-    """What has come, as messages: their encoding is what versions have in common."""
+    """A completion as messages, whose encoding the versions have in common."""
     if completion.prompt_logprobs is not None:
         yield api.GenerateResponse(prompt_logprobs=completion.prompt_logprobs)
     for index, choice in sorted(completion.choices.items()):
@@ -80,7 +80,7 @@ def write(line: dict[str, Any]) -> None:
 
 
 async def main() -> None:
-    """Take requests up to an empty line."""
+    """Write the version, read requests up to an empty line, and run them."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     write({"version": __version__, "file": str(Path(api.__file__))})
     bodies = [api.GenerateRequest.FromString(base64.b64decode(line)) for line in iter(sys.stdin.readline, "\n")]

@@ -1,4 +1,4 @@
-"""A client of either version, as a process of its own, whose streams stand still until they are told to go on."""
+"""A client of either version as a process, whose streams pause until the test continues them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_LINE_BYTES = 16 * 1024 * 1024
 
 
 class ClientProcess:
-    """Use as an async context manager: it sends its requests when it is entered, and is killed when it is left."""
+    """An async context manager: sends the requests at entry, and kills the process at exit."""
 
     def __init__(self, build: Build, address: str, requests: Mapping[str, api.GenerateRequest]) -> None:
         self._build = build
@@ -54,11 +54,11 @@ class ClientProcess:
         await self._process.wait()
 
     async def have_begun(self) -> None:
-        """Wait until all streams have some tokens, and stand still."""
+        """Wait until all streams have their first tokens and pause."""
         assert (await self._line("the first tokens of all streams")) == {"begun": True}
 
     async def answers(self) -> dict[str, Answer]:
-        """Let all streams go on, and wait for their ends."""
+        """Continue all streams and wait for their ends."""
         self._write("\n")
         return {name: self._answer(await self._line(f"the answer to {name!r}")) for name in self._requests}
 

@@ -1,4 +1,4 @@
-"""Fixtures of real clusters, for all tests: three processes on loopback, real sockets, real models.
+"""Fixtures of real clusters: three processes on loopback, real sockets and real models.
 
 def test_something(tiny_cluster):                 # one cluster for the whole run; do not kill its services
 def test_something(make_cluster):                 # a cluster of its own, with settings, to kill and restart
@@ -6,7 +6,7 @@ def test_something(make_cluster):                 # a cluster of its own, with s
     cluster.kill("target"); cluster.restart("target")
 async def test_something(tiny_client):            # a client of tiny_cluster
 
-A plugin of tests/conftest.py, so that each is started once in a run, whichever folders it is of.
+A plugin of tests/conftest.py, so that all folders share the clusters of a run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.services.model_pair import ModelPair
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> ModelPair:
     """A random target and a draft that often agrees with it."""
-    from tests.support.services.tiny_pair import make_tiny_pair  # torch, which most tests do without
+    from tests.support.services.tiny_pair import make_tiny_pair  # imports torch, which most tests do not need
 
     return make_tiny_pair(tmp_path_factory.mktemp("tiny_pair"))
 
@@ -41,7 +41,7 @@ def shipped_pair() -> ModelPair:
 
 @pytest.fixture(scope="session")
 def tiny_metrics_ports() -> dict[str, int]:
-    """Where `tiny_cluster` serves its metrics, by role."""
+    """Metrics ports of `tiny_cluster`, by role."""
     return {role: free_port() for role in ("target", "draft", "coordinator")}
 
 

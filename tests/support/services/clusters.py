@@ -1,4 +1,4 @@
-"""Starts clusters on loopback: real processes, real sockets, real models."""
+"""Starts clusters on loopback: real processes, real sockets and real models."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.support.services.model_pair import ModelPair
 TIMEOUTS = ClusterTimeouts(start_s=200.0, connect_s=100.0, stop_s=10.0)
 TINY_HOLD_OFF_MS = 50
 MakeCluster = Callable[..., Cluster]
-"""The fixture `make_cluster`."""
+"""Type of the fixture `make_cluster`."""
 
 
 def start_cluster(pair: ModelPair, log_dir: Path, *, build: Build | None = None, **plan: Any) -> Cluster:
     """Start a cluster on free ports, of this version unless a build is given. Raises ClusterFailed.
 
-    The fields of LocalPlan may be set by keyword.
+    `plan`: fields of LocalPlan.
 
-    A step of a tiny target costs less than a draft's answer takes, so its cost model would rightly not wait for one.
-    A fixed hold-off makes it verify proposals all the same, and nothing suspends drafts, whether they pay here or not.
+    A step of a tiny target is shorter than a draft's answer, so its cost model would rightly not wait. A fixed hold-off
+    makes it verify proposals, and this version's clusters suspend no drafts.
     """
     target_settings = {**plan.pop("target_settings", {})}
     if build is None:

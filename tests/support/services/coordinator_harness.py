@@ -1,4 +1,4 @@
-"""A real coordinator between scripted replicas, all in one event loop, joined by real sockets."""
+"""A real coordinator with scripted replicas, in one event loop and over real sockets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.scripted.target import ScriptedTarget
 
 @dataclass
 class Harness:
-    """What a test holds."""
+    """A running coordinator, with its client and metrics."""
 
     service: CoordinatorService
     server: grpc.aio.Server
@@ -37,7 +37,7 @@ class Harness:
     address: str
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample's value; 0 when it is not there."""
+        """A sample's value; 0 if there is no such sample."""
         return self.registry.get_sample_value(f"specdec_coordinator_{name}", labels) or 0.0
 
     async def replica_changed(self, timeout_s: float = PATIENCE_S) -> None:
@@ -54,7 +54,7 @@ class Harness:
         return next(r for r in status.replicas if r.role == role)
 
     async def all_ready(self, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until all replicas are ready; the coordinator serves as soon as one target is."""
+        """Wait until all replicas are ready; the coordinator itself serves from its first ready target on."""
         for link in self.service.fleet.links:
             while not link.is_ready:
                 await self.replica_changed(timeout_s)
@@ -62,7 +62,7 @@ class Harness:
 
 @dataclass
 class Result:
-    """A stream, taken apart."""
+    """The parts of a stream."""
 
     started: api.GenerateStarted | None = None
     texts: dict[int, str] = field(default_factory=dict)
@@ -105,7 +105,7 @@ async def collect(call: Any) -> Result:
 
 
 async def read_tokens(call: Any, num: int) -> Result:
-    """Read a stream until this many tokens of the first choice have come."""
+    """Read a stream until it has `num` tokens of the first choice."""
     result = Result()
     while len(result.ids()) < num:
         result.add(await call.read())
@@ -120,7 +120,7 @@ async def finish(call: Any, result: Result) -> Result:
 
 
 async def error_of(call: Any) -> SpecdecError:
-    """The typed error that a call, or what is left of a stream, ends with."""
+    """The typed error at the end of a call or of the rest of a stream."""
     with pytest.raises(grpc.RpcError) as caught:
         if hasattr(call, "read"):
             await collect(call)
@@ -142,7 +142,7 @@ def request(prompt_ids: Sequence[int] = (5, 6, 7), **fields: Any) -> api.Generat
 
 
 def resumed(first: Result, body: api.GenerateRequest, **held: Any) -> api.GenerateRequest:
-    """The request that takes up a stream where `first` ends."""
+    """The request that resumes a stream after `first`; `held` replaces fields of the first choice."""
     assert first.started is not None
     again = api.GenerateRequest()
     again.CopyFrom(body)
@@ -161,7 +161,7 @@ def resumed(first: Result, body: api.GenerateRequest, **held: Any) -> api.Genera
 def expected_ids(
     target: ScriptedTarget, num: int, prompt: Sequence[int] = (5, 6, 7), seed: int = 11, choice: int = 0
 ) -> list[int]:
-    """What the made-up model gives."""
+    """The made-up model's output tokens."""
     tokens = list(prompt)
     for _ in range(num):
         tokens.append(next_token(tokens, seed, choice, target.identity.vocab_size))
@@ -177,9 +177,9 @@ async def running(
     wait_for_draft: bool = True,
     **changes: Any,
 ) -> AsyncIterator[Harness]:
-    """A coordinator between these replicas, which are started unless they have a port already.
+    """Run a coordinator with these replicas, which are started unless they have a port.
 
-    `changes` are settings and `Timings`.
+    `changes`: fields of the settings and of `Timings`.
     """
     replicas: list[ScriptedReplica] = [*targets, *drafts]
     for replica in replicas:

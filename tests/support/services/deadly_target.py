@@ -1,4 +1,4 @@
-"""A target's engine that ends, without a word, in any step that computes one token id."""
+"""A target's engine that exits silently in any step that computes token id `DEADLY`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENGINE_ENTRY = "tests.support.services.deadly_target:run_engine"
 
 
 def run_engine(port: EnginePort, settings: TargetSettings) -> None:
-    """As the target's own entry."""
+    """Run the target's engine with the deadly model."""
     forward = ModelRunner.forward
 
     def deadly(self: ModelRunner, batch: Batch) -> torch.Tensor:
@@ -32,9 +32,9 @@ def run_engine(port: EnginePort, settings: TargetSettings) -> None:
 
 
 def main() -> int:
-    """A replica of the target service over that engine; runs until a signal ends it."""
+    """Run a replica of the target service with this engine until a signal ends it."""
     from specdec.config.sources import settings_or_exit
-    from specdec.replica.bridge.replica_service import run_replica  # an engine does without
+    from specdec.replica.bridge.replica_service import run_replica  # engines do not import it
     from specdec.target_service.__main__ import ROLE
 
     role = replace(ROLE, engine_entry=ENGINE_ENTRY)

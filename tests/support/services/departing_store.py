@@ -1,4 +1,4 @@
-"""A store in memory that can go away, and keeps what it has meanwhile."""
+"""A store in memory that tests make unavailable, with its contents kept."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from specdec.wire.backoff import Backoff
 
 
 class DepartingStore(MemoryStore):
-    """Keeps what it has while it is away."""
+    """Raises StoreUnavailable while `is_away`, and keeps its contents."""
 
     def __init__(self) -> None:
         super().__init__()
         self.is_away = False
         self.answers = asyncio.Event()
-        """Whether those who take tokens get an answer."""
+        """Set while `take_tokens` returns; cleared, its callers wait."""
         self.answers.set()
         self.num_asked = 0
-        """For tokens."""
+        """Calls of `take_tokens`."""
         self.batches: list[int] = []
-        """Tokens of each append."""
+        """Number of tokens of each append."""
         self.num_leases: list[int] = []
-        """Of each renewal."""
+        """Number of leases of each renewal."""
         self.may_begin: dict[str, asyncio.Event] = {}
-        """By owner: begins when this is set."""
+        """Event that an owner's `begin` waits for, by owner."""
         self.begun: list[str] = []
-        """Owners, in the order in which the store heard of them."""
+        """Owners, in the order of their `begin`."""
 
     async def begin(self, key: RequestKey, request: NewRequest) -> BegunRequest:
         self._check()
@@ -58,7 +58,7 @@ class DepartingStore(MemoryStore):
         return await super().renew(leases)
 
     def snapshot(self) -> Callable[[], None]:
-        """What is in the store; calling it brings that back."""
+        """Copy the store's contents; returns a function that restores them."""
         kept = copy.deepcopy(self._state)
 
         def restore() -> None:

@@ -1,4 +1,4 @@
-"""Starts the echo replica as a process of its own and reads its log."""
+"""Starts the echo replica as a process and reads its log."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def verify_stream(channel: grpc.aio.Channel) -> Any:
-    """A new Verify stream of raw bytes."""
+    """Open a Verify stream of raw bytes."""
     open_stream: Any = channel.stream_stream(VERIFY)
     return open_stream()
 
 
 async def health_of(channel: grpc.aio.Channel, service: str = SERVICE) -> int:
-    """What health says of a service."""
+    """Health status of a service."""
     stub: Any = health_pb2_grpc.HealthStub(channel)
     answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
     return answer.status
 
 
 async def error_of(call: Any) -> SpecdecError:
-    """The error that ends a stream; what is read before it is dropped."""
+    """The error at the end of a stream, whose messages are dropped."""
     try:
         while await call.read() is not grpc.aio.EOF:
             pass
@@ -48,7 +48,7 @@ async def error_of(call: Any) -> SpecdecError:
 
 
 class EchoProcess:
-    """A running replica; `events` are the lines of its log so far."""
+    """A running replica; `events` are the log lines read so far."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -59,7 +59,7 @@ class EchoProcess:
         return self._process.pid
 
     async def event(self, name: str) -> dict[str, Any]:
-        """The next log line with this event; what stands before it is kept in `events`."""
+        """Read the log up to the next line with this event; returns that line."""
         assert self._process.stderr is not None
         async for line in self._process.stderr:
             entry: dict[str, Any] = json.loads(line) if line.startswith(b"{") else {"event": line.decode()}
@@ -69,7 +69,7 @@ class EchoProcess:
         raise AssertionError(f"the process ended without {name!r}: {self.events}")
 
     async def exit_code(self) -> int:
-        """The exit code; the rest of the log goes to `events`."""
+        """Read the rest of the log and wait for the end; returns the exit code."""
         assert self._process.stderr is not None
         async for line in self._process.stderr:
             self.events.append(json.loads(line) if line.startswith(b"{") else {"event": line.decode()})
@@ -84,7 +84,7 @@ class EchoProcess:
 
 @asynccontextmanager
 async def echo_process(*flags: str) -> AsyncIterator[EchoProcess]:
-    """A replica on free ports; killed at the end if it still runs."""
+    """Run a replica on free ports; it is killed at the end if it still runs."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -103,7 +103,7 @@ async def echo_process(*flags: str) -> AsyncIterator[EchoProcess]:
 
 @asynccontextmanager
 async def ready_echo(*flags: str) -> AsyncIterator[tuple[EchoProcess, grpc.aio.Channel]]:
-    """A replica that is ready, and a channel to it."""
+    """Run a replica; yields it, once it is ready, with a channel to it."""
     async with echo_process(*flags) as process:
         port = (await process.event("listening"))["port"]
         await process.event("ready")
@@ -112,7 +112,7 @@ async def ready_echo(*flags: str) -> AsyncIterator[tuple[EchoProcess, grpc.aio.C
 
 
 async def gone(pid: int) -> None:
-    """Returns when the process is gone."""
+    """Wait until a process has ended."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -128,5 +128,5 @@ async def gone(pid: int) -> None:
 
 
 def stop_process(pid: int) -> None:
-    """Freezes a process, as a step that never returns would."""
+    """Freeze a process, as a step that never returns does."""
     os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""A replica whose engine echoes: the bridge, the relay and the service lifecycle for real, without a model.
+"""A replica whose engine echoes, with the real bridge, relay and service lifecycle, and without a model.
 
 `python -m tests.support.services.echo_service --port 0 --metrics-port 0` serves specdec.v1.TargetService.
 """
@@ -25,7 +25,7 @@ TOKENIZER_BYTES = 5 * 1024 * 1024 // 2
 
 
 class EchoSettings(ReplicaServiceSettings):
-    """How the echo engine behaves."""
+    """Behaviour of the echo engine."""
 
     engine_cores: str = "off"
     load: Literal["ready", "hang", "refuse", "crash", "raise", "import"] = "ready"
@@ -34,7 +34,7 @@ class EchoSettings(ReplicaServiceSettings):
 
 
 def run_engine(port: EnginePort, settings: EchoSettings) -> None:
-    """Echoes messages; a few payloads are commands."""
+    """Echo messages; some payloads are commands."""
     metrics = TargetMetrics(CollectorRegistry())
     _load(port, settings)
     events: list[str] = []
@@ -102,7 +102,7 @@ def _load(port: EnginePort, settings: EchoSettings) -> None:
         case "raise":
             raise ValueError("bad weights")
         case "import":
-            sys.modules["torch"] = None  # type: ignore[assignment] # How Python says that there is none.
+            sys.modules["torch"] = None  # type: ignore[assignment] # Python's mark of a module that cannot be imported.
             importlib.import_module("torch")
         case "crash":
             os._exit(5)
@@ -125,7 +125,7 @@ def _refusal() -> status_pb2.Status:
 
 
 def main() -> int:
-    """Serves until a signal; the engine process imports this module without grpc."""
+    """Serve until a signal; grpc is imported here, because the engine process imports this module without it."""
     from specdec.config.sources import settings_or_exit
     from specdec.replica.bridge import engine_process
     from specdec.replica.bridge.replica_service import ReplicaRole, run_replica

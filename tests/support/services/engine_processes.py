@@ -10,6 +10,6 @@ _MODULE = "specdec.replica.bridge.engine_child"
 
 
 def engine_of(cluster: Cluster, name: str) -> psutil.Process:
-    """The engine process of a replica, which has one."""
+    """The one engine process of a replica."""
     (engine,) = (p for p in psutil.Process(cluster.services[name].pid).children() if _MODULE in p.cmdline())
     return engine

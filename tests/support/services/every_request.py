@@ -1,4 +1,4 @@
-"""One request per thing that a request may ask for, all of whose answers are functions of the request alone."""
+"""One request per feature of the API, whose answers depend on the request alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.support.services.faults import PROMPT, make_request
 
 NUM_TOKENS = 60
 LONG_PROMPT_TOKENS = 1500
-"""Computed in several steps."""
+"""Tokens of a prompt that needs several steps."""
 
 
 def every_request() -> dict[str, api.GenerateRequest]:
-    """Requests by what is asked for; the same each time."""
+    """Requests by feature, equal at each call."""
     requests = {
         "greedy": make_request(max_tokens=NUM_TOKENS),
         "sampled, three choices": make_request(max_tokens=NUM_TOKENS, temperature=1.0, n=3),
@@ -63,7 +63,7 @@ def every_request() -> dict[str, api.GenerateRequest]:
 
 
 def fields_set(request: api.GenerateRequest) -> set[str]:
-    """Names of what a request asks for, as `sampling.top_k`."""
+    """Names of a request's set fields, such as `sampling.top_k`."""
     names = {field.name for field, _ in request.ListFields()}
     for part in ("sampling", "speculation"):
         names |= {f"{part}.{field.name}" for field, _ in getattr(request, part).ListFields()}
@@ -72,19 +72,19 @@ def fields_set(request: api.GenerateRequest) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What of an answer is a function of its request."""
+    """The part of an answer that depends on its request alone."""
 
     prompt_logprobs: api.PromptLogprobs | None
     choices: Mapping[int, Mapping[str, Any]]
 
     @classmethod
     def of(cls, completion: Completion) -> Answer:
-        """Take it from a stream that has ended. Raises Internal when it has not."""
+        """The answer of a stream that has ended. Raises Internal if it has not."""
         completion.require_finished()
         return cls(completion.prompt_logprobs, {i: dict(_parts(c)) for i, c in sorted(completion.choices.items())})
 
     def difference(self, other: Answer) -> str | None:
-        """What differs first, or None."""
+        """Text about the first difference; None if there is none."""
         if self.prompt_logprobs != other.prompt_logprobs:
             return "the prompt's log-probabilities differ"
         if self.choices.keys() != other.choices.keys():

@@ -1,4 +1,4 @@
-"""A coordinator without models: a real gRPC server that answers from a script."""
+"""A coordinator without models: a real gRPC server with fixed answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TARGET = common_pb2.ModelIdentity(
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Remembers requests; answers TEXT, or the error that a request asks for."""
+    """Records requests; answers TEXT, or an error by the request's fields."""
 
     def __init__(self) -> None:
         self.requests: list[coordinator_pb2.GenerateRequest] = []
@@ -127,7 +127,7 @@ def _abort(context: grpc.ServicerContext, error: SpecdecError) -> None:
 def running_fake_coordinator(
     credentials: grpc.ServerCredentials | None = None,
 ) -> Iterator[tuple[FakeCoordinator, str]]:
-    """Yield the servicer and its address; with credentials it speaks TLS."""
+    """Run one; yields the servicer and its address. With credentials it speaks TLS."""
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
     servicer = FakeCoordinator()
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)

@@ -1,4 +1,4 @@
-"""What tests of failures share: requests, streams read step by step, services frozen and added, load asked for."""
+"""Requests, streams read step by step, frozen and added services, and reports of load, for tests of failures."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ ROLES = ("target", "draft", "coordinator")
 PATIENCE_S = 60.0
 POLL_S = 0.05
 CREDIT_WINDOW = 16
-"""Of coordinators whose streams are to stand still: see `held_back`."""
+"""Tokens of credit at coordinators whose streams pause: see `held_back`."""
 HOLD_OFF_MS = 200
-"""Of targets whose draft is to be used, not fast: long enough on a busy machine."""
+"""Milliseconds that targets wait for their draft, enough on a busy machine."""
 PROMPT = "def read_all(path):\n    with open(path) as file:\n"
 
 
@@ -84,25 +84,25 @@ async def eventually(condition: Callable[[], Awaitable[bool]], what: str, timeou
 
 @dataclass(frozen=True, kw_only=True)
 class SmallBuffers(ClientSettings):
-    """Settings of a client whose connection takes in little of what is not read."""
+    """Settings of a client whose connection buffers few unread bytes."""
 
     def channel_options(self) -> list[tuple[str, str | int]]:
         return [*super().channel_options(), ("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 
 
 def held_back(address: str) -> Client:
-    """A client whose streams stand still while they are not read, however long a busy machine lets the test wait.
+    """A client whose streams pause while they are not read, for as long as a busy machine needs.
 
-    At a coordinator with `CREDIT_WINDOW` a stream is then at most a hundred tokens ahead of what was read of it. Where
-    everybody waits for a processor, an answer to a ping has been seen to take longer than clients wait for one.
+    At a coordinator with `CREDIT_WINDOW` a stream is then at most a hundred tokens ahead of its reader. The keepalive
+    timeout is long, because on a busy machine answers to pings have exceeded the default.
     """
     return Client(address, SmallBuffers(keepalive_timeout_s=20.0))
 
 
 async def speculated(client: Client, body: api.GenerateRequest) -> Completion:
-    """The answer to a request in each of whose choices the draft had a part.
+    """Repeat a request until each choice of the answer has accepted draft tokens; returns that answer.
 
-    It is asked for again until that is so: on a busy machine a draft may be too late for all of a short stream.
+    On a busy machine a draft may be too late for a whole short stream.
     """
     completions: list[Completion] = []
 
@@ -116,7 +116,7 @@ async def speculated(client: Client, body: api.GenerateRequest) -> Completion:
 
 
 class Reading:
-    """A stream that a test reads step by step. Leaving the context cancels what is left."""
+    """A stream that a test reads step by step. The end of the context cancels the rest."""
 
     def __init__(self, client: Client, body: api.GenerateRequest) -> None:
         self.chunks = client.generate(body)
@@ -131,7 +131,7 @@ class Reading:
         await self.chunks.aclose()  # type: ignore[attr-defined]
 
     async def until(self, num_tokens: int) -> Completion:
-        """Read until this many tokens have come."""
+        """Read until the stream has `num_tokens` tokens."""
         while self.completion.num_tokens < num_tokens:
             self.completion.add(await anext(self.chunks))
         return self.completion
@@ -144,7 +144,7 @@ class Reading:
 
 
 def resumed(body: api.GenerateRequest, held: Completion) -> api.GenerateRequest:
-    """The request that takes up a stream of which the client holds this."""
+    """The request that resumes a stream after `held`."""
     assert held.started is not None
     again = api.GenerateRequest()
     again.CopyFrom(body)
@@ -157,7 +157,7 @@ def resumed(body: api.GenerateRequest, held: Completion) -> api.GenerateRequest:
 
 
 def start_again(cluster: Cluster, *names: str) -> None:
-    """Start services that have ended, all at once, each on its port; returns when they are healthy."""
+    """Restart ended services on their ports, all at once; returns when they are healthy."""
     for name in names:
         cluster.services[name].start()
     for name in names:
@@ -165,12 +165,12 @@ def start_again(cluster: Cluster, *names: str) -> None:
 
 
 def freeze(cluster: Cluster, name: str) -> None:
-    """Stop a service and its engine in their tracks, connections and all."""
+    """Freeze a service and its engine, with their connections open."""
     _signal_group(cluster, name, signal.SIGSTOP)
 
 
 def thaw(cluster: Cluster, name: str) -> None:
-    """Let them go on; does nothing to a service that is not frozen, or is gone."""
+    """End a freeze; does nothing to a service that is not frozen or has ended."""
     _signal_group(cluster, name, signal.SIGCONT)
 
 
@@ -183,7 +183,7 @@ def _signal_group(cluster: Cluster, name: str, number: int) -> None:
 
 @contextmanager
 def another(role: str, log_dir: Path, *, build: Build | None = None, **settings: object) -> Iterator[Cluster]:
-    """One more service beside a cluster, healthy when entered; of this version unless a build is given."""
+    """Run one more service beside a cluster, healthy at entry; of this version unless a build is given."""
     defaults: dict[str, object] = {"metrics_port": None, "log_format": "console", "drain_s": 60.0}
     if role != "coordinator":
         defaults |= {"device": "cpu", "num_threads": 1}
@@ -197,7 +197,7 @@ def another(role: str, log_dir: Path, *, build: Build | None = None, **settings:
 
 
 def addresses_of(cluster: Cluster) -> dict[str, list[str]]:
-    """The replicas of a cluster, as settings of a coordinator."""
+    """Settings of a coordinator with the replicas of a cluster."""
     return {
         f"{role}s": [s.spec.address for s in cluster.services.values() if s.spec.role == role]
         for role in ("target", "draft")
@@ -205,7 +205,7 @@ def addresses_of(cluster: Cluster) -> dict[str, list[str]]:
 
 
 async def load_of(role: str, address: str) -> pb.LoadReport:
-    """The load of a replica at this moment: what it reports now and then may be older than the last request."""
+    """Present load of a replica, by a stream of its own: a periodic report may be older than the last request."""
     is_target = role == "target"
     async with grpc.aio.insecure_channel(address) as channel:
         attach = pb.Attach(owner_id="load-of", lease_generation=1)
@@ -233,7 +233,7 @@ async def all_blocks_free(cluster: Cluster) -> None:
 
 
 def scrape(port: int) -> dict[str, float]:
-    """All samples of a /metrics page, summed over their labels, and each with its labels as name{label=value}."""
+    """Samples of a /metrics page: sums over the labels by name, and single ones by name{label=value}."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
         text = page.read().decode()
     samples: dict[str, float] = {}
@@ -247,7 +247,7 @@ def scrape(port: int) -> dict[str, float]:
 
 
 async def target_in_use(cluster: Cluster) -> str:
-    """The target that has the one session."""
+    """Name of the target that has the one session."""
     names: list[str] = []
 
     async def is_known() -> bool:

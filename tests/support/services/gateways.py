@@ -15,14 +15,14 @@ from specdec.gateway.settings import GatewaySettings
 
 
 class GatewayAtHand(Gateway):
-    """One that knows its URL."""
+    """A gateway with its URL and clients."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def openai(self, api_key: str = "none") -> openai.AsyncOpenAI:
-        """OpenAI's own client, which tries nothing again."""
+        """OpenAI's own client, without retries."""
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
 
     def http(self) -> httpx2.AsyncClient:
@@ -31,7 +31,7 @@ class GatewayAtHand(Gateway):
 
 @asynccontextmanager
 async def gateway(*coordinators: str, **settings: Any) -> AsyncIterator[GatewayAtHand]:
-    """A gateway before these coordinators."""
+    """Run a gateway of these coordinators."""
     fields = {"host": "127.0.0.1", "port": 0, "coordinators": coordinators, **settings}
     one = GatewayAtHand(GatewaySettings(**fields))
     await one.start()
@@ -42,7 +42,7 @@ async def gateway(*coordinators: str, **settings: Any) -> AsyncIterator[GatewayA
 
 
 async def raw_request(one: Gateway, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection on which this was sent."""
+    """Open a connection and send `data`; returns its reader and writer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
     writer.write(data)
     await writer.drain()
@@ -50,6 +50,6 @@ async def raw_request(one: Gateway, data: bytes) -> tuple[asyncio.StreamReader, 
 
 
 def post(path: str, body: bytes) -> bytes:
-    """A request as bytes."""
+    """Bytes of a POST request."""
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body

@@ -1,4 +1,4 @@
-"""A gRPC server that answers health checks, and nothing else."""
+"""A gRPC server that answers only health checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 @contextmanager
 def served_health(status: int) -> Iterator[str]:
-    """The address of one that says this of itself."""
+    """Run a server whose health is `status`; yields its address."""
     servicer = health.HealthServicer()
     servicer.set("", status)
     server = grpc.server(futures.ThreadPoolExecutor(1))

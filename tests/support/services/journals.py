@@ -1,4 +1,4 @@
-"""Journals of requests whose tokens tests make up."""
+"""Journals of requests with made-up tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_journal(
     *,
     lease_s: float = 10.0,
 ) -> Journal:
-    """A journal that writes at once. The lists are of the requests that it says were taken over, or aborted."""
+    """A journal that writes at once. It appends taken-over and aborted requests to the lists."""
     return Journal(
         store,
         "one",

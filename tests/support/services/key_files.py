@@ -1,4 +1,4 @@
-"""What a file of API keys has of a key."""
+"""Entries of a file of API keys."""
 
 from __future__ import annotations
 

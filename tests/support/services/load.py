@@ -1,4 +1,4 @@
-"""Clients that ask on while services come and go, and streams that stand still until they are told to go on."""
+"""Clients that send requests while services come and go, and streams that pause until the test continues them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.services.every_request import Answer
 from tests.support.services.faults import eventually
 
 NUM_BEFORE = 20
-"""Tokens after which a stream stands still."""
+"""Tokens after which a stream pauses."""
 PAUSE_S = 0.2
-"""Of a client between two requests: what starts meanwhile gets its share of a small machine."""
+"""Seconds between two requests of a client, so that starting services get processor time."""
 
 
 class LongStream:
-    """A stream that stands still after some tokens until it is told to go on, and is resumed when it is interrupted."""
+    """A stream that pauses after `NUM_BEFORE` tokens until `go_on`, and is resumed after interruptions."""
 
     def __init__(self, client: Client, body: api.GenerateRequest) -> None:
         self._completion = Completion()
@@ -29,7 +29,7 @@ class LongStream:
         self.task = asyncio.create_task(self._read(client, body))
 
     async def has_begun(self) -> None:
-        """Wait for some tokens; raises why there are none."""
+        """Wait for `NUM_BEFORE` tokens. Raises AssertionError with the stream's error if it ends before."""
         begun = asyncio.create_task(self._has_begun.wait())
         await asyncio.wait({begun, self.task}, return_when=asyncio.FIRST_COMPLETED)
         assert begun.done(), self.task.exception()
@@ -48,7 +48,7 @@ class LongStream:
 
 
 async def collect(client: Client, body: api.GenerateRequest) -> Completion:
-    """The whole answer to a request, over as many interruptions as there are."""
+    """The whole answer to a request, resumed after interruptions."""
     completion = Completion()
     async for chunk in generate_resuming(client, body):
         completion.add(chunk)
@@ -57,14 +57,14 @@ async def collect(client: Client, body: api.GenerateRequest) -> Completion:
 
 @dataclass(slots=True)
 class SteadyLoad:
-    """Clients that send one request after the other, and compare what they get, until they are told to stop."""
+    """Clients that send one request after the other and compare the answers, until `is_over`."""
 
     address: str
     requests: Mapping[str, api.GenerateRequest]
     wanted: Mapping[str, Answer]
     num_clients: int
     during: str = "the start"
-    """What happens meanwhile, for messages."""
+    """Present phase of the test, for messages."""
     failures: list[str] = field(default_factory=list)
     is_over: bool = False
     _num_done: list[int] = field(init=False)
@@ -73,13 +73,13 @@ class SteadyLoad:
         self._num_done = [0] * self.num_clients
 
     async def run(self) -> None:
-        """Ask until `is_over`."""
+        """Send requests until `is_over`."""
         async with asyncio.TaskGroup() as group:
             for number in range(self.num_clients):
                 group.create_task(self._ask(number))
 
     async def goes_on(self) -> None:
-        """Wait until every client has got an answer to a request that it sent from now on."""
+        """Wait until every client has the answer to a request that it sends from now on."""
         before = list(self._num_done)
 
         async def is_so() -> bool:

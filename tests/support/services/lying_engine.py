@@ -1,4 +1,4 @@
-"""An engine that echoes, and says what it is told to say: frames of any kind, or bytes that are no frames."""
+"""An engine that echoes messages, and on command sends any frame, or bytes that are no frame."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     import grpc
 
 SAY = b"say:"
-"""A message that begins so goes on with a frame's kind, its stream and its payload; all else is echoed."""
+"""Prefix of a message with the kind, stream and payload of a frame that the engine is to send."""
 SAY_RAW = b"raw:"
-"""A message that begins so goes on with bytes for the socket."""
+"""Prefix of a message with bytes that the engine is to write to the socket."""
 TOKENIZER = b"t" * 100
 _HEAD = struct.Struct("<BI")
 
 
 def say(kind: int, stream_id: int, payload: bytes) -> bytes:
-    """What makes the engine send this frame."""
+    """The message that makes the engine send a frame."""
     return SAY + _HEAD.pack(kind, stream_id) + payload
 
 
 def run_engine(port: EnginePort, settings: EchoSettings) -> None:
-    """The entry."""
+    """Echo messages and run commands, until shutdown."""
     tokenizer = common_pb2.GetTokenizerResponse(tokenizer_json=TOKENIZER, tokenizer_config="{}")
     port.send(FrameKind.TOKENIZER, payload=tokenizer.SerializeToString())
     info = common_pb2.GetReplicaInfoResponse(identity=common_pb2.ModelIdentity(name="liar", vocab_size=32))
@@ -51,7 +51,7 @@ def run_engine(port: EnginePort, settings: EchoSettings) -> None:
 
 @asynccontextmanager
 async def lying_replica() -> AsyncIterator[grpc.aio.Channel]:
-    """A replica's servicer in this process, with this engine in another one; yields a channel to it."""
+    """Run a replica's servicer in this process, with this engine in another one; yields a channel to it."""
     import grpc
     from prometheus_client import CollectorRegistry
 

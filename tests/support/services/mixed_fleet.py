@@ -1,4 +1,4 @@
-"""Services of two versions on loopback: each is told which one it runs, and is exchanged for the other by a restart."""
+"""Services of two versions on loopback; a restart changes a service's version."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.support.services.model_pair import ModelPair
 EXIT_S = 60.0
 CALL_S = 10.0
 DRAIN_S = 1.0
-"""A stream that stands still is cut off, or moves, after so long."""
+"""Seconds before a drain cuts off or moves a paused stream."""
 COMMON: Mapping[str, object] = {"metrics_port": None, "log_format": "console", "drain_s": DRAIN_S}
 REDIS: Mapping[str, object] = {"redis_timeout_s": 20.0, "registry_ttl_s": 10.0}
-"""On a busy machine a look-up may take longer than one should wait for it in earnest."""
+"""Settings with long timeouts, because look-ups are slow on a busy machine."""
 ENGINE: Mapping[str, object] = {"device": "cpu", "num_threads": 1, "engine_cores": "off"}
 COORDINATOR: Mapping[str, object] = {
     "resume_secret": "a secret that all coordinators share",
@@ -36,13 +36,13 @@ COORDINATOR: Mapping[str, object] = {
     "target_timeout_s": 120.0,
     "reader_stall_s": 900.0,
 }
-"""Streams may stand still for longer than any test takes, and wait for a target for as long as one takes to start."""
+"""Settings of coordinators that let streams pause through a test, and wait for a starting target."""
 
 
 class MixedFleet:
-    """Use as a context manager, in the main thread: services die with the thread that started them.
+    """A fleet as a context manager for the main thread, because services end with the thread that started them.
 
-    Services are named ROLE-ANYTHING. They find each other in Redis, if they are given one, or by their settings.
+    Names of services begin with the role and a dash. They find each other in Redis, if there is one, or by settings.
     """
 
     def __init__(self, pair: ModelPair, folder: Path, redis_url: str | None = None) -> None:
@@ -50,7 +50,7 @@ class MixedFleet:
         self._redis_url = redis_url
         self._cluster = Cluster([], log_dir=folder, timeouts=TIMEOUTS)
         self.builds: dict[str, Build] = {}
-        """What each service runs, or ran last."""
+        """Present or last build of each service."""
 
     def __enter__(self) -> MixedFleet:
         return self
@@ -62,7 +62,7 @@ class MixedFleet:
             service.kill()
 
     def __str__(self) -> str:
-        """Who runs what, for messages."""
+        """Versions of the services, for messages."""
         runs = [f"{name} runs {build.version}" for name, build in self.builds.items()]
         return f"{', '.join(runs)}; logs in {self._cluster.log_dir}"
 
@@ -95,7 +95,7 @@ class MixedFleet:
         self._set_build(name, build)
 
     async def start(self, *names: str) -> None:
-        """Start services together; returns when all are healthy and say that they are of their version."""
+        """Start services together; returns when all are healthy and report their version."""
         for name in names:
             self._cluster.services[name].start()
         for name in names:
@@ -103,7 +103,7 @@ class MixedFleet:
         assert await self.versions(*names) == {name: self.builds[name].version for name in names}
 
     async def stop(self, name: str) -> None:
-        """Let a service drain and leave, in order; returns when it has ended. Does nothing to one that was killed."""
+        """Let a service drain and end; returns when it has ended. Does nothing if it was killed."""
         service = self._cluster.services[name]
         if not service.is_running:
             return
@@ -112,13 +112,13 @@ class MixedFleet:
         assert service.exit_code == 0, f"{name} {service.describe_end()}; {self}"
 
     async def replace(self, name: str, build: Build) -> None:
-        """Let a service leave in order, and start it again at its address as another version."""
+        """Let a service drain and end, and start another version at its address."""
         await self.stop(name)
         self._set_build(name, build)
         await self.start(name)
 
     def forget(self, name: str) -> None:
-        """A service that has ended is not coming back."""
+        """Remove an ended service from the fleet."""
         del self.builds[name]
 
     def kill(self, name: str) -> None:
@@ -144,11 +144,11 @@ class MixedFleet:
         await eventually(is_so, f"{coordinator} uses {', '.join(replicas)}; {self}")
 
     async def versions(self, *names: str) -> dict[str, str]:
-        """What services say of their version."""
+        """Versions that services report, by name."""
         return {name: await self._version(name) for name in names}
 
     async def identity(self, name: str) -> pb.ModelIdentity:
-        """What a replica serves."""
+        """Identity of a replica's model."""
         return (await self._info(name)).identity
 
     async def _version(self, name: str) -> str:
@@ -166,7 +166,7 @@ class MixedFleet:
     def _set_build(self, name: str, build: Build) -> None:
         self.builds[name] = build
         service = self._cluster.services[name]
-        environment = dict(build.environment)  # its settings go by flag, but for one that not all versions know
+        environment = dict(build.environment)  # settings are flags, except for one that not all versions know
         if name.startswith("target") and build.version != last_release().version:
-            environment["SPECDEC_TARGET_ADAPTIVE_SPECULATION"] = "false"  # random drafts may not pay
+            environment["SPECDEC_TARGET_ADAPTIVE_SPECULATION"] = "false"  # random drafts may not speed decoding up
         service.spec = replace(service.spec, environment=environment)

@@ -1,4 +1,4 @@
-"""Models as folders. Free of torch, which makes them: see `tiny_pair`."""
+"""Folders of models, without an import of torch; `tiny_pair` makes models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ModelPair:
 
 
 def with_another_tokenizer(model: Path, folder: Path) -> Path:
-    """A copy of a model of which two tokens have changed places."""
+    """Copy a model, with two of its tokens exchanged."""
     shutil.copytree(model, folder)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""A draft that says it is of another version: `python -m tests.support.services.older_draft --model ...`."""
+"""A draft that reports an older version: `python -m tests.support.services.older_draft --model ...`."""
 
 from __future__ import annotations
 

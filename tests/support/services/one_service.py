@@ -1,4 +1,4 @@
-"""One service as a process, without a cluster around it."""
+"""One service as a process, without a cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.commands.up.service_process import ServiceProcess
 
 @asynccontextmanager
 async def running(role: str, overrides: dict[str, object], folder: Path) -> AsyncIterator[ServiceProcess]:
-    """A service of its own on a free port, killed at the end; it may not be ready yet."""
+    """Start a service on a free port, which may not be ready yet; it is killed at the end."""
     settings = RoleSettings(overrides={"metrics_port": None, **overrides})
     process = ServiceProcess(service_spec(role, role, free_port(), settings, environment={}), folder / f"{role}.log")
     process.start()

@@ -1,4 +1,4 @@
-"""A replica spoken to directly, as a coordinator does, or should not."""
+"""A direct client of a replica, which sends what a coordinator sends, or should not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_TOKENS = 40
 
 
 def open_session(**fields: Any) -> pb.OpenSession:
-    """A session of `PROMPT` that decodes to `MAX_TOKENS`; the fields given replace those here."""
+    """A session of `PROMPT` that decodes to `MAX_TOKENS`; `fields` replace its fields."""
     body = pb.OpenSession(
         token_ids=PROMPT,
         num_prompt_tokens=len(PROMPT),
@@ -34,7 +34,7 @@ def open_session(**fields: Any) -> pb.OpenSession:
 
 @dataclass(frozen=True)
 class Wire:
-    """The stream of a role."""
+    """Stub, method and messages of a role's stream."""
 
     stub: Callable[[grpc.aio.Channel], Any]
     method: str
@@ -49,7 +49,7 @@ WIRES = {
 
 
 class Peer:
-    """Plays a coordinator with one session. Nothing is sent unless a method says so."""
+    """Acts as a coordinator with one session, and sends only what a test asks for."""
 
     def __init__(self, channel: grpc.aio.Channel, wire: Wire, owner_id: str) -> None:
         self.call = getattr(wire.stub(channel), wire.method)()
@@ -59,19 +59,19 @@ class Peer:
         self._results: list[Any] = []
 
     async def attach(self) -> pb.Attached:
-        """Begin the stream, and read the answer."""
+        """Attach, and read the answer."""
         attach = pb.Attach(owner_id=self._owner_id, lease_generation=1)
         await self.call.write(self._wire.request(attach=attach))
         return (await self.call.read()).attached
 
     async def send(self, **body: Any) -> None:
-        """One entry of the session."""
+        """Send one entry of the session."""
         session_id = f"{self._owner_id}/session"
         entry = self._wire.entry(session_id=session_id, epoch=self.epoch, **body)
         await self.call.write(self._wire.request(entries=[entry]))
 
     async def next(self, kind: str) -> Any:
-        """The next result of a kind; others are skipped, but for an error."""
+        """The next result of a kind; others are skipped, but an error fails the test."""
         while True:
             while not self._results:
                 frame = await self.call.read()
@@ -83,7 +83,7 @@ class Peer:
                 return getattr(result, kind)
 
     async def refusal(self) -> SpecdecError:
-        """Why the replica ends the stream."""
+        """The error with which the replica ends the stream."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             while await self.call.read() is not grpc.aio.EOF:
                 pass
@@ -92,7 +92,7 @@ class Peer:
         return from_rpc_error(caught.value)
 
     async def tokens_to_the_end(self) -> list[int]:
-        """All tokens of a target session, whose credit is raised."""
+        """Raise a target session's credit; returns its tokens to the end."""
         await self.send(credit=pb.Credit(position=10**6))
         token_ids: list[int] = []
         while True:

@@ -1,4 +1,4 @@
-"""A target's engine whose model raises for one token id: what a request that kills engines looks like."""
+"""A target's engine whose model raises for token id `POISON`, as a request that kills engines does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POISON = 7
 
 
 def run_engine(port: EnginePort, settings: TargetSettings) -> None:
-    """As the target's own entry."""
+    """Run the target's engine with the raising model."""
     forward = ModelRunner.forward
 
     def raising(self: ModelRunner, batch: Batch) -> torch.Tensor:

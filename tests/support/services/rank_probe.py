@@ -1,7 +1,7 @@
-"""Ranks that load models and play scenarios on them: ``python -m tests.support.services.rank_probe JSON``.
+"""Ranks that load models and run scenarios on them: ``python -m tests.support.services.rank_probe JSON``.
 
-All ranks run the same program. Rank 0 writes, per model, the logits of one prefill and how many rows of the other
-scenarios have other bits. In the end it waits for the others, which do nothing, and writes how that ended.
+All ranks run the same program. Each writes the logits of one prefill per model, and rank 0 the number of rows that have
+other bits in the other scenarios. At the end rank 0 waits for the idle others and writes the waiting time.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from tests.support.engine import paged_scenarios as play
 
 PROMPT = 19
 RANDOM = "random"
-"""Name of a model whose weights are drawn, not read."""
+"""Name of the model with random weights and no checkpoint."""
 TIMEOUT_S = 100.0
 SILENCE_S = 0.5
-"""What a group allows its silent ranks."""
+"""Seconds that a group waits for silent ranks."""
 SILENCE_FILE = "silence"
-"""How long rank 0 waited for them, in seconds; missing where the collective did not fail."""
+"""File with the seconds that rank 0 waited; missing if the collective did not fail."""
 
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What rank 0 saw of one model."""
+    """Results of one model."""
 
     numerics_id: str
     row_invariant: bool
     num_parameters: int
     num_kv_bytes: int
-    """KV cache of one rank."""
+    """Bytes of one rank's KV cache."""
     num_rows: int
-    """Rows compared with the prefill's."""
+    """Rows compared with the prefill."""
     num_unequal: int
-    """Rows with other bits than the prefill's."""
+    """Rows whose bits differ from the prefill's."""
 
 
 def tokens_of(vocab_size: int) -> list[int]:
-    """The tokens that are prefilled."""
+    """Tokens of the prefill."""
     return play.random_tokens(41, 5, vocab_size)
 
 
 def batched_ways(runner: ModelRunner) -> dict[str, play.Log]:
-    """The same tokens, prefilled in other company: a few steps."""
+    """Logs of the tokens in other chunks, beside other sequences and from the prefix cache: a few steps."""
     tokens = tokens_of(runner.vocab_size)
     return {
         "chunks of 13": play.play_alone(runner, tokens, max_batch_tokens=13),
@@ -68,7 +68,7 @@ def batched_ways(runner: ModelRunner) -> dict[str, play.Log]:
 
 
 def few_ways(runner: ModelRunner) -> dict[str, play.Log]:
-    """For kernels that are interpreted, which takes long: fewer tokens, in two other ways, steps replayed."""
+    """Logs of the tokens in two other ways, for interpreted kernels, which are slow."""
     tokens = tokens_of(runner.vocab_size)
     return {
         "chunks of 13": play.play_alone(runner, tokens, max_batch_tokens=13),
@@ -77,7 +77,7 @@ def few_ways(runner: ModelRunner) -> dict[str, play.Log]:
 
 
 def on_triton() -> None:
-    """Load models as on a GPU from now on, with kernels interpreted and steps replayed by running them again."""
+    """From now on load models as on a GPU, with interpreted kernels, and replays that run steps again."""
     from triton.runtime import interpreter
 
     from specdec.engine.cuda.buckets import BucketedSteps
@@ -95,7 +95,7 @@ def on_triton() -> None:
 
 
 def sequential_ways(runner: ModelRunner) -> dict[str, play.Log]:
-    """The same tokens, reached in every other way an engine has: many steps."""
+    """Logs of the tokens in every other way that an engine has: many steps."""
     tokens = tokens_of(runner.vocab_size)
     wrong = play.random_tokens(6, 6, runner.vocab_size)
     return {
@@ -122,9 +122,9 @@ def run_ranks(
     is_on_triton: bool = False,
     deterministic: bool | None = None,
 ) -> dict[str, ProbeReport]:
-    """Run the probe on ``size`` ranks; logits come to ``folder``/NAME-RANK.npy. Raises if a process fails.
+    """Run the probe on ``size`` ranks; logits go to ``folder``/NAME-RANK.npy. Raises AssertionError if a process fails.
 
-    Models that are not named ``in_every_way`` are only prefilled. ``is_on_triton``: with a GPU's kernels, interpreted.
+    Only models of ``in_every_way`` are computed in `sequential_ways`. ``is_on_triton``: use interpreted GPU kernels.
     """
     plan = {
         "size": size,
@@ -139,7 +139,7 @@ def run_ranks(
     command = [sys.executable, "-m", "tests.support.services.rank_probe", json.dumps(plan)]
     done = subprocess.run(
         command,
-        # The second: looking for GPUs must not initialise CUDA before the ranks are forked.
+        # The NVML check does not initialize CUDA, which must not happen before the ranks are forked.
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         stderr=subprocess.PIPE,
         text=True,
@@ -152,18 +152,18 @@ def run_ranks(
 
 
 def engine_settings(model: Path | str, **settings: Any) -> EngineSettings:
-    """The settings of the probe and of what it is compared with."""
+    """Engine settings of the probe and of its references."""
     base = {"model": str(model), "device": "cpu", "num_blocks": 256, "max_model_len": 128}
     return EngineSettings.model_validate({**base, **settings})
 
 
 def load_format_of(name: str) -> dict[str, str]:
-    """The setting that says whether the model of this name has weights on disk."""
+    """Setting of a model's load format by its name."""
     return {"load_format": "dummy"} if name == RANDOM else {}
 
 
 def probe(runner: ModelRunner, logits_path: Path, in_every_way: bool, is_slow: bool) -> ProbeReport:
-    """Play everything on one model."""
+    """Run the scenarios on one model."""
     tokens = tokens_of(runner.vocab_size)
     prefill = play.play_alone(runner, tokens)
     num_rows = num_unequal = 0
@@ -189,7 +189,7 @@ def probe(runner: ModelRunner, logits_path: Path, in_every_way: bool, is_slow: b
 
 
 def meet_silence(group: RankGroup, folder: Path) -> None:
-    """Rank 0 asks for a sum in a group whose other ranks do nothing."""
+    """Let rank 0 ask for a sum in a group whose other ranks do nothing."""
     impatient = RankGroup(group.rank, group.size, group.device, SILENCE_S)
     if group.rank == 0:
         started_s = time.monotonic()
@@ -200,7 +200,7 @@ def meet_silence(group: RankGroup, folder: Path) -> None:
 
 
 def be_rank(plan: dict[str, Any], rank: int) -> None:
-    """What one rank does."""
+    """Run one rank."""
     folder, size = Path(plan["folder"]), plan["size"]
     group = RankGroup.join(rank, size, plan["device"], folder / "store", TIMEOUT_S)
     reports = {}
@@ -213,13 +213,13 @@ def be_rank(plan: dict[str, Any], rank: int) -> None:
         reports[name] = asdict(probe(runner, logits_path, name in plan["in_every_way"], plan["is_on_triton"]))
     if rank == 0:
         (folder / "reports.json").write_text(json.dumps(reports))
-    if plan["device"] == "cpu":  # NCCL would end the process
+    if plan["device"] == "cpu":  # where NCCL would end the process
         meet_silence(group, folder)
     group.wait_for_all()
 
 
 def main() -> int:
-    """Fork the ranks, so that torch is imported once, and wait for them; the exit code is 1 when one fails."""
+    """Fork the ranks, so that torch is imported once, and wait for them; the exit code is 1 if one fails."""
     plan = json.loads(sys.argv[1])
     parent_pid = os.getpid()
     for rank in range(plan["size"]):
@@ -232,7 +232,7 @@ def main() -> int:
             except Exception:
                 traceback.print_exc()
             sys.stderr.flush()
-            os._exit(code)  # torch's own teardown takes seconds
+            os._exit(code)  # torch's teardown would take seconds
     codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(plan["size"])]
     return 0 if codes == [0] * plan["size"] else 1
 

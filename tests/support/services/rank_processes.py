@@ -8,18 +8,18 @@ from tests.support.services.faults import eventually
 
 
 def ranks_of(engine: psutil.Process) -> list[psutil.Process]:
-    """The following ranks that an engine process has started."""
+    """Processes of an engine's ranks above 0."""
     return [child for child in engine.children() if "specdec.replica.worker.rank_child" in child.cmdline()]
 
 
 def rank_of(engine: psutil.Process) -> psutil.Process:
-    """The only one of them."""
+    """The one process of an engine's ranks above 0."""
     (rank,) = ranks_of(engine)
     return rank
 
 
 async def all_gone(*processes: psutil.Process) -> None:
-    """Wait until none of them runs."""
+    """Wait until none of the processes runs."""
 
     async def is_so() -> bool:
         return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)

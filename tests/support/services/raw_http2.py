@@ -1,4 +1,4 @@
-"""HTTP/2 by hand, for what no gRPC client would send: unknown encodings, responses that are never let through."""
+"""HTTP/2 frames for requests that no gRPC client sends: unknown encodings, windows that never open."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
 
 
 def grpc_message(encoded: bytes, *, is_compressed: bool = False) -> bytes:
-    """A message as gRPC puts it into the body."""
+    """A gRPC message with its prefix, as in the body."""
     return bytes([is_compressed]) + len(encoded).to_bytes(4, "big") + encoded
 
 
 class RawConnection:
-    """A connection that calls gRPC methods. What comes back is kept as it is: gRPC's C core writes names and values of
-    headers in the clear, so that `b"grpc-status"` can be looked for.
+    """A connection that calls gRPC methods and keeps responses undecoded.
+
+    gRPC's C core writes names and values of headers in the clear, so that `b"grpc-status"` can be found.
     """
 
     def __init__(self, address: str, *, window_bytes: int = FIRST_WINDOW_BYTES) -> None:
-        """`window_bytes` is how much of each response the peer may send; nothing is ever added to it."""
+        """`window_bytes`: bytes of each response that the peer may send; the window is never enlarged."""
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self._window_bytes = window_bytes
@@ -41,7 +42,7 @@ class RawConnection:
         self._changed = asyncio.Condition()
         self.is_closed = False
         self.headers: dict[int, bytes] = {}
-        """Of each stream, trailers too."""
+        """Header blocks of each stream, trailers included."""
         self.body: dict[int, int] = {}
         """Bytes of each stream's response so far."""
 
@@ -60,7 +61,7 @@ class RawConnection:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def begin(self, path: str, **metadata: str) -> int:
-        """Begin a call, without a request so far; underscores in names stand for dashes. Returns the stream's id."""
+        """Begin a call without its request; underscores in `metadata` become dashes. Returns the stream's id."""
         stream_id = next(self._stream_ids)
         fields = {
             ":method": "POST",
@@ -77,7 +78,7 @@ class RawConnection:
         return stream_id
 
     def send(self, data: bytes) -> None:
-        """Any bytes: frames, parts of frames, or none."""
+        """Send any bytes: frames, parts of frames, or none."""
         self._writer.write(data)
 
     async def call(self, path: str, body: bytes, **metadata: str) -> int:
@@ -95,7 +96,7 @@ class RawConnection:
                             or min(self._connection_bytes, self._peers_for_streams[stream_id]) > 0
                         )
                     )
-                if self.is_closed or stream_id in self.headers:  # refused before all of it was sent
+                if self.is_closed or stream_id in self.headers:  # refused before the whole request was sent
                     return stream_id
                 continue
             piece = body[sent : sent + room]
@@ -157,7 +158,7 @@ class RawConnection:
 
 
 def _literal(name: str, value: str) -> bytes:
-    """A header field that enters no table, its name and value in the clear."""
+    """A header field in the clear, without indexing."""
     return b"\x00" + b"".join(_length(len(text)) + text for text in (name.encode(), value.encode()))
 
 

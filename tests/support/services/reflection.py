@@ -1,4 +1,4 @@
-"""Asks a service what it serves."""
+"""Lists the gRPC services of a server."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 
 def reflect(channel: grpc.aio.Channel) -> Any:
-    """Opens a stream for questions on the services, with nothing asked yet.
+    """Open a reflection stream without a request.
 
-    Whoever expects a refusal writes nothing: grpc.aio ends a call that is refused while it writes as INTERNAL.
+    Tests of refusals write nothing, because grpc.aio ends a call that is refused during a write as INTERNAL.
     """
     make_stub: Any = reflection_pb2_grpc.ServerReflectionStub
     return make_stub(channel).ServerReflectionInfo()
 
 
 async def list_services(channel: grpc.aio.Channel) -> list[str]:
-    """Names of the services, by reflection."""
+    """Names of the services."""
     call = reflect(channel)
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
     answer = await call.read()

@@ -1,4 +1,4 @@
-"""A small authority and what it signed, servers with its certificates, and how tests look at them."""
+"""A test authority with its certificates, servers that use them, and clients of these."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COORDINATOR = "coordinator.specdec"
 
 @dataclass(frozen=True, slots=True)
 class Secured:
-    """An authority, a client's certificate of it, and the server's secret as it is mounted."""
+    """An authority, a client's certificate, and the server's mounted secret."""
 
     authority: Authority
     client: Certificate
@@ -41,7 +41,7 @@ class Secured:
         return grpc.ssl_channel_credentials((authority or self.authority).certificate, shown.key, shown.chain)
 
     def ssl_context(self, folder: Path, client: Certificate | None = None) -> ssl.SSLContext:
-        """A client's, with its certificate; the folder is where Python wants to read that from."""
+        """TLS context of a client; its certificate is written to `folder`, because Python reads it from a file."""
         shown = client or self.client
         path = folder / f"{shown.serial_number}.pem"
         path.write_bytes(shown.key + shown.chain)
@@ -62,13 +62,13 @@ def server_flags(volume: SecretVolume, *more: str) -> tuple[str, ...]:
 
 
 def replica_tls(volume: SecretVolume) -> dict[str, object]:
-    """Settings of a coordinator that shows the volume's certificate to replicas."""
+    """Settings of a coordinator that uses the volume's certificate at replicas."""
     return {"replica_tls_dir": volume.folder}
 
 
 @asynccontextmanager
 async def ready_server(volume: SecretVolume, *flags: str) -> AsyncIterator[tuple[EchoProcess, dict[str, Any]]]:
-    """A replica with mutual TLS that is ready, and what it logged of its ports."""
+    """Run a replica with mutual TLS; yields it, once it is ready, and its log line with the ports."""
     async with echo_process(*server_flags(volume, *flags)) as process:
         listening = await process.event("listening")
         await process.event("ready")
@@ -96,14 +96,14 @@ async def call_target(channel: grpc.aio.Channel) -> str:
 
 
 async def error_of(call: Any) -> SpecdecError:
-    """The typed error that a call ends with."""
+    """The typed error at the end of a call."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return from_rpc_error(caught.value)
 
 
 async def served_serial(port: int, context: ssl.SSLContext) -> int:
-    """Serial number of the certificate that a new connection is shown."""
+    """Serial number of the server's certificate on a new connection."""
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.transport.abort()
@@ -111,7 +111,7 @@ async def served_serial(port: int, context: ssl.SSLContext) -> int:
 
 
 def scrape(port: int, context: ssl.SSLContext | None) -> bytes:
-    """/metrics over TLS, or over plain HTTP without a context."""
+    """Page of /metrics over TLS, or over plain HTTP without a context."""
     connection = (
         http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_TIMEOUT_S)
         if context is None

@@ -1,6 +1,4 @@
-"""A decode loop between a simulated target and simulated drafts, with all that is real between them; no network, and
-the time is what a test says.
-"""
+"""A real decode loop with a simulated target and simulated drafts, without a network and on a simulated clock."""
 
 from __future__ import annotations
 
@@ -36,19 +34,19 @@ from tests.support.scripted.model import identity, make_tokenizer
 
 STEP_S = 0.010
 NUM_AHEAD = 4
-"""Tokens of a proposal."""
+"""Number of tokens of a proposal."""
 _SETTINGS = LinkSettings("coordinator-1", 1, 5.0, 0.1, 0.1)
 
 
 class SimulatedDraft(DraftLink):
-    """Answers each commit with a right proposal, so long after it."""
+    """Answers each commit with a right proposal after `delay_s`."""
 
     def __init__(self, world: World, name: str, delay_s: float) -> None:
         channel: Any = None
         super().__init__(name, channel, _SETTINGS, events=world.recovery, proposals=world.loop)
         self.identity = identity(name)
         self.delay_s: Callable[[], float | None] = lambda: delay_s
-        """None: it says nothing."""
+        """Seconds before an answer; None: no answer."""
         self.is_alive = True
         self._world = world
 
@@ -68,7 +66,7 @@ class SimulatedDraft(DraftLink):
         self._world.at(self._world.now_s + delay_s, lambda: self.is_alive and self.on_result(result))
 
     def die(self) -> None:
-        """Its stream breaks, and does not come back."""
+        """Break the stream for good."""
         self.is_alive = False
         self._events.on_down(self, EndOfStream(Ending.LOST))
 
@@ -78,13 +76,13 @@ class SimulatedDraft(DraftLink):
 
 
 class SimulatedTarget:
-    """Commits a token at each step of the world; what is relayed to it is usable while it reaches past the position."""
+    """Commits a token at each step of the world; a relayed proposal is usable while it ends after the position."""
 
     role, address, identity, is_up, is_ready, tells_progress = "target", "target", None, True, True, True
 
     def __init__(self) -> None:
         self.ends: dict[str, int] = {}
-        """Where the proposal that reaches furthest ends, by session id."""
+        """Largest end position of a proposal, by session id."""
 
     def open_session(self, session: Session) -> None:
         session.target.opened(self)
@@ -104,7 +102,7 @@ class SimulatedTarget:
 
 
 class World:
-    """`run` lets time pass: a step of all sessions each 10 ms, and the drafts' answers when they are due."""
+    """Sessions, drafts and a target on one clock; `run` steps all sessions every 10 ms and delivers due answers."""
 
     def __init__(self, set_clock: Callable[[Callable[[], float]], None], *, share: float = 0.125) -> None:
         """`set_clock` makes a function the monotonic clock of the process."""
@@ -154,7 +152,7 @@ class World:
         self._num_due = 0
 
     def drafts(self, *delays_s: float) -> list[SimulatedDraft]:
-        """Drafts that take so long; the first one gets the first session."""
+        """Make drafts with these delays; the first draft gets the first session."""
         links = [SimulatedDraft(self, f"draft-{number}:1", delay_s) for number, delay_s in enumerate(delays_s)]
         self.recovery.set_links(links)
         for link in links:
@@ -162,7 +160,7 @@ class World:
         return links
 
     def open(self, draft: DraftLink, mode: pb.VerifyMode.ValueType = pb.VERIFY_MODE_COUPLED) -> Session:
-        """A session at a draft."""
+        """Open a session at a draft."""
         name = f"session-{len(self.sessions)}"
         model = identity()
         session = Session(
@@ -182,12 +180,12 @@ class World:
         return session
 
     def at(self, due_s: float, do: Callable[[], object]) -> None:
-        """Do something later."""
+        """Schedule an action for a time."""
         self._num_due += 1
         heapq.heappush(self._due, (due_s, self._num_due, do))
 
     def run(self, num_steps: int, look: Callable[[], object] = lambda: None) -> None:
-        """Let so many steps pass, and look at what there is after each."""
+        """Run `num_steps` steps, and call `look` after each."""
         for _ in range(num_steps):
             ends_s = self.now_s + STEP_S
             while self._due and self._due[0][0] <= ends_s:

@@ -1,6 +1,6 @@
 """A tiny random target with a byte-level tokenizer, and a draft that is the same model with noise added.
 
-They start in a second and agree often enough that proposals are accepted, and rejected, at every depth.
+They start in a second, and proposals are both accepted and rejected at every depth.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def make_tiny_pair(folder: Path, *, noise: float = 0.006, max_model_len: int = 4
     """Write a pair to `folder`/target and `folder`/draft.
 
     Args:
-        max_model_len: Long enough, unless given, for a stream to be in the middle of.
-        noise: Standard deviation of what is added to the draft's weights; 0 makes it the target itself.
+        max_model_len: Positions of the models; the default leaves room for long streams.
+        noise: Standard deviation of the noise on the draft's weights; with 0 it equals the target.
     """
     tokenizer = byte_tokenizer()
     config = LlamaConfig(

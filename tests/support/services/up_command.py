@@ -1,4 +1,4 @@
-"""`specdec up` as a process: what it prints, and the services below it."""
+"""`specdec up` as a process, with its output and its services."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S = 120.0
 
 
 class UpCommand:
-    """A running `specdec up`. What it prints is read by a thread, so that it never waits for the test."""
+    """A running `specdec up`, whose output a thread reads, so that it never waits for the test."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -40,7 +40,7 @@ class UpCommand:
             self._has_new.notify_all()
 
     def wait_line(self, text: str, after: int = 0) -> str:
-        """The first line with a text, of those from number `after` on."""
+        """Wait for the first line with a text, from line number `after` on; returns it."""
         ends_s = time.monotonic() + PATIENCE_S
         with self._has_new:
             while True:
@@ -53,18 +53,18 @@ class UpCommand:
                 self._has_new.wait(left_s)
 
     def wait_end(self) -> int:
-        """Its exit code; all it printed is then in `lines`."""
+        """Wait for the end; returns the exit code, and `lines` has the whole output."""
         code = self.process.wait(PATIENCE_S)
         self._reader.join(PATIENCE_S)
         return code
 
     @property
     def address(self) -> str:
-        """The coordinator's."""
+        """Address of the coordinator."""
         return self.wait_line("Ready at").split()[2].rstrip(".")
 
     def children(self) -> list[psutil.Process]:
-        """All processes below it."""
+        """All descendants of the process."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def service(self, module: str) -> psutil.Process:
@@ -76,7 +76,7 @@ class UpCommand:
 def _command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.NoSuchProcess:  # it ended, and may not have been waited for yet
+    except psutil.NoSuchProcess:  # it has ended, and may be a zombie
         return []
 
 
@@ -84,12 +84,12 @@ def _command_line(process: psutil.Process) -> list[str]:
 def running_up(
     pair: ModelPair, more: Sequence[str] = (), variables: Mapping[str, str] | None = None, *, gateway: bool = False
 ) -> Iterator[UpCommand]:
-    """Yield `specdec up` once it is ready, with a gateway if wanted."""
+    """Run `specdec up`, with a gateway if `gateway`; yields it once it is ready."""
     more = more if gateway else (*more, "--no-gateway")
     arguments = ["up", "--target", str(pair.target), "--draft", str(pair.draft), "--device", "cpu", "--free-ports"]
     command = [sys.executable, "-m", "specdec.commands.main", *arguments, *more]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "SPECDEC_UP_PLACEMENT": "apart", **(variables or {})}
-    # Whoever runs the tests in the background of a shell ignores SIGINT, and children inherit that.
+    # Tests in the background of a shell ignore SIGINT, and children would inherit that.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
