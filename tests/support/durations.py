@@ -78,10 +78,6 @@ def updated(recorded: dict[str, float], measured: dict[str, float]) -> dict[str,
     return {name: round(seconds, 2) for name, seconds in sorted({**kept, **fresh}.items())}
 
 
-def _is_kept(file: str, ran: set[str]) -> bool:
-    return file not in ran and (ROOT / file).is_file()
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--store-durations", action="store_true", help="record in tests/durations.json what tests took")
 

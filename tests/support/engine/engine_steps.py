@@ -13,8 +13,6 @@ from tests.support.engine.exact_runner import assert_blocks_add_up, fresh_logits
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-
 
 def step(engine: Engine) -> StepOutput:
     output = engine.step()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
+import bench.round
 from bench.round.stamps import STAGES, read_stamps, rounds
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
@@ -61,3 +65,19 @@ def test_a_round_that_another_verdict_overtook_has_begun_but_has_no_times(tmp_pa
 def test_only_rounds_of_the_wanted_time_count(tmp_path: Path) -> None:
     write(tmp_path, stamps_of_a_round("a", 20, 100), stamps_of_a_round("a", 22, 150))
     assert rounds(read_stamps(tmp_path), 120, 1000) == ([list(range(150, 150 + NUM_STAGES))], 1)
+
+
+def test_every_method_that_the_probe_stamps_is_there(tmp_path: Path) -> None:
+    """A service under the probe would not start otherwise."""
+    probe = Path(bench.round.__file__).parent / "probe"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(probe), *sys.path])}
+    environment["SPECDEC_ROUND_FOLDER"] = str(tmp_path)
+    loads_all = (
+        "import importlib, sitecustomize\n"
+        "for name in sitecustomize._PATCHES: importlib.import_module(name)\n"
+        "from specdec.target_service.pacing.pacing import Pacing\n"
+        "print(hasattr(Pacing.observe_proposal, '__wrapped__'))"
+    )
+    command = [sys.executable, "-c", loads_all]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "True\n", done.stderr
