@@ -75,7 +75,8 @@ def main(
             stack.enter_context(_probed(folder))
             proxy = stack.enter_context(DelayProxy(client_cores(cores)))
             through = proxy if any(delays_ms) else None
-            cluster = stack.enter_context(running(MeasuredDeployment(pair=made, cores=cores), progress, through))
+            deployment = MeasuredDeployment(pair=made, cores=cores, target={"adaptive_speculation": False})
+            cluster = stack.enter_context(running(deployment, progress, through))  # a suspended draft has no rounds
             for load, delay_ms, mode, number in product(loads.split(","), delays_ms, modes.split(","), numbers):
                 case = Case(load, delay_ms, mode, number)
                 progress.tell(case.name)
