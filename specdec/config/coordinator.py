@@ -14,6 +14,7 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 from specdec.config.replica import RejectionMethodName, VerifyModeName
+from specdec.config.retired import REMOVED_FROM_COORDINATOR
 from specdec.service.settings import ServiceSettings
 from specdec.wire.sampling_limits import MAX_LOGPROBS
 from specdec.wire.settings import Address, PeerSettings, WireSettings
@@ -35,6 +36,7 @@ class CoordinatorSettings(ServiceSettings, PeerSettings):
     """Settings of a coordinator."""
 
     env_prefix: ClassVar[str] = "SPECDEC_COORDINATOR_"
+    removed: ClassVar[frozenset[str]] = REMOVED_FROM_COORDINATOR
 
     targets: Addresses = Field(
         default=(),

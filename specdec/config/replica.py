@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
+from specdec.config.retired import REMOVED_FROM_REPLICAS
 from specdec.engine.settings import EngineSettings
 from specdec.service.settings import ReplicaServiceSettings
 
@@ -18,6 +17,8 @@ RejectionMethodName = Literal["standard", "block"]
 
 class ReplicaSettings(ReplicaServiceSettings, EngineSettings):
     """What targets and drafts have in common: an engine behind a gRPC server."""
+
+    removed: ClassVar[frozenset[str]] = REMOVED_FROM_REPLICAS
 
     model_name: str | None = Field(
         default=None,

@@ -33,6 +33,9 @@ REMOVED: Mapping[str, str] = MappingProxyType(
 )
 """Settings that no service has any more, and what holds now. Their values are ignored."""
 
+REMOVED_FROM_REPLICAS = frozenset({"engine_silence_s", "session_ttl_s"})
+REMOVED_FROM_COORDINATOR = frozenset(REMOVED) - REMOVED_FROM_REPLICAS
+
 
 def notices(names: frozenset[str]) -> dict[str, str]:
     """Log lines for an operator who gave these settings, by the setting's name."""

@@ -26,7 +26,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from specdec.config.retired import REMOVED, REPLACED, notices
+from specdec.config.retired import REPLACED, notices
 from specdec.telemetry import setup_logging
 
 _log = structlog.get_logger(__name__)
@@ -118,12 +118,13 @@ def _load(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: str) -> t
         raise SettingsInvalid([_plain(cls, error)]) from error
     values = {name: getattr(loaded, name) for name in cls.model_fields}
     inner = {name for value in values.values() if isinstance(value, BaseModel) for name in value.model_extra or ()}
-    given = loaded.model_fields_set | removed | removed_flags | (inner & REMOVED.keys())
+    given = loaded.model_fields_set | removed | removed_flags | (inner & _removed(cls))
     return cls.model_validate(values), notices(frozenset(given))
 
 
 def _removed(cls: type[BaseModel]) -> frozenset[str]:
-    return frozenset(REMOVED.keys() - cls.model_fields.keys())
+    """Removed settings that this service had."""
+    return getattr(cls, "removed", frozenset())
 
 
 def _without_removed(cls: type[BaseModel], argv: Sequence[str]) -> tuple[list[str], set[str]]:
@@ -195,7 +196,7 @@ def _unknown_variables(cls: type[BaseModel], environment: Mapping[str, str], env
             continue
         name = variable[len(prefix) :].lower()
         is_service_link = _SERVICE_LINK.match(value) or _SERVICE_LINK_NAME.search(name)
-        if name == "config" or name in cls.model_fields or name in REMOVED or is_service_link:
+        if name == "config" or name in cls.model_fields or name in _removed(cls) or is_service_link:
             continue
         problems.append(f"{variable} is not a setting{_nearest(cls, name, env_prefix, str.upper)}")
     return problems

@@ -74,7 +74,8 @@ FLOORS = {
         command
     """,
     "specdec.config": """
-        endpoint_options replica retired
+        endpoint_options retired
+        replica
         coordinator drafter_options sources
         draft
         target

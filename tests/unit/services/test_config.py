@@ -288,6 +288,16 @@ def test_a_removed_setting_is_ignored_and_its_notice_says_what_holds_now(
     )
 
 
+def test_a_removed_setting_of_another_service_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    (problem,) = problems_of("--model=m", "--ejection-s=1")
+    assert "--ejection-s" in problem
+    (problem,) = problems_of("--targets=a:1", "--session-ttl-s=1", cls=CoordinatorSettings)
+    assert "--session-ttl-s" in problem
+    monkeypatch.setenv("SPECDEC_GATEWAY_EJECTION_S", "1")
+    (problem,) = problems_of(cls=GatewaySettings)
+    assert problem.startswith("SPECDEC_GATEWAY_EJECTION_S is not a setting")
+
+
 def test_no_setting_has_the_name_of_a_removed_one() -> None:
     kinds: tuple[Any, ...] = (TargetSettings, DraftSettings, CoordinatorSettings, GatewaySettings)
     assert not REMOVED.keys() & {name for kind in kinds for name in kind.model_fields}
