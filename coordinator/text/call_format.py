@@ -143,9 +143,27 @@ class CallFormats:
         content = message.get("content")
         given = CallContent.NULL if content is None else CallContent.EMPTY
         form = min(self._forms, key=lambda one: (one.content is not given, one.has_text_arguments is not has_text))
-        fitted = [_fit_call(f"{field}[{i}]", call, form.has_text_arguments, values) for i, call in enumerate(calls)]
+        fitted = [self._fit_call(f"{field}[{i}]", call, form.has_text_arguments, values) for i, call in enumerate(calls)]
         message = {**message, "tool_calls": fitted}
         return message if content else form.content_of(message, self._fit_content)
+
+    def _fit_call(self, field: str, call: Any, as_text: bool, values: JsonValues) -> Any:
+        """A call with its arguments as a text or an object; unchanged if they are neither."""
+        arguments = _arguments(call)
+        if isinstance(arguments, dict) and as_text:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str) and not as_text:
+            if not arguments.lstrip().startswith("{") and self._shows_any_text:
+                return call
+            arguments = values.read_object(f"{field}.function.arguments", arguments)
+        else:
+            return call
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    @cached_property
+    def _shows_any_text(self) -> bool:
+        """Whether arguments that are a text without an object in it are rendered."""
+        return _VALUE in (self._render([self._call(self._forms[0], _VALUE)]) or "")
 
     def _reasoning_names(self, has_calls: bool, has_text: bool) -> tuple[str, ...]:
         kind = has_calls, has_text
@@ -164,10 +182,11 @@ class CallFormats:
         self._reasoning[kind] = max(_REASONING_NAMES, key=lambda names: (*shown(names), -_REASONING_NAMES.index(names)))
         return self._reasoning[kind]
 
-    def _call(self, form: CallForm) -> Message:
-        arguments = {_KEY: _VALUE}
-        told = json.dumps(arguments) if form.has_text_arguments else arguments
-        call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": told}}
+    def _call(self, form: CallForm, told: str | None = None) -> Message:
+        """A message with a call; `told` replaces its arguments."""
+        arguments: Any = {_KEY: _VALUE}
+        arguments = told or (json.dumps(arguments) if form.has_text_arguments else arguments)
+        call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": arguments}}
         return form.content_of({"role": "assistant", "tool_calls": [call]}, self._fit_content)
 
     def _render(self, after_user: list[Message]) -> str | None:
@@ -212,19 +231,6 @@ def _num_nulls(text: str) -> int:
 def _arguments(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     return function.get("arguments") if isinstance(function, dict) else None
-
-
-def _fit_call(field: str, call: Any, as_text: bool, values: JsonValues) -> Any:
-    """A call with its arguments as a text or an object; unchanged if they are neither."""
-    arguments = _arguments(call)
-    if isinstance(arguments, dict) and as_text:
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif isinstance(arguments, str) and not as_text:
-        read = values.read_object(f"{field}.function.arguments", arguments)
-        arguments = arguments if read is None else read
-    else:
-        return call
-    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _only(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
+
+from pydantic_core import from_json
 
 from specdec.wire.errors import InvalidRequest
 from specdec.wire.message_sizes import MOST_CONVERSATION_VALUES as _MOST_VALUES
 
 _MOST_DEPTH = 64
 """Depth of nested lists and objects, at most: templates walk them recursively."""
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+"""A string of a JSON text; its end may be cut."""
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_PLACE = re.compile(r"at line (\d+) column (\d+)")
 
 
 class JsonValues:
@@ -32,15 +39,24 @@ class JsonValues:
         self._count(field, value)
         return value
 
-    def read_object(self, field: str, text: str) -> dict[str, Any] | None:
-        """The object in a text, or None if it is no object. Raises InvalidRequest beyond the bounds."""
+    def read_object(self, field: str, text: str) -> dict[str, Any]:
+        """The object in a text; of a text that is cut or malformed, the object as far as it goes, which may be empty.
+
+        Raises:
+            InvalidRequest: a whole object is beyond the bounds.
+        """
         try:
             value = _load(text)
         except (ValueError, RecursionError):
-            return None
-        if not isinstance(value, dict):
-            return None
-        self._count(field, value)
+            value = None
+        if isinstance(value, dict) and not _has_surrogates(text):
+            self._count(field, value)
+            return value
+        value = _as_far_as_it_goes(text)
+        try:
+            self._count(field, value)
+        except InvalidRequest:
+            return {}
         return value
 
     def _count(self, field: str, value: Any) -> None:
@@ -69,3 +85,35 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is too large")
     return number
+
+
+def _has_surrogates(text: str) -> bool:
+    """Whether a JSON text may have half of a surrogate pair, which no prompt can hold."""
+    return "\\ud" in text.lower()
+
+
+def _as_far_as_it_goes(text: str) -> dict[str, Any]:
+    """The object that a text begins, without the first faulty value and all that follows; empty if it begins none."""
+    text = _STRING.sub(lambda match: _CONTROL.sub(lambda control: f"\\u{ord(control[0]):04x}", match[0]), text)
+    data = text.encode(errors="replace")
+    value: Any = None
+    for _ in range(2):
+        try:
+            value = from_json(data, allow_partial="trailing-strings")
+            break
+        except ValueError as error:
+            data = data[: _place(data, str(error))]
+    if not isinstance(value, dict):
+        return {}
+    # What is no JSON, such as infinity and half of a surrogate pair, is replaced.
+    told = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    whole: dict[str, Any] = json.loads(told, parse_constant=lambda _: None)
+    return whole
+
+
+def _place(data: bytes, error: str) -> int:
+    """The byte at which a parser's error says that a text is faulty."""
+    if (found := _PLACE.search(error)) is None:
+        return 0
+    lines = data.split(b"\n")[: int(found[1]) - 1]
+    return max(0, sum(len(line) + 1 for line in lines) + int(found[2]) - 1)

@@ -13,6 +13,7 @@ from specdec.coordinator.text import chat_template, json_values
 from specdec.gateway.chat.messages import to_chat_messages
 from tests.support.chat import call_templates as templates
 from tests.support.chat.rendering import USER, refusal, render, render_there, tokenizer_with
+from tests.support.for_each import for_each
 
 COMPACT = '{"city":"Rome"}'
 SPACED = '{"city": "Rome"}'
@@ -68,6 +69,43 @@ def test_no_arguments_are_an_empty_object_in_each_form(arguments: str | None) ->
 @pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1]", '{"a": NaN}', '{"a": 1e999}', "[" * 100_000])
 def test_arguments_that_are_no_object_are_shown_as_they_were(arguments: str) -> None:
     assert f"<f {arguments}>" in answered(templates.ANY, called(None, arguments))
+
+
+@for_each(
+    "arguments, shown",
+    [
+        ('{"city": "Ro', "city=Ro"),
+        ('{"city": "Rome", "da', "city=Rome"),
+        ('{"city": "Rome", "days": [1, {"a": "b', "city=Romedays=[1, {'a': 'b'}]"),
+        ('{"city": "Rome", "is": tru', "city=Rome"),
+        ('{"city": "a\nb\tc"}', "city=a\nb\tc"),
+        ('{"city": "a\nb', "city=a\nb"),
+        ('{"city": "Rome",\n "days": two}', "city=Rome"),
+        ('{"city": "é", "days": 1e999, "to": 1', "city=édays=Noneto=1"),
+        ('{"city": "\\ud83d"}', "city="),
+        ('{"city": "\\ud83d\\ude00"}', "city=😀"),
+        ("{'city': 1}", ""),
+        ('{"a": ' + "[" * 100_000, ""),
+        ('["Rome"]', ""),
+        ("Rome", ""),
+    ],
+)
+def test_arguments_that_were_cut_go_as_far_as_they_go_where_a_template_walks_them(arguments: str, shown: str) -> None:
+    messages = [USER, called(None, arguments), RESULT, USER]
+    text = render(templates.WALKED_ARGUMENTS, to_chat_messages(messages))
+    assert text == f"[user]Hello.[assistant]<f {shown}>[tool]21[user]Hello."
+
+
+@pytest.mark.parametrize("end", range(1, 40))
+def test_a_call_cut_anywhere_leaves_a_conversation_that_every_template_renders(end: int) -> None:
+    arguments = '{"city": "Rom\\u00e9", "n": [-1.5, {"b": null}]}'[:end]
+    for template in (templates.WALKED_ARGUMENTS, templates.WALKED_OR_TEXT_ARGUMENTS, templates.DUMPED_ARGUMENTS):
+        assert "[tool]21" in answered(template, called(None, arguments))
+
+
+def test_arguments_that_are_no_object_are_shown_by_templates_that_dump_them() -> None:
+    assert '<f "Rome">' in answered(templates.DUMPED_ARGUMENTS, called(None, "Rome"))
+    assert '<f {"city": "Ro"}>' in answered(templates.DUMPED_ARGUMENTS, called(None, '{"city": "Ro'))
 
 
 @pytest.mark.parametrize(
