@@ -143,7 +143,8 @@ class CallFormats:
         content = message.get("content")
         given = CallContent.NULL if content is None else CallContent.EMPTY
         form = min(self._forms, key=lambda one: (one.content is not given, one.has_text_arguments is not has_text))
-        fitted = [self._fit_call(f"{field}[{i}]", call, form.has_text_arguments, values) for i, call in enumerate(calls)]
+        as_text = form.has_text_arguments
+        fitted = [self._fit_call(f"{field}[{i}]", call, as_text, values) for i, call in enumerate(calls)]
         message = {**message, "tool_calls": fitted}
         return message if content else form.content_of(message, self._fit_content)
 

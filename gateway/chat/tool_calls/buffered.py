@@ -104,7 +104,8 @@ class BufferedParser:
 
     def _read_value(self, scan: JsonScan, then: Callable[[], bool], when_spoilt: Callable[[], bool]) -> bool:
         """Read more arguments of an emitted call. Next state: `then` at their end, or `when_spoilt`."""
-        self._writer.arguments(self._take(scan.feed(self._buffer)))
+        self._take(scan.feed(self._buffer))
+        self._writer.arguments(scan.take())
         if scan.state is Scan.OPEN:
             return False
         self._state = then if scan.state is Scan.DONE else when_spoilt

@@ -91,9 +91,9 @@ class CallObject:
 
     def _read(self, scan: JsonScan, text: str, at: int) -> int:
         """Go on with a key or a value."""
-        end = scan.feed(text, at)
+        end, written = scan.feed(text, at), scan.take()
         if self._at is _At.KEY or self._key == "name" or self._is_arguments():
-            self._value += text[at:end]
+            self._value += written
         if self._is_arguments() and self._streams():
             self._give(self._value)
             self._num_given += len(self._value)

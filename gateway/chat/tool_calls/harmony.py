@@ -8,6 +8,7 @@ from typing import ClassVar
 from specdec.gateway.chat.deltas import split_at_marker
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
+from specdec.gateway.chat.tool_calls.json_scan import JsonScan
 
 _START = "<|start|>"
 _CHANNEL = "<|channel|>"
@@ -22,7 +23,7 @@ _FUNCTIONS = "functions."
 class HarmonyParser(BufferedParser):
     """A message of several parts, each with a channel and perhaps a recipient.
 
-    The channel analysis is reasoning. A part for a function is a call, whose arguments stream unchanged. Other parts
+    The channel analysis is reasoning. A part for a function is a call, whose arguments stream. Other parts
     are content: the final answer, and comments before calls. A line break separates two parts of one kind. A part for
     a tool that is no function of the request follows its channel.
     """
@@ -34,6 +35,7 @@ class HarmonyParser(BufferedParser):
         super().__init__()
         self._tells_calls = tells_calls
         self._kind = ""
+        self._scan = JsonScan()
         self._is_first = True
         """No text of the part was emitted."""
         self._told: set[str] = set()
@@ -72,7 +74,7 @@ class HarmonyParser(BufferedParser):
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
         function = recipient[1].removeprefix(_FUNCTIONS) if recipient and recipient[1].startswith(_FUNCTIONS) else ""
         if self._tells_calls and 0 < len(function) <= MOST_NAME_CHARS:
-            self._kind = "call"
+            self._kind, self._scan = "call", JsonScan()
             self._writer.begin_call(function)
         else:
             self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
@@ -99,7 +101,8 @@ class HarmonyParser(BufferedParser):
             text = "\n" + text
         self._is_first = False
         if self._kind == "call":
-            self._writer.arguments(text)
+            end = self._scan.feed(text)
+            self._writer.arguments(self._scan.take() + text[end:])
             return
         self._told.add(self._kind)
         if self._kind == "reasoning":

@@ -1,14 +1,17 @@
-"""Find the end of a JSON value in streamed text. Each character is read once."""
+"""Find the end of a JSON value in streamed text, and mend its strings. Each character is read once."""
 
 from __future__ import annotations
 
+import json
 import re
 from enum import Enum, auto
 
 _SPACE = " \t\r\n"
 _CLOSING = {"{": "}", "[": "]"}
 _PLAIN = re.compile(r"[^\"{}\[\]]*")
-_IN_STRING = re.compile(r"[^\"\\]*")
+_IN_STRING = re.compile(r"[^\"\\\x00-\x1f]*")
+_ESCAPE = re.compile(r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4})")
+_ESCAPE_START = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _SCALAR = re.compile(r"[^\s,:{}\[\]\"]*")
 
 
@@ -23,28 +26,42 @@ class Scan(Enum):
 
 
 class JsonScan:
-    """Follows one value by brackets and strings only: {"a": tru} counts as whole."""
+    """Follows one value by brackets and strings only: {"a": tru} counts as whole.
+
+    Models write line breaks and other control characters in strings, and backslashes that begin no escape. What is
+    written has escapes for them, as JSON demands.
+    """
 
     def __init__(self) -> None:
         self.state = Scan.OPEN
         self._closing: list[str] = []
         self._in_string = False
-        self._escaped = False
+        self._escape = ""
+        """The escape that the text so far ends with."""
         self._in_scalar = False
+        self._written: list[str] = []
 
     def feed(self, text: str, start: int = 0) -> int:
         """Read a text from `start` on; returns the index where the value ends or breaks, or the text's end."""
         at = start
         while at < len(text) and self.state is Scan.OPEN:
+            before = at
             if self._in_string:
                 at = self._go_on_in_string(text, at)
-            elif self._in_scalar:
+                continue
+            if self._in_scalar:
                 at = self._skip(_SCALAR, text, at)
                 if at < len(text):
                     self.state = Scan.DONE
             else:
                 at = self._go_on(text, at)
+            self._written.append(text[before:at])
         return at
+
+    def take(self) -> str:
+        """What was read since the last call, as it is written in JSON."""
+        written, self._written = "".join(self._written), []
+        return written
 
     def _go_on(self, text: str, at: int) -> int:
         if self._closing:
@@ -70,18 +87,35 @@ class JsonScan:
         return at + 1
 
     def _go_on_in_string(self, text: str, at: int) -> int:
-        if self._escaped:
-            self._escaped = False
-            return at + 1
-        at = self._skip(_IN_STRING, text, at)
-        if at == len(text):
-            return at
-        if text[at] == "\\":
-            self._escaped = True
-        else:
+        if self._escape:
+            return self._go_on_in_escape(text, at)
+        end = self._skip(_IN_STRING, text, at)
+        self._written.append(text[at:end])
+        if end == len(text):
+            return end
+        character = text[end]
+        if character == "\\":
+            self._escape = character
+        elif character == '"':
+            self._written.append(character)
             self._in_string = False
             if not self._closing:
                 self.state = Scan.DONE
+        else:
+            self._written.append(json.dumps(character)[1:-1])
+        return end + 1
+
+    def _go_on_in_escape(self, text: str, at: int) -> int:
+        longer = self._escape + text[at]
+        if _ESCAPE.fullmatch(longer):
+            self._written.append(longer)
+            self._escape = ""
+        elif _ESCAPE_START.fullmatch(longer):
+            self._escape = longer
+        else:  # a backslash of the text, and no escape
+            self._written.append("\\" + self._escape)
+            self._escape = ""
+            return at
         return at + 1
 
     @staticmethod

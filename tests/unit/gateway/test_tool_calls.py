@@ -267,6 +267,35 @@ def test_arguments_stream_as_they_come(family: str) -> None:
     assert message.calls == [("f", '{"text": "a lo')]
 
 
+JSON_FORMS = {
+    "hermes": '<tool_call>{"name": "f", "arguments": HERE}</tool_call>',
+    "llama3_json": '{"name": "f", "parameters": HERE}',
+    "mistral": "[TOOL_CALLS]f[ARGS]HERE",
+    "deepseek": f"{DS['calls']}{DS['call']}f{DS['sep']}HERE{DS['end']}{DS['end_calls']}",
+    "harmony": "<|start|>assistant<|channel|>commentary to=functions.f<|message|>HERE<|call|>",
+}
+
+
+@pytest.mark.parametrize("family", JSON_FORMS)
+@given(
+    parts=st.lists(
+        st.sampled_from(["\n", "\t", "\x00", "\\d", "\\n", "\\\\", "\\u00e9", "\\u12", "\\\n", '\\"', "u", "a", "é"])
+    ),
+    places=st.lists(st.integers(0, 99), max_size=20),
+)
+@settings(max_examples=60, deadline=None)
+def test_strings_of_arguments_are_json_whatever_a_model_writes_in_them(
+    family: str, parts: list[str], places: list[int]
+) -> None:
+    text = JSON_FORMS[family].replace("HERE", f'{{"a": "{"".join(parts)}", "b": 1}}')
+    message = parse(make_tool_parser(family), cut(text, places))
+    expected = "".join({"\\n": "\n", "\\\\": "\\", "\\u00e9": "é", '\\"': '"'}.get(part, part) for part in parts)
+    if "\\u12" not in parts:  # its meaning depends on what follows
+        assert message.decoded == [("f", {"a": expected, "b": 1})]
+    assert set(message.decoded[0][1]) == {"a", "b"}
+    assert told(parse(make_tool_parser(family), list(text))) == told(message)
+
+
 def test_python_arguments_stream_one_by_one() -> None:
     parser = make_tool_parser("pythonic")
     message = Message()
