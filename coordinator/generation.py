@@ -304,7 +304,7 @@ class GenerateCalls:
             verify_mode=plan.speculation.verify_mode,
             rejection_method=plan.speculation.rejection_method,
             speculate=plan.speculation.enabled and self._speculate,
-            output=sampling.output(served.tokenizer.detokenizers),
+            output=sampling.output(served.tokenizer.detokenizers, plan.prompt),
             detokenizers=served.tokenizer.detokenizers,
             max_draft_tokens=plan.speculation.max_draft_tokens,
             time_per_token_us=plan.speculation.time_per_token_us,

@@ -93,10 +93,13 @@ class Conversions:
         token_ids = list(request.token_ids)
 
         def answer() -> bytes:
-            text = served.tokenizer.decode(token_ids, skip)
-            own_bytes = served.tokenizer.detokenizers.token_bytes
-            tokens = map(own_bytes, token_ids) if request.with_tokens else ()
-            return api.DetokenizeResponse(text=text, tokens=tokens).SerializeToString()
+            text = served.tokenizer.decode(token_ids, skip, is_prompt=request.is_prompt)
+            if not request.with_tokens:
+                return api.DetokenizeResponse(text=text).SerializeToString()
+            texts = served.tokenizer.detokenizers
+            special = {token_id for token_id in token_ids if token_id in texts.special_texts}
+            tokens = map(texts.token_bytes, token_ids)
+            return api.DetokenizeResponse(text=text, tokens=tokens, special_token_ids=special).SerializeToString()
 
         is_long = len(token_ids) > _INLINE_TOKENS
         encoded = await self._turns.run_in_turn(answer, num_bytes, tenant, weight) if is_long else answer()

@@ -6,11 +6,19 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NoReturn
 
 from specdec.coordinator.intake.conversation import read_conversation
+from specdec.coordinator.intake.prompt_length import (
+    check_num_messages,
+    check_prompt_bytes,
+    check_prompt_length,
+    context_exceeded,
+)
 from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import CheckedSampling, Limits, check_vocabulary
 from specdec.coordinator.text.bad_words import bad_word_sequences
+from specdec.coordinator.text.chat_template import RenderedTooLong
 from specdec.coordinator.text.request_templates import check_request_template
 from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.v1 import common_pb2 as pb
@@ -84,7 +92,7 @@ class PromptReader:
                 num_bytes = len(body.prompt.encode())
                 check_prompt_bytes(kind, num_bytes, self._prompt_limits)
                 num_tokens, token_ids = await self._encode(body.prompt, num_bytes, True, most)
-            _check_prompt_length(kind, num_tokens, sampling, self._limits)
+            check_prompt_length(kind, num_tokens, sampling, self._limits)
         return check_prompt(kind, token_ids, sampling, self._limits)
 
     async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
@@ -108,8 +116,9 @@ class PromptReader:
         match prediction.WhichOneof("content"):
             case "text":
                 num_bytes = len(prediction.text.encode())
-                check_prompt_bytes("prediction.text", num_bytes, self._prompt_limits)
                 most = self._limits.max_model_len
+                if num_bytes > self._prompt_limits.max_prompt_bytes:
+                    _refuse_prediction("prediction.text", f"{num_bytes} bytes", self._limits)
                 num_tokens, token_ids = await self._encode(prediction.text, num_bytes, False, most)
                 _check_prediction_length("prediction.text", num_tokens, self._limits)
                 return token_ids
@@ -187,7 +196,10 @@ class PromptReader:
         """The text of a conversation; not empty."""
         template = self._tokenizer.chat_template(messages.chat_template)
         conversation = read_conversation(messages, template.reserved_variables)
-        text = template.render(conversation, self._prompt_limits.max_prompt_bytes)
+        try:
+            text = template.render(conversation, self._prompt_limits.max_prompt_bytes)
+        except RenderedTooLong as error:
+            raise context_exceeded("messages", str(error), self._limits) from None
         if not text:
             raise InvalidRequest("messages", "must not be empty once it is rendered")
         return text
@@ -210,29 +222,14 @@ def resolve_start(constraint: pb.Constraint, prompt: Sequence[int], tokenizer: T
         constraint.after_token_id = token_id
 
 
-def check_prompt_bytes(field: str, num_bytes: int, limits: Limits) -> None:
-    """Refuse empty or too long text before it is tokenized. Raises InvalidRequest."""
-    if num_bytes == 0:
-        raise InvalidRequest(field, "must not be empty")
-    if num_bytes > limits.max_prompt_bytes:
-        raise InvalidRequest(field, f"{num_bytes} bytes exceed the limit of {limits.max_prompt_bytes}")
-
-
-def check_num_messages(num_messages: int, limits: Limits) -> None:
-    """Refuse more messages than a context has tokens: each takes one at least. Raises InvalidRequest."""
-    if num_messages > limits.max_model_len:
-        raise InvalidRequest(
-            "messages.messages",
-            f"{num_messages} messages are more than a context of {limits.max_model_len} tokens holds",
-        )
-
-
 def _check_prediction_length(field: str, num_tokens: int, limits: Limits) -> None:
     """Refuse a prediction longer than a context. Raises InvalidRequest."""
     if num_tokens > limits.max_model_len:
-        raise InvalidRequest(
-            field, f"{num_tokens} tokens are more than a context of {limits.max_model_len} tokens holds"
-        )
+        _refuse_prediction(field, f"{num_tokens} tokens", limits)
+
+
+def _refuse_prediction(field: str, size: str, limits: Limits) -> NoReturn:
+    raise InvalidRequest(field, f"{size} are more than a context of {limits.max_model_len} tokens holds")
 
 
 def check_prediction(field: str, token_ids: Sequence[int], limits: Limits) -> list[int]:
@@ -242,24 +239,10 @@ def check_prediction(field: str, token_ids: Sequence[int], limits: Limits) -> li
     return list(token_ids)
 
 
-def _check_prompt_length(field: str, num_tokens: int, sampling: CheckedSampling, limits: Limits) -> int:
-    """Tokens of a prompt left after truncation. Raises InvalidRequest if none or too many are left."""
-    if not num_tokens:
-        raise InvalidRequest(field, "must not be empty")
-    num_kept = min(num_tokens, sampling.truncate_prompt_tokens or num_tokens)
-    if limits.max_prompt_tokens is not None and num_kept > limits.max_prompt_tokens:
-        raise InvalidRequest(field, f"{num_kept} tokens exceed the limit of {limits.max_prompt_tokens}")
-    if num_kept >= limits.max_model_len:
-        raise InvalidRequest(
-            field, f"{num_kept} tokens leave no room for output in a context of {limits.max_model_len}"
-        )
-    return num_kept
-
-
 def check_prompt(field: str, token_ids: Sequence[int], sampling: CheckedSampling, limits: Limits) -> list[int]:
     """Check a prompt's token ids; returns them, truncated if the client asked for it. Raises InvalidRequest."""
     # Lengths first: a look at millions of ids would hold up other streams.
-    num_cut = len(token_ids) - _check_prompt_length(field, len(token_ids), sampling, limits)
+    num_cut = len(token_ids) - check_prompt_length(field, len(token_ids), sampling, limits)
     kept = list(islice(token_ids, num_cut, None))
     if max(kept) >= limits.vocab_size:
         index = next(i for i, token in enumerate(kept) if token >= limits.vocab_size)

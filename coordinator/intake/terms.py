@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from specdec.coordinator.intake.prompt import Texts
+from specdec.coordinator.intake.prompt_length import context_exceeded
 from specdec.coordinator.intake.validation import CheckedSampling, Limits
 from specdec.coordinator.sessions.prompt_logprobs import MOST_JOINED_BYTES
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from specdec.wire.errors import InvalidRequest
+from specdec.wire.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from specdec.wire.message_sizes import opening_bytes, position_bytes, tokens_bytes
 
 _Parts = Literal["logit_bias", "allowed_token_ids", "bad_words", "stop_token_ids", "constraint"]
@@ -65,8 +66,8 @@ def settle_terms(
         max_tokens = min(max_tokens, max(1, room // tokens_bytes(1, limits.vocab_size)))
     num_open_bytes += tokens_bytes(max_tokens, limits.vocab_size)
     field = str(body.WhichOneof("input"))
-    _check_opening(field, num_open_bytes, sampling, most_open_bytes)
-    _check_resumable(body, field, sampling.n, max_tokens, limits.vocab_size, max_message_bytes)
+    _check_opening(field, num_open_bytes, sampling, most_open_bytes, limits)
+    _check_resumable(body, field, sampling.n, max_tokens, limits, max_message_bytes)
     num_top = sampling.prompt_logprobs
     return Terms(max_tokens, num_open_bytes, 0 if num_top is None else num_prompt * position_bytes(num_top))
 
@@ -84,7 +85,8 @@ def resolve_max_tokens(sampling: CheckedSampling, num_prompt_tokens: int, limits
         return min(wanted, most)
     context = f"this model's maximum context length is {limits.max_model_len} tokens, and the prompt has"
     bound = f"{context} {num_prompt_tokens}" if most == room else f"the limit is {most}"
-    raise InvalidRequest("sampling.max_tokens", f"{wanted} output tokens are too many: {bound}")
+    reason = CONTEXT_LENGTH_EXCEEDED if most == room else None
+    raise InvalidRequest("sampling.max_tokens", f"{wanted} output tokens are too many: {bound}", reason=reason)
 
 
 def check_prompt_logprobs(body: api.GenerateRequest, num_prompt_tokens: int, terms: Terms) -> None:
@@ -94,7 +96,9 @@ def check_prompt_logprobs(body: api.GenerateRequest, num_prompt_tokens: int, ter
         raise InvalidRequest("sampling.prompt_logprobs", message)
 
 
-def _check_opening(field: str, num_bytes: int, sampling: CheckedSampling, most_bytes: int | None) -> None:
+def _check_opening(
+    field: str, num_bytes: int, sampling: CheckedSampling, most_bytes: int | None, limits: Limits
+) -> None:
     """Raise InvalidRequest if a message that opens a session is larger than the targets' limit.
 
     Args:
@@ -102,14 +106,14 @@ def _check_opening(field: str, num_bytes: int, sampling: CheckedSampling, most_b
         num_bytes: size of the message, with all tokens.
         sampling: the message's part that is not tokens.
         most_bytes: the targets' message limit; None: unknown.
+        limits: the caller's limits.
     """
     if most_bytes is None or num_bytes <= most_bytes:
         return
-    is_sampling = sampling.token_sampling.ByteSize() > num_bytes // 2
-    raise InvalidRequest(
-        _largest_field(sampling.token_sampling) if is_sampling else field,
-        f"tokens and parameters of the request have {num_bytes} bytes; the targets' limit is {most_bytes}",
-    )
+    problem = f"tokens and parameters of the request have {num_bytes} bytes; the targets' limit is {most_bytes}"
+    if sampling.token_sampling.ByteSize() > num_bytes // 2:
+        raise InvalidRequest(_largest_field(sampling.token_sampling), problem)
+    raise context_exceeded(field, problem, limits)
 
 
 def _largest_field(sampling: pb.TokenSampling) -> str:
@@ -123,7 +127,7 @@ def _largest_field(sampling: pb.TokenSampling) -> str:
 
 
 def _check_resumable(
-    body: api.GenerateRequest, field: str, n: int, max_tokens: int, vocab_size: int, max_message_bytes: int
+    body: api.GenerateRequest, field: str, n: int, max_tokens: int, limits: Limits, max_message_bytes: int
 ) -> None:
     """Raise InvalidRequest if the request that resumes this one, with all its output, would be too large.
 
@@ -132,18 +136,18 @@ def _check_resumable(
         field: name of the field with the prompt.
         n: number of choices.
         max_tokens: output limit of each choice.
-        vocab_size: the model's vocabulary size.
+        limits: the caller's limits.
         max_message_bytes: this coordinator's message limit.
     """
     if body.HasField("resume"):
         return
-    num_held_bytes = n * (tokens_bytes(max_tokens, vocab_size) + _RESUME_CHOICE_BYTES)
+    num_held_bytes = n * (tokens_bytes(max_tokens, limits.vocab_size) + _RESUME_CHOICE_BYTES)
     num_bytes = body.ByteSize() + num_held_bytes + _RESUME_BYTES
     if num_bytes > max_message_bytes:
-        raise InvalidRequest(
-            "sampling.max_tokens" if 2 * num_held_bytes > num_bytes else field,
-            f"resuming it with all its output would take {num_bytes} bytes; the limit is {max_message_bytes}",
-        )
+        problem = f"resuming it with all its output would take {num_bytes} bytes; the limit is {max_message_bytes}"
+        if 2 * num_held_bytes > num_bytes:
+            raise InvalidRequest("sampling.max_tokens", problem)
+        raise context_exceeded(field, problem, limits)
 
 
 def _output_room(

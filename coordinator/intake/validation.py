@@ -77,10 +77,15 @@ class CheckedSampling:
         sampling.seed, sampling.choice, sampling.max_tokens = seed, choice, max_tokens
         return sampling
 
-    def output(self, detokenizers: DetokenizerFactory) -> ChoiceOutput:
-        """A new choice's detokenizer and stop check."""
-        detokenizer = detokenizers.create(self.skip_special_tokens)
-        return ChoiceOutput(detokenizer, self.stop, self.include_stop_in_output, self.token_sampling.min_tokens)
+    def output(self, detokenizers: DetokenizerFactory, prompt: Sequence[int]) -> ChoiceOutput:
+        """The detokenizer and stop check of a new choice behind a prompt."""
+        return ChoiceOutput(
+            detokenizers.create(self.skip_special_tokens, prompt),
+            self.stop,
+            self.include_stop_in_output,
+            self.token_sampling.min_tokens,
+            detokenizers.special_texts if self.skip_special_tokens else {},
+        )
 
 
 _MOST_TIME_PER_TOKEN_MS = 60_000.0

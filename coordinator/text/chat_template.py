@@ -69,7 +69,8 @@ class ChatTemplate:
             most_bytes: limit of the text in UTF-8; rendering stops there.
 
         Raises:
-            InvalidRequest: the template refuses the conversation or takes too long, or the text is too long.
+            InvalidRequest: the template refuses the conversation or takes too long.
+            RenderedTooLong: the text is too long.
         """
         compiled = self._default if conversation.tools is None else self._for_tools
         messages = [_without_nulls(message) for message in conversation.messages]
@@ -94,6 +95,13 @@ class ChatTemplate:
         return _cut(text, tag, content) if conversation.continue_final_message else text
 
 
+class RenderedTooLong(Exception):
+    """The rendered conversation has more bytes than allowed."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(f"the rendered conversation exceeds the limit of {most_bytes} bytes")
+
+
 class _Compiled:
     """One template."""
 
@@ -105,11 +113,11 @@ class _Compiled:
         self.calls = CallFormats(self._probe, lambda message: fit_content(0, message, self.formats.of_role("user")))
 
     def render(self, variables: Mapping[str, Any], most_bytes: int) -> str:
-        """The text. Raises InvalidRequest."""
+        """The text. Raises InvalidRequest and RenderedTooLong."""
         try:
             text = "".join(self._pieces(variables, most_bytes))
             num_bytes = len(text.encode())
-        except SpecdecError:
+        except (SpecdecError, RenderedTooLong):
             raise
         except UnicodeEncodeError as error:
             raise InvalidRequest("messages", "a text has half of a surrogate pair") from error
@@ -117,7 +125,7 @@ class _Compiled:
             message = f"the chat template refused the conversation: {str(error) or type(error).__name__}"
             raise InvalidRequest("messages", message) from error
         if num_bytes > most_bytes:
-            raise _too_long(most_bytes)
+            raise RenderedTooLong(most_bytes)
         return text
 
     def _pieces(self, variables: Mapping[str, Any], most_bytes: int, most_s: float | None = None) -> Iterator[str]:
@@ -126,7 +134,7 @@ class _Compiled:
         for piece in self._template.generate(variables):
             num_left -= len(piece)
             if num_left < 0:
-                raise _too_long(most_bytes)
+                raise RenderedTooLong(most_bytes)
             if time.monotonic() > end_s:
                 raise InvalidRequest("messages", f"the chat template takes longer than {_MOST_RENDER_S:g} s for them")
             yield piece
@@ -217,7 +225,3 @@ def _cut(text: str, tag: str, content: str) -> str:
     if not text.endswith(content.lstrip() if is_kept else content.strip()):
         raise InvalidRequest(_CONTINUE, "the chat template changes the content of the last message")
     return text
-
-
-def _too_long(most_bytes: int) -> InvalidRequest:
-    return InvalidRequest("messages", f"the rendered conversation exceeds the limit of {most_bytes} bytes")

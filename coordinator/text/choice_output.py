@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from specdec.coordinator.text.detokenizer import Detokenizer
 from specdec.coordinator.text.stop_strings import StopMatch, StopStringScanner
@@ -52,10 +53,18 @@ class ChoiceOutput:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stop: Sequence[str] = (), keep_stop: bool = False, min_tokens: int = 0
+        self,
+        detokenizer: Detokenizer,
+        stop: Sequence[str] = (),
+        keep_stop: bool = False,
+        min_tokens: int = 0,
+        hidden: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
+        """Begin a choice. `hidden`: the special tokens that the text leaves out."""
         self._detokenizer = detokenizer
         self._scanner = StopStringScanner(stop, keep_stop) if stop else None
+        named = hidden.items() if stop else ()
+        self._hidden = {token_id: text for token_id, text in named if text and any(text in one for one in stop)}
         self._keep_stop = keep_stop
         self._min_tokens = min_tokens
         self.num_tokens = 0
@@ -75,7 +84,9 @@ class ChoiceOutput:
                 self.num_tokens += 1
                 if index >= num_spoken:
                     continue
-                emitted = self._scan(self._detokenizer.push(token_id))
+                hidden = self._hidden.get(token_id)
+                text = self._detokenizer.push(token_id) if hidden is None else hidden
+                emitted = self._scan(text, is_hidden=hidden is not None)
                 if isinstance(emitted, StopMatch):
                     return self._stopped(index + 1, parts, emitted)
                 parts.append(emitted)
@@ -92,10 +103,10 @@ class ChoiceOutput:
                 return OutputStep(index + 1, "".join(texts), step.finish)
         return OutputStep(len(token_ids), "".join(texts), None)
 
-    def _scan(self, text: str) -> str | StopMatch:
+    def _scan(self, text: str, *, is_hidden: bool = False) -> str | StopMatch:
         if self._scanner is None or self.num_tokens < self._min_tokens:
-            return text
-        return self._scanner.push(text)
+            return "" if is_hidden else text
+        return self._scanner.push_hidden(text) if is_hidden else self._scanner.push(text)
 
     def _stopped(self, num_kept: int, parts: list[str], match: StopMatch) -> OutputStep:
         finish = Finish(pb.FINISH_REASON_STOP, stop_string=match.stop_string)

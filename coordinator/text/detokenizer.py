@@ -10,7 +10,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
@@ -18,7 +19,9 @@ from tokenizers import Tokenizer
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _WINDOW_TOKENS = 6
-"""Tokens that a decoder looks back, at most, to join neighbours or strip the start."""
+"""Tokens that a decoder looks back, at most, to join neighbours or strip the start; half a character has fewer."""
+_MOST_TRIED = 4096
+"""Tokens of the vocabulary that are looked at for an ordinary one; byte and special tokens come before these."""
 _LONGEST_CHARACTER_BYTES = 4
 """Bytes of the longest character in UTF-8."""
 
@@ -32,24 +35,34 @@ class Detokenizer(Protocol):
     def finish(self) -> str:
         """The rest of the text; half a character becomes U+FFFD, as in `Tokenizer.decode`."""
 
+    @property
+    def is_at_start(self) -> bool:
+        """Whether what the decoder strips off the start of a text may still come."""
+
 
 class DetokenizerFactory:
     """Makes detokenizers for one tokenizer, and gives the text of single tokens.
 
     Guarantee: the concatenation of all deltas is `tokenizer.decode(ids)`. For decoders with byte fallback it holds if
     the byte tokens are well-formed UTF-8; otherwise each stray byte gives one U+FFFD, while `Tokenizer.decode` also
-    replaces the well-formed characters beside it, which may have been streamed already.
+    replaces the well-formed characters beside it, which may have been streamed already. Behind a prompt the deltas are
+    what all ids decode to after the prompt's own text, and half a character at the prompt's end is completed.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special_ids = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
+        self.special_texts: Mapping[int, str] = {
+            token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        """Special tokens."""
+        self._special_ids = frozenset(self.special_texts)
+        self._before: list[int] | None = None
         self._texts: dict[int, str] = {}
         self._byte_level: dict[int, bytes] = {}
         self._pieces: dict[int, str | int] = {}
         steps = _decoder_steps(tokenizer)
         kinds = [step["type"] for step in steps]
-        self._make: Callable[[bool], Detokenizer]
+        self._make: Callable[[frozenset[int]], Detokenizer]
         if kinds == ["ByteLevel"]:
             alphabet = _byte_alphabet()
             self._to_bytes = lambda token: _bytes_of(token, alphabet)
@@ -61,11 +74,19 @@ class DetokenizerFactory:
             self._num_stripped = sum(s["start"] for s in steps if s["type"] == "Strip")
             self._make = self._make_byte_fallback
         else:
-            self._make = lambda skip: WindowDetokenizer(tokenizer, skip)
+            self._make = lambda skipped: WindowDetokenizer(tokenizer, skipped)
 
-    def create(self, skip_special_tokens: bool) -> Detokenizer:
-        """A detokenizer at the start of a sequence."""
-        return self._make(skip_special_tokens)
+    def create(self, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> Detokenizer:
+        """A detokenizer behind the tokens of a prompt. Cost: a few tokens of the prompt are looked at."""
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        detokenizer = self._make(skipped)
+        num_pushed = 0
+        while num_pushed < len(prompt) and detokenizer.is_at_start:
+            detokenizer.push(prompt[num_pushed])
+            num_pushed += 1
+        for token_id in _last_shown(prompt, num_pushed, skipped):
+            detokenizer.push(token_id)
+        return detokenizer
 
     def token_text(self, token_id: int) -> str:
         """A token's own text, special tokens included; half characters are U+FFFD. Empty for unknown ids."""
@@ -88,7 +109,19 @@ class DetokenizerFactory:
         if self._make == self._make_byte_fallback:
             piece = self._piece(token_id)
             return piece if isinstance(piece, str) else bytes([piece]).decode("utf-8", "replace")
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        if self._before is None:
+            self._before = self._ordinary_token()
+        before = self._tokenizer.decode(self._before, skip_special_tokens=False)
+        text = self._tokenizer.decode([*self._before, token_id], skip_special_tokens=False)
+        return text[len(before) :] if text.startswith(before) else self._tokenizer.decode([token_id])
+
+    def _ordinary_token(self) -> list[int]:
+        """A token behind which others show the space that a decoder strips off a text's start; [] if none is found."""
+        for token_id in range(min(self._tokenizer.get_vocab_size(with_added_tokens=False), _MOST_TRIED)):
+            text = "" if token_id in self._special_ids else self._tokenizer.decode([token_id])
+            if text.isascii() and text.isalnum():
+                return [token_id]
+        return []
 
     def _bytes(self, token_id: int) -> bytes:
         data = self._byte_level.get(token_id)
@@ -106,11 +139,10 @@ class DetokenizerFactory:
             piece = self._pieces[token_id] = int(match[1], 16) if match else token
         return piece
 
-    def _make_byte_level(self, skip_special_tokens: bool) -> Detokenizer:
-        return ByteLevelDetokenizer(self._bytes, self._special_ids if skip_special_tokens else frozenset())
+    def _make_byte_level(self, skipped: frozenset[int]) -> Detokenizer:
+        return ByteLevelDetokenizer(self._bytes, skipped)
 
-    def _make_byte_fallback(self, skip_special_tokens: bool) -> Detokenizer:
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+    def _make_byte_fallback(self, skipped: frozenset[int]) -> Detokenizer:
         return ByteFallbackDetokenizer(self._piece, skipped, self._num_stripped)
 
 
@@ -129,6 +161,11 @@ class ByteLevelDetokenizer:
     def finish(self) -> str:
         """See `Detokenizer.finish`."""
         return self._decoder.decode(b"", True)
+
+    @property
+    def is_at_start(self) -> bool:
+        """See `Detokenizer.is_at_start`."""
+        return False
 
 
 class ByteFallbackDetokenizer:
@@ -153,6 +190,11 @@ class ByteFallbackDetokenizer:
         text = _REPLACEMENT * len(self._held)
         self._held = b""
         return text
+
+    @property
+    def is_at_start(self) -> bool:
+        """See `Detokenizer.is_at_start`."""
+        return self._num_to_strip > 0
 
     def _push_byte(self, byte: int) -> str:
         held = self._held + bytes([byte])
@@ -180,20 +222,27 @@ class WindowDetokenizer:
     The window starts some tokens back, for decoders that join neighbours.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skipped = skipped
         self._window: list[int] = []
         self._num_read = 0
 
     def push(self, token_id: int) -> str:
         """See `Detokenizer.push`."""
+        if token_id in self._skipped:
+            return ""
         self._window.append(token_id)
         return self._take(hold_back=True)
 
     def finish(self) -> str:
         """See `Detokenizer.finish`."""
         return self._take(hold_back=False)
+
+    @property
+    def is_at_start(self) -> bool:
+        """See `Detokenizer.is_at_start`."""
+        return False  # its window of the prompt's last tokens says what comes before
 
     def _take(self, hold_back: bool) -> str:
         before = self._decode(self._window[: self._num_read])
@@ -208,7 +257,13 @@ class WindowDetokenizer:
         return after[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _last_shown(token_ids: Sequence[int], start: int, skipped: frozenset[int]) -> list[int]:
+    """The last tokens from `start` on that have text, as many as a decoder looks back."""
+    shown = (token_ids[at] for at in range(len(token_ids) - 1, start - 1, -1) if token_ids[at] not in skipped)
+    return [*islice(shown, _WINDOW_TOKENS)][::-1]
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -66,10 +66,14 @@ class TextTokenizer:
             encoding.truncate(most, direction="left")
         return num_tokens, encoding.ids
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Text of token ids, equal to the concatenation of streamed deltas."""
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool, *, is_prompt: bool = False) -> str:
+        """Text of token ids, equal to the concatenation of streamed deltas.
+
+        `is_prompt`: half a character at the end is left to the output, which completes it.
+        """
         detokenizer = self.detokenizers.create(skip_special_tokens)
-        return "".join([*map(detokenizer.push, token_ids), detokenizer.finish()])
+        text = "".join([*map(detokenizer.push, token_ids)])
+        return text if is_prompt else text + detokenizer.finish()
 
     def chat_template(self, of_request: str = "") -> ChatTemplate:
         """The model's own template, or the compiled template `of_request`, which must be checked.

@@ -108,7 +108,8 @@ def from_specdec(error: SpecdecError, names: Mapping[str, str]) -> ApiError:
     """
     if isinstance(error, rpc.InvalidRequest):
         param = param_of(error.field, names)
-        return ApiError(400, f"{param}: {error.description}", param=param, code="invalid_value")
+        code = "context_length_exceeded" if error.reason == rpc.CONTEXT_LENGTH_EXCEEDED else "invalid_value"
+        return ApiError(400, f"{param}: {error.description}", param=param, code=code)
     if isinstance(error, rpc.ModelNotFound):
         return ApiError(404, error.message, param="model", code="model_not_found")
     for cls, (status, type_, code) in _STATUSES.items():

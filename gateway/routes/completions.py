@@ -130,7 +130,8 @@ class _Run:
             text = body.prompt
         elif asked.echo:
             skips = asked.skip_special_tokens is not False
-            wanted = api.DetokenizeRequest(token_ids=body.prompt_token_ids.token_ids, skip_special_tokens=skips)
+            ids_told = body.prompt_token_ids.token_ids
+            wanted = api.DetokenizeRequest(token_ids=ids_told, skip_special_tokens=skips, is_prompt=True)
             text = (await self._caller.call("Detokenize", wanted)).text
         if asked.return_token_ids and is_text:
             ids = list((await self._caller.call("Tokenize", api.TokenizeRequest(text=body.prompt))).token_ids)

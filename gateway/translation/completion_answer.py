@@ -58,8 +58,10 @@ class _PromptAnswer:
         return texts.named_by_id() if self._request.return_tokens_as_token_ids else texts
 
     def _choice(self, texts: TokenTexts) -> _Choice:
-        wants = self._request.logprobs is not None
-        return _Choice(CompletionLogprobsWriter(self._texts(texts)) if wants else None)
+        if self._request.logprobs is None:
+            return _Choice(None)
+        hides_special = self._request.skip_special_tokens is not False
+        return _Choice(CompletionLogprobsWriter(self._texts(texts), hides_special=hides_special))
 
     def _output_tokens(self, tokens: list[api.OutputToken]) -> list[api.OutputToken]:
         return tokens if self._has_output else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from specdec.gateway.translation.text_place import TextPlace
 from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -42,38 +43,37 @@ def _chat_token(token: api.OutputToken, texts: TokenTexts) -> dict[str, Any]:
 
 
 def _chat_entry(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
-    return {"token": texts.name(token_id), "logprob": max(logprob, LEAST), "bytes": texts.utf8(token_id)}
+    return {"token": texts.name(token_id), "logprob": max(logprob, LEAST), "bytes": list(texts.utf8(token_id))}
 
 
 class CompletionLogprobsWriter:
-    """Makes the lists of one choice of a completion, and counts its characters."""
+    """Makes the lists of one choice of a completion."""
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: TokenTexts, *, hides_special: bool = True) -> None:
+        """`hides_special`: the output's text leaves special tokens out."""
         self._texts = texts
-        self._offset = 0
+        self._place = TextPlace(texts, hides_special=hides_special)
 
     def of_prompt(self, prompt: api.PromptLogprobs, told: str) -> dict[str, Any]:
         """`CompletionLogprobsWriter` of a prompt, whose first token has none; `told`: its echoed text."""
-        first = self._texts.text(prompt.token_ids[0])
-        if not told.startswith(first):  # such as the tokenizer's start token
-            self._offset -= len(first)
+        offsets = [self._place.advance_in(token_id, told) for token_id in prompt.token_ids]
+        self._place.begin(len(told))
         num_without = len(prompt.token_ids) - len(prompt.positions)
         positions: list[pb.PositionLogprobs | None] = [None] * num_without
-        return self._lists(list(prompt.token_ids), [*positions, *prompt.positions])
+        return self._lists(list(prompt.token_ids), [*positions, *prompt.positions], offsets)
 
     def of_output(self, tokens: Sequence[api.OutputToken]) -> dict[str, Any]:
         """`CompletionLogprobsWriter` of the next output tokens."""
-        return self._lists([token.id for token in tokens], [token.logprobs for token in tokens])
+        offsets = [self._place.advance(token.id) for token in tokens]
+        return self._lists([token.id for token in tokens], [token.logprobs for token in tokens], offsets)
 
     def skip(self, num_characters: int) -> None:
-        """Advance the text offset."""
-        self._offset += num_characters
+        """Begin the output behind a text of so many characters."""
+        self._place.begin(num_characters)
 
-    def _lists(self, ids: list[int], positions: Sequence[pb.PositionLogprobs | None]) -> dict[str, Any]:
-        offsets = []
-        for token_id in ids:
-            offsets.append(max(0, self._offset))
-            self._offset += len(self._texts.text(token_id))
+    def _lists(
+        self, ids: list[int], positions: Sequence[pb.PositionLogprobs | None], offsets: list[int]
+    ) -> dict[str, Any]:
         return {
             "tokens": [self._texts.name(token_id) for token_id in ids],
             "token_logprobs": [None if at is None else max(at.logprob, LEAST) for at in positions],

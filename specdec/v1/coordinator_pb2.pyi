@@ -1241,12 +1241,15 @@ class DetokenizeRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     WITH_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_PROMPT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name; empty: the served model."""
     skip_special_tokens: _builtins.bool
     """Leave special tokens out; default true."""
     with_tokens: _builtins.bool
-    """Return each token's own bytes, too."""
+    """Return each token's own bytes, too, and which are special."""
+    is_prompt: _builtins.bool
+    """The ids are a prompt: half a character at the end is left out, as the output completes it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids, at most as many as the model's context."""
@@ -1258,10 +1261,11 @@ class DetokenizeRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         with_tokens: _builtins.bool = ...,
+        is_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "model", b"model", "skip_special_tokens", b"skip_special_tokens", "token_ids", b"token_ids", "with_tokens", b"with_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "is_prompt", b"is_prompt", "model", b"model", "skip_special_tokens", b"skip_special_tokens", "token_ids", b"token_ids", "with_tokens", b"with_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
@@ -1277,21 +1281,27 @@ class DetokenizeResponse(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    SPECIAL_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Each token's bytes, if requested, special tokens included. A token may be part of a character."""
 
+    @_builtins.property
+    def special_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Special tokens among the ids, each once, if tokens are requested."""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         tokens: _abc.Iterable[_builtins.bytes] | None = ...,
+        special_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["special_token_ids", b"special_token_ids", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

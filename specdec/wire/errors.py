@@ -38,6 +38,8 @@ from specdec.wire.error_details import MAX_FIELD_BYTES, cut, details_of, retry_d
 
 DOMAIN = "specdec"
 CUT_OFF = "CUT_OFF"
+CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+"""Reason of an InvalidRequest: prompt and output do not fit the model's context."""
 _MAX_STATUS_BYTES = 4096
 """gRPC carries a status in HTTP/2 metadata, of which peers take 8 KiB in all: the message there, and again with the
 details. A client that is sent more sees RESOURCE_EXHAUSTED in place of the status."""

@@ -185,6 +185,11 @@ async def test_tokenize_and_detokenize_are_inverse() -> None:
         assert text.text == "the 🙂 dog"
         special = api.DetokenizeRequest(token_ids=[EOS], skip_special_tokens=False)
         assert (await harness.stub.Detokenize(special)).text == "<|eos|>"
+        half = [*tokens.token_ids[:1], EOS, make_tokenizer().token_to_id("Ã")]  # the first byte of é, for one
+        told = await harness.stub.Detokenize(
+            api.DetokenizeRequest(token_ids=half, skip_special_tokens=False, with_tokens=True, is_prompt=True)
+        )
+        assert (told.text, list(told.special_token_ids)) == (tokens.tokens[0] + "<|eos|>", [EOS])
         error = await error_of(harness.stub.Detokenize(api.DetokenizeRequest(token_ids=[99999])))
         assert isinstance(error, InvalidRequest)
         assert error.field == "token_ids[0]"

@@ -252,9 +252,11 @@ def test_half_a_surrogate_pair_is_refused() -> None:
 
 def test_rendering_stops_at_the_bound() -> None:
     pieces = "{% for i in range(99999) %}{% for j in range(99999) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
-    assert "limit of 1000 bytes" in refusal(pieces, chat_messages([USER]), 1000).description
+    with pytest.raises(chat_template.RenderedTooLong, match="limit of 1000 bytes"):
+        render(pieces, chat_messages([USER]), 1000)
     assert render("{{ messages[0].content }}", chat_messages([{"role": "user", "content": "é" * 500}]), 1000)
-    assert refusal("{{ messages[0].content }}", chat_messages([{"role": "user", "content": "é" * 501}]), 1000)
+    with pytest.raises(chat_template.RenderedTooLong):
+        render("{{ messages[0].content }}", chat_messages([{"role": "user", "content": "é" * 501}]), 1000)
 
 
 def test_a_template_that_takes_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

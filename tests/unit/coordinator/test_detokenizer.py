@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from pathlib import Path
 
@@ -10,12 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from specdec.coordinator.intake.validation import Limits, check_sampling
+from specdec.coordinator.text.choice_output import Finish
 from specdec.coordinator.text.detokenizer import (
     ByteFallbackDetokenizer,
     ByteLevelDetokenizer,
     DetokenizerFactory,
     WindowDetokenizer,
 )
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+from tests.support.for_each import for_each
 
 SHIPPED = Path(__file__).parents[3] / "models" / "target" / "tokenizer.json"
 TEXT = "the quick brown fox jumps over the lazy dog, été 你好 🙂👩‍🚀 ​ and on"
@@ -65,6 +71,35 @@ def word_pieces() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     return tokenizer
+
+
+def vocabulary_of(tokens: list[str], decoder: decoders.Decoder | None) -> Tokenizer:
+    """A tokenizer whose ids 0 and 1 are special, and the others these tokens."""
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *tokens])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    return tokenizer
+
+
+@cache
+def kinds_of_decoders() -> dict[str, Tokenizer]:
+    """A tokenizer with each kind of decoder that transformers' tokenizers have."""
+    bare = ["the", "dog", "s", ",", "fox", "'", "été"]
+    spaced, ended = [f"▁{token}" for token in bare], [f"{token}</w>" for token in bare]
+    first_space = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return {
+        "byte level": byte_level(),
+        "byte fallback": byte_fallback(),
+        "word pieces": word_pieces(),
+        "word pieces, cleaned": vocabulary_of([*bare, "##s"], decoders.WordPiece(cleanup=True)),
+        "meta space": vocabulary_of([*spaced, *bare], decoders.Metaspace()),
+        "meta space kept": vocabulary_of([*spaced, *bare], decoders.Metaspace(prepend_scheme="never")),
+        "strip": vocabulary_of([*spaced, *bare], first_space),
+        "ends of words": vocabulary_of([*ended, *bare], decoders.BPEDecoder(suffix="</w>")),
+        "none": vocabulary_of(bare, None),
+    }
 
 
 @cache
@@ -143,6 +178,63 @@ def test_a_delta_never_holds_half_a_character(text: str) -> None:
     deltas = stream(byte_level(), ids, True)
     assert "".join(deltas) == text
     assert "\ufffd" in text or all("\ufffd" not in delta for delta in deltas)
+
+
+@for_each("kind", [*kinds_of_decoders()])
+def test_behind_a_prompt_the_deltas_are_what_all_ids_decode_to(kind: str) -> None:
+    tokenizer = kinds_of_decoders()[kind]
+    factory, num_tokens, draw = DetokenizerFactory(tokenizer), tokenizer.get_vocab_size(), random.Random(kind)
+    for _ in range(300):
+        skip = draw.random() < 0.5
+        if kind.startswith("byte"):  # characters, some cut between prompt and output
+            letters = "".join(draw.choice(["the dog ", "é", "你", "🙂", "<s>", " "]) for _ in range(draw.randint(1, 8)))
+            ids = tokenizer.encode(letters, add_special_tokens=False).ids
+        else:
+            ids = [draw.randrange(num_tokens) for _ in range(draw.randint(1, 16))]
+        cut = draw.randint(0, len(ids))
+        before, behind = factory.create(skip), factory.create(skip, ids[:cut])
+        prompt = "".join(before.push(token_id) for token_id in ids[:cut])
+        output = "".join([*(behind.push(token_id) for token_id in ids[cut:]), behind.finish()])
+        whole = tokenizer.decode(ids, skip_special_tokens=skip)
+        assert prompt + output == whole, (ids, cut, skip)
+
+
+def test_a_first_space_is_left_out_only_where_a_text_begins() -> None:
+    factory = DetokenizerFactory(byte_fallback())
+    the, start = byte_fallback().token_to_id("▁the"), 1
+    assert factory.create(True, [start]).push(the) == "the"
+    assert factory.create(True, [start, the]).push(the) == " the"
+    assert factory.create(False, [start]).push(the) == " the"
+    spaces = [byte_fallback().token_to_id("▁")]
+    assert factory.create(True, spaces).push(the) == " the"
+
+
+def test_a_tokens_own_text_has_the_space_that_only_a_start_lacks() -> None:
+    for kind in ("meta space", "meta space kept", "strip", "byte fallback"):
+        tokenizer = kinds_of_decoders()[kind]
+        assert DetokenizerFactory(tokenizer).token_text(tokenizer.token_to_id("▁the")) == " the"
+
+
+def test_a_choice_is_read_behind_its_prompt_and_stopped_by_a_hidden_special_token() -> None:
+    limits = Limits(
+        vocab_size=300, max_model_len=50, max_tokens=40, max_choices=4, max_stop_strings=2, max_stop_string_bytes=8,
+        max_logprobs=5, max_logit_bias=3, max_prompt_bytes=1000,
+    )  # fmt: skip
+    factory, the, end = DetokenizerFactory(byte_fallback()), byte_fallback().token_to_id("▁the"), 2
+    for params, text in [
+        (api.SamplingParams(stop=["</s>"]), " the"),
+        (api.SamplingParams(stop=["the</s>"]), " "),
+        (api.SamplingParams(stop=[" the"]), ""),
+        (api.SamplingParams(stop=["</s>"], include_stop_in_output=True), " the</s>"),
+        (api.SamplingParams(stop=["</s>"], skip_special_tokens=False), " the"),
+        (api.SamplingParams(stop=["/s"]), " the the"),
+        (api.SamplingParams(stop=["</s>"], min_tokens=3), " the the"),
+    ]:
+        output = check_sampling(params, limits).output(factory, [1, the])
+        step = output.take_tokens([the, end, the], Finish(pb.FINISH_REASON_LENGTH))
+        assert step.text == text, params
+        assert step.finish is not None
+        assert (step.finish.reason == pb.FINISH_REASON_STOP) == (text != " the the")
 
 
 def test_each_kind_of_decoder_gets_its_detokenizer() -> None:

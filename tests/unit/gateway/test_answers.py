@@ -22,6 +22,7 @@ from specdec.gateway.translation.completion_answer import (
     completion_usage,
 )
 from specdec.gateway.translation.head import AnswerHead
+from specdec.gateway.translation.logprobs import CompletionLogprobsWriter
 from specdec.gateway.translation.origins import OriginCounter
 from specdec.gateway.translation.usage import acceptance_histogram
 from specdec.gateway.upstream.vocabulary import TokenTexts
@@ -235,6 +236,22 @@ def test_the_output_follows_the_prompt_in_offsets() -> None:
     assert choice["logprobs"]["tokens"][-1] == "four"
 
 
+def test_tokens_of_one_character_share_its_offset_and_hidden_tokens_take_none() -> None:
+    first, second = "é".encode()[:1], "é".encode()[1:]
+    texts = TokenTexts({0: b"<s>", 1: b"ab", 2: first, 3: second, 4: b"c", 5: b" Hello"}, {0})
+    tokens = list(delta("", [1, 2, 3, 0, 4, 2, 4, 4], logprobs=True).delta.tokens)
+    hidden = CompletionLogprobsWriter(texts)
+    assert hidden.of_output(tokens)["text_offset"] == [0, 2, 2, 3, 3, 4, 5, 6]  # "abéc\ufffdcc"
+    shown = CompletionLogprobsWriter(texts, hides_special=False)
+    assert shown.of_output(tokens)["text_offset"] == [0, 2, 2, 3, 6, 7, 8, 9]
+    echoed = CompletionLogprobsWriter(texts)
+    prompt = api.PromptLogprobs(token_ids=[0, 5, 2, 3, 4])
+    assert echoed.of_prompt(prompt, "Helloéc")["text_offset"] == [0, 0, 5, 5, 6]
+    assert echoed.of_output(tokens[:1])["text_offset"] == [7]
+    written = CompletionLogprobsWriter(texts)
+    assert written.of_prompt(api.PromptLogprobs(token_ids=[1, 0, 4]), "ab<s>c")["text_offset"] == [0, 2, 5]
+
+
 def test_output_waits_for_all_of_the_prompts_log_probabilities() -> None:
     chunks = [
         started(3), delta("b", [5], index=1, logprobs=True), prompt_logprobs([1, 2]), prompt_logprobs([3], start=2),
@@ -277,4 +294,4 @@ def test_events_add_up_to_the_whole_answer(pieces: list[tuple[str, list[int]]], 
 
 def test_a_token_that_is_half_a_character_has_its_bytes() -> None:
     texts = TokenTexts({9: "é".encode()[:1]})
-    assert (texts.text(9), texts.utf8(9), texts.name(9)) == ("\ufffd", [0xC3], "\ufffd")
+    assert (texts.text(9), texts.utf8(9), texts.name(9)) == ("\ufffd", b"\xc3", "\ufffd")

@@ -114,7 +114,7 @@ FLOORS = {
     "specdec.coordinator.intake": """
         conversation line reading resume validation
         fair_queue
-        admission
+        admission prompt_length
         text_limits
         prompt
         conversions terms
