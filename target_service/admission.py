@@ -15,6 +15,7 @@ from specdec.engine.sequence import Sequence
 from specdec.replica.worker.errors import invalid
 from specdec.replica.worker.opening import check_open, check_prediction, rejection_method, sampling_params, verify_mode
 from specdec.replica.worker.sessions import EngineSessionTable, Owner
+from specdec.target_service.constraint_costs import ConstraintCosts
 from specdec.target_service.prompt_logprobs import PromptLogprobs
 from specdec.target_service.session import SessionState, SessionTimes, TargetSession
 from specdec.target_service.tree.speculation_tree import SpeculationTree
@@ -151,13 +152,19 @@ class Admission:
         on_fault: Callable[[TargetSession, Exception], None],
     ) -> None:
         """`sessions`: all open sessions. `on_fault` ends a session whose constraint cannot be compiled."""
+        self.costs = ConstraintCosts(compiler)
         self.forks = Forks()
         self.by_seq: dict[int, TargetSession] = {}
         """Sessions by the id of their sequence."""
         self._sessions = sessions
         self._engine = engine
         self._grammars = AwaitedGrammars[TargetSession](
-            compiler, _output_of, self._admit, on_fault, None if compiler is None else compiler.figures
+            compiler,
+            _output_of,
+            self._admit,
+            on_fault,
+            None if compiler is None else compiler.figures,
+            self.costs.move,
         )
 
     @property
@@ -167,12 +174,13 @@ class Admission:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether a session waits for a constraint, so that `poll` must be called."""
-        return len(self._grammars) > 0
+        """Whether a session waits for its constraint or a mask of it, so that `poll` must be called."""
+        return len(self._grammars) > 0 or len(self.costs) > 0
 
     def poll(self) -> None:
-        """Admit sessions whose constraints are compiled."""
+        """Admit sessions whose constraints are compiled, and let sessions step whose masks have come."""
         self._grammars.poll()
+        self.costs.poll()
 
     def open(self, session: TargetSession, body: pb.OpenSession) -> None:
         """Begin a session. Raises SessionFailure: its constraint is invalid, or the engine cannot hold its tokens."""
@@ -195,6 +203,7 @@ class Admission:
     def end(self, session: TargetSession) -> None:
         """Free the sequence; its full blocks stay in the prefix cache. Forks that wait for its prompt compute it."""
         self._grammars.drop(session)
+        self.costs.closed(session)
         self.forks.drop(session)
         if (seq := session.finish()) is not None:
             del self.by_seq[seq.seq_id]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.engine import Engine
 from specdec.replica.worker.host import SessionHost
+from specdec.target_service.constraint_costs import ConstraintCosts
 from specdec.target_service.pacing.pacing import Pacing
 from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
@@ -31,8 +32,11 @@ class Commits:
         close: Callable[[TargetSession], None],
         own_draft: OwnDraft,
         local_drafters: LocalDrafters,
+        costs: ConstraintCosts,
     ) -> None:
-        """`close` frees a session that has ended; `own_draft` gets all tokens, `local_drafters` the outcomes."""
+        """`close` frees a session that has ended; `own_draft` gets all tokens, `local_drafters` the outcomes,
+        `costs` the tokens of constraints."""
+        self._costs = costs
         self._local_drafters = local_drafters
         self._own_draft = own_draft
         self._host = host
@@ -60,6 +64,7 @@ class Commits:
         num_stale, told_tree = session.tree.num_stale, tree_of(decision)
         walk, now_s = decision.walk, started_s + elapsed_s
         is_suspended = pacing.observe_gain(session, walk, decision.candidate.num_nodes, now_s)
+        is_suspended = is_suspended or session.apart is not None
         self._record_drafts(decision)
         accepted_by = _sources(decision)
         names_drafters = self._local_drafters.has_drafters or any(name != DRAFT_MODEL for name in accepted_by)
@@ -107,8 +112,8 @@ class Commits:
         self._engine.append(seq, walk.token_ids[len(walk.path) :])
         self._engine.finalize(seq, len(seq.token_ids))
         candidate.session.history.append(walk.token_ids)
-        if candidate.session.grammar is not None:
-            candidate.session.grammar.commit(walk.token_ids)
+        if not walk.finish_reason:
+            self._costs.committed(candidate.session, walk.token_ids)
 
     def _go_on(self, session: TargetSession, reason: pb.FinishReason.ValueType) -> None:
         if reason:

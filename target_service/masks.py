@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -90,12 +90,15 @@ class MaskFilling:
         else:
             self._unfilled = shares
 
-    def fill(self) -> None:
+    def fill(self, is_pass_over: Callable[[], bool]) -> None:
         """Fill the noted masks on the calling thread, while a GPU computes the step."""
         if self._unfilled:
             self._shares.update((share.session.session_id, share) for share in self._unfilled)
-            self._learn(_fill(self._unfilled), self._unfilled)
+            filled_s = _fill(self._unfilled)
+            self._learn(filled_s, self._unfilled)
             self._unfilled = []
+            if is_pass_over():  # the step waited for them, for an unknown part of the time
+                self.wait_s += filled_s / 2
 
     def wait(self) -> None:
         """Wait until the thread uses no grammar any more. Raises nothing."""
@@ -104,6 +107,11 @@ class MaskFilling:
             self._learn(self._done.get(), list(self._shares.values()))
             self._is_running = False
             self.wait_s += time.perf_counter() - started_s
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of filling for which the step did not wait."""
+        return max(0.0, self.fill_s - self.wait_s)
 
     def take(self, session: TargetSession, tree: TokenTree, num_nodes: int) -> Sequence[NodeMask]:
         """Masks after the last committed token and after each node, [1 + num_nodes]; filled now if they are not yet.

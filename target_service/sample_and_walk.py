@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from specdec.constraints.grammar.follower import MaskWords
+from specdec.constraints.grammar.follower import MaskWords, NodeMask
 from specdec.constraints.limits.faults import GrammarError
 from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.block_verification import verify_block
@@ -116,9 +116,13 @@ def _masks(
     words: dict[int, MaskWords] = {}
     faults: dict[int, dict[int, GrammarError]] = {}
     for candidate, first in zip(candidates, firsts, strict=True):
-        if candidate.session.grammar is None:
+        apart = candidate.session.apart
+        if apart is not None and apart.mask is not None:
+            found: Sequence[NodeMask] = (apart.mask,)
+        elif candidate.session.grammar is not None:
+            found = filling.take(candidate.session, candidate.tree, candidate.num_nodes)
+        else:
             continue
-        found = filling.take(candidate.session, candidate.tree, candidate.num_nodes)
         for index, mask in enumerate(found):
             if mask.words is not None:
                 words[first + index] = mask.words

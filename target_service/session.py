@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec.constraints.grammar.apart import ApartFollower
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.sequence import Sequence as EngineSequence
 from specdec.replica.worker.sessions import EngineSession
@@ -104,6 +105,8 @@ class TargetSession(EngineSession):
     """Acceptance in this session, by source."""
     drafter_calls: list[DrafterCall] = field(default_factory=list)
     """Calls of the target's own sources for the next step."""
+    apart: ApartFollower | None = None
+    """Its constraint, if that is too costly for the step's thread; `grammar` is None then."""
     num_walks: int = 0
     """Number of steps that decided tokens of the session."""
     drafted_s: float = 0.0
@@ -156,7 +159,7 @@ class TargetSession(EngineSession):
         return self.drafted_s + (0.0 if self.hold_off is None else now_s - self.hold_off.since_s)
 
     def update_pause(self) -> None:
-        """Pause without credit or without an owner that reads; else go on. The first output token needs no credit, but
+        """Pause without credit, mask or an owner that reads; else go on. The first output token needs no credit, but
         the prompt's log-probabilities before it do.
         """
         if self._seq is None:
@@ -164,7 +167,8 @@ class TargetSession(EngineSession):
         is_starved = self.num_tokens >= max(self.credit_position, self.body.num_prompt_tokens + 1)
         if self.state is SessionState.PREFILL and self.prompt_logprobs is not None:
             is_starved = is_starved or self.prompt_logprobs.is_starved
-        self._seq.paused = is_starved or not self.may_step
+        awaits_mask = self.apart is not None and self.apart.mask is None
+        self._seq.paused = is_starved or awaits_mask or not self.may_step
 
     def begin(self, seq: EngineSequence) -> None:
         """Take a sequence: PREFILL."""

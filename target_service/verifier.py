@@ -106,7 +106,15 @@ class Verifier(Role[TargetSession], PassObserver):
         self.calls = self._swap
         self._intake = ProposalIntake(host, recorder)
         self._proposals = Gathering(host, self._own_draft, self.local_drafters, self._intake, recorder, self._fault)
-        self._commits = Commits(host, built.engine, recorder, self.close_session, self._own_draft, self.local_drafters)
+        self._commits = Commits(
+            host,
+            built.engine,
+            recorder,
+            self.close_session,
+            self._own_draft,
+            self.local_drafters,
+            self._admission.costs,
+        )
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
             self._record,
@@ -298,6 +306,8 @@ class Verifier(Role[TargetSession], PassObserver):
                 self._fault(decision.candidate.session, error)
         for each in undecided:
             self._fail_undecided(each)
+        stepped = [decision.candidate.session for decision in decisions]
+        self._admission.costs.settle(stepped, elapsed_s, self._masks.hidden_s)
         self._host.defer_results = self._steps_at_once()
         record.turn_s = time.monotonic() - self._turn_times.began_s
         for observe in self._observers:
@@ -310,7 +320,7 @@ class Verifier(Role[TargetSession], PassObserver):
         next step: proposals are parsed, and merged after this step's verdicts. Sessions may be opened and closed.
         """
         during.send_results()
-        self._masks.fill()
+        self._masks.fill(self._engine.is_done)
         until_s = started_s + _DURING_SHARE * self.pacing.clock.rows.predict(self._engine.num_launched_rows)
         during.take_frames(until_s, self._engine.is_done)
         self._host.steps.work_on(self._pass_keys)

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from specdec.constraints.grammar.compiler import Compilation, GrammarCompiler
 from specdec.constraints.grammar.figures import GrammarFigures
-from specdec.constraints.grammar.follower import GrammarFollower
+from specdec.constraints.grammar.follower import Following, GrammarFollower, TooSlow
 from specdec.constraints.limits.faults import GrammarError
 from specdec.v1 import common_pb2 as pb
 
 _SALT_MARK = b"\0"
 POLL_S = 0.002
 """Seconds between two looks at a compilation."""
+MOST_DEBT_S = 0.02
+"""Processor seconds beyond the budgets of steps after which a constraint's sessions are followed apart, or not at all.
+As much may be spent at once on the committed tokens of a session that is opened again."""
+_LEAST_REPLAY_S = 0.001
+"""Processor seconds for those tokens if the constraint is known to be costly."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownConstraint:
+    """A session's compiled constraint."""
+
+    compilation: Compilation
+    following: Following
+
+    def owes(self, spent_s: float, budget_s: float) -> bool:
+        """Whether its sessions have exceeded their budgets by too much, after one more step."""
+        self.compilation.debt_s = max(0.0, self.compilation.debt_s + spent_s - budget_s)
+        return self.compilation.debt_s > MOST_DEBT_S
+
+    def follower(self) -> GrammarFollower:
+        """A follower at the constraint's start. Raises GrammarError: the constraint does not compile."""
+        return GrammarFollower(self.compilation.result(), self.compilation.source.field, **self.following)
 
 
 class Constrained(Protocol):
@@ -21,6 +44,7 @@ class Constrained(Protocol):
 
     session_id: str
     grammar: GrammarFollower | None
+    constraint: KnownConstraint | None
 
 
 ConstrainedT = TypeVar("ConstrainedT", bound=Constrained)
@@ -41,6 +65,7 @@ class AwaitedGrammars(Generic[ConstrainedT]):
         begin: Callable[[ConstrainedT], None],
         on_fault: Callable[[ConstrainedT, Exception], None],
         figures: GrammarFigures | None = None,
+        on_slow: Callable[[ConstrainedT], None] = lambda session: None,
     ) -> None:
         """Start without waiting sessions.
 
@@ -49,6 +74,7 @@ class AwaitedGrammars(Generic[ConstrainedT]):
             output_of: returns a session's committed output tokens.
             begin: called once for each session, when its `grammar` is set; may raise.
             on_fault: called with a waiting session that must end.
+            on_slow: called before `begin` with a session whose output is too costly to follow: its `grammar` is None.
             figures: counts queries and refusals; None: they are not counted.
         """
         self._figures = figures or GrammarFigures()
@@ -56,6 +82,7 @@ class AwaitedGrammars(Generic[ConstrainedT]):
         self._output_of = output_of
         self._begin = begin
         self._on_fault = on_fault
+        self._on_slow = on_slow
         self._waiting: dict[str, tuple[ConstrainedT, pb.OpenSession, Compilation]] = {}
 
     def __len__(self) -> int:
@@ -100,28 +127,22 @@ class AwaitedGrammars(Generic[ConstrainedT]):
 
     def _give(self, session: ConstrainedT, body: pb.OpenSession, compilation: Compilation) -> None:
         assert self._compiler is not None
-        try:
-            session.grammar = self._follower(self._compiler, body, compilation, self._output_of(session))
-        except GrammarError as error:
-            self._figures.refused(error)
-            raise
-        self._begin(session)
-
-    @staticmethod
-    def _follower(
-        compiler: GrammarCompiler, body: pb.OpenSession, compilation: Compilation, output: Sequence[int]
-    ) -> GrammarFollower:
         constraint = body.sampling.constraint
-        follower = GrammarFollower(
-            compilation.result(),
-            compilation.source.field,
-            vocab_size=compiler.vocab_size,
-            eos_token_ids=compiler.eos_token_ids,
+        following = Following(
+            vocab_size=self._compiler.vocab_size,
+            eos_token_ids=sorted(self._compiler.eos_token_ids),
             after_token_id=constraint.after_token_id if constraint.HasField("after_token_id") else None,
             holds_back_eos=body.sampling.ignore_eos,
         )
+        session.constraint = KnownConstraint(compilation, following)
         try:
-            follower.commit(output)
+            follower = session.constraint.follower()
+            follower.commit(self._output_of(session), max(_LEAST_REPLAY_S, MOST_DEBT_S - compilation.debt_s))
+            session.grammar = follower
+        except TooSlow:
+            self._on_slow(session)
         except GrammarError as error:
-            raise GrammarError("open.token_ids", str(error)) from error
-        return follower
+            fault = error if compilation.matcher is None else GrammarError("open.token_ids", str(error))
+            self._figures.refused(fault)
+            raise fault from error
+        self._begin(session)

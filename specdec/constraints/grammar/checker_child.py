@@ -18,6 +18,7 @@ import time
 
 from llguidance import LLMatcher, LLTokenizer
 
+from specdec.constraints.grammar.apart_child import limit_memory
 from specdec.constraints.grammar.source import TokenizerArguments, make_matcher, make_tokenizer, shown
 from specdec.service.process import die_with_parent
 
@@ -103,8 +104,7 @@ def _fault_on_the_way(matcher: LLMatcher, rng: random.Random) -> str:
 
 
 def _limit() -> None:
-    own_bytes = int(open("/proc/self/statm", encoding="ascii").read().split()[0]) * resource.getpagesize()  # noqa: SIM115
-    resource.setrlimit(resource.RLIMIT_AS, (own_bytes + _MOST_BYTES, own_bytes + _MOST_BYTES))
+    limit_memory(_MOST_BYTES)
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     null = os.open(os.devnull, os.O_WRONLY)

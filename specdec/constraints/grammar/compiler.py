@@ -40,6 +40,8 @@ class Compilation:
     num_asked: int = 1
     """Requests for it since it was cached."""
     code: int = code_pb2.INVALID_ARGUMENT
+    debt_s: float = 0.0
+    """Seconds by which its sessions' masks have exceeded the budgets of steps; only the engine's thread uses it."""
 
     @property
     def is_done(self) -> bool:
@@ -73,10 +75,8 @@ class GrammarCompiler:
         """
         if not eos_token_ids:
             raise ValueError("no token ends a sequence")
-        self._arguments = TokenizerArguments(
-            tokenizer=tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids)
-        )
-        self._tokenizer: LLTokenizer = _make_tokenizer(self._arguments)
+        self.arguments = TokenizerArguments(tokenizer=tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self._tokenizer: LLTokenizer = _make_tokenizer(self.arguments)
         self._special_tokens = SpecialTokens.of_tokenizer(self._tokenizer, tokenizer_json)
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -133,7 +133,7 @@ class GrammarCompiler:
         self._threads.append(thread)
 
     def _work(self) -> None:
-        checker = GrammarChecker(self._arguments)
+        checker = GrammarChecker(self.arguments)
         while True:
             compilation = self._take()
             started_s = time.monotonic()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,19 @@ class NodeMask:
     """Only tokens that end the choice are allowed, so `min_tokens` must not hold them back."""
     fault: GrammarError | None = None
     """Why the mask is unknown; no token is allowed then."""
+
+
+class Following(TypedDict):
+    """Arguments of a `GrammarFollower` beside its matcher and its field."""
+
+    vocab_size: int
+    eos_token_ids: list[int]
+    after_token_id: int | None
+    holds_back_eos: bool
+
+
+class TooSlow(Exception):
+    """Following tokens took more than its time; the follower is unusable."""
 
 
 class _Phase(enum.Enum):
@@ -76,14 +91,29 @@ class GrammarFollower:
         """Committed tokens that the matcher has consumed."""
         self._trail: list[tuple[_Phase, int]] = []
         """For each uncommitted token, the phase before it and the token."""
+        self._spent_s = 0.0
 
-    def commit(self, token_ids: Sequence[int]) -> None:
-        """Move past tokens. Raises GrammarError if one is forbidden; the follower is unusable then."""
+    def take_spent_s(self) -> float:
+        """Seconds of processor time that calls have taken since the last call of this method."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
+
+    def commit(self, token_ids: Sequence[int], most_s: float | None = None) -> None:
+        """Move past tokens.
+
+        Raises:
+            GrammarError: a token is forbidden; the follower is unusable then.
+            TooSlow: it took more than `most_s` seconds of processor time.
+        """
+        began_s = time.thread_time()
         for token in token_ids:
             if not self._push(token):
                 raise GrammarError(self._field, f"the constraint does not allow token {token}")
+            if most_s is not None and time.thread_time() - began_s > most_s:
+                raise TooSlow
         self._committed += self._given()
         self._trail.clear()
+        self._spent_s += time.thread_time() - began_s
 
     def legal_nodes(self, token_ids: Sequence[int], parents: Sequence[int]) -> list[bool]:
         """[N] Whether each node's whole path is allowed. Parents come before their children."""
@@ -93,7 +123,9 @@ class GrammarFollower:
             legal[node] = True
             return True
 
+        began_s = time.thread_time()
         self._visit(token_ids, parents, look)
+        self._spent_s += time.thread_time() - began_s
         return legal
 
     def masks(
@@ -115,19 +147,24 @@ class GrammarFollower:
             found[1 + node] = self._mask(held_back[1 + node] if held_back else ())
             return found[1 + node].fault is None
 
+        began_s = time.thread_time()
         if look(-1):
             self._visit(token_ids, parents, look)
+        self._spent_s += time.thread_time() - began_s
         return found
 
     def mask_after(self, token_ids: Sequence[int], held_back: Collection[int] = ()) -> NodeMask:
         """The mask after these tokens; no bit is set if they are forbidden."""
+        began_s = time.thread_time()
         mask = self._mask(held_back) if self._push_all(token_ids) else NodeMask(self._no_words())
         self._pop_all()
+        self._spent_s += time.thread_time() - began_s
         return mask
 
     def forced(self, token_ids: Sequence[int] = (), limit: int = 64) -> list[int]:
         """Tokens that must follow these, each the only one allowed; at most `limit`."""
         found: list[int] = []
+        began_s = time.thread_time()
         if self._push_all(token_ids) and self._phase is _Phase.INSIDE:
             if not self._matcher.is_stopped():
                 found = list(self._matcher.compute_ff_tokens())
@@ -137,6 +174,7 @@ class GrammarFollower:
                 self._rebuild()
                 found = []
         self._pop_all()
+        self._spent_s += time.thread_time() - began_s
         return found[:limit]
 
     # --- details

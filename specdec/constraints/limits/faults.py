@@ -18,10 +18,14 @@ _FORMS = tuple(field.name for field in pb.Constraint.DESCRIPTOR.oneofs_by_name["
 class GrammarError(Exception):
     """A constraint that cannot be compiled or followed. `field` is its path; the message is for clients."""
 
-    def __init__(self, field: str, message: str, code: int = code_pb2.INVALID_ARGUMENT) -> None:
+    def __init__(
+        self, field: str, message: str, code: int = code_pb2.INVALID_ARGUMENT, *, reason: str | None = None
+    ) -> None:
+        """`reason`: stable and machine-readable; None: by `code`."""
         super().__init__(message)
         self.field = field
         self.code = code
+        self.reason = reason or ("INVALID_FIELD" if code == code_pb2.INVALID_ARGUMENT else "CONSTRAINT_NOT_COMPILED")
 
 
 def fault_of(constraint: pb.Constraint) -> tuple[str, str] | None:

@@ -40,6 +40,9 @@ from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import microseconds
 from specdec.wire.sampling_params import VerifyMode
 
+_GRAMMAR_S = 0.001
+"""Budget of a session's constraint between two commits, in seconds of processor time."""
+
 
 class ModelDrafter(Role[DraftSession]):
     """Drafts ahead of the targets' commits. It cannot change a coupled session's output."""
@@ -194,6 +197,10 @@ class ModelDrafter(Role[DraftSession]):
         try:
             session.grammar.commit(new)
         except GrammarError:  # the target's grammar differs: guesses are unmasked from here on
+            session.grammar = None
+            return
+        assert session.constraint is not None
+        if session.constraint.owes(session.grammar.take_spent_s(), _GRAMMAR_S):
             session.grammar = None
             return
         if not len(session.tree):

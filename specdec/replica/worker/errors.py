@@ -66,8 +66,8 @@ def non_finite_logits(error: NonFiniteLogits, *, expected_position: int = 0) -> 
 def constraint_failure(error: GrammarError, *, expected_position: int = 0) -> SessionFailure:
     """A SessionFailure for a constraint that cannot be compiled or followed."""
     field = error.field if error.field.startswith("open.") else f"open.sampling.{error.field}"
-    reason = "INVALID_FIELD" if error.code == code_pb2.INVALID_ARGUMENT else "CONSTRAINT_NOT_COMPILED"
-    return SessionFailure(error.code, reason, f"{field}: {error}", field=field, expected_position=expected_position)
+    text = f"{field}: {error}"
+    return SessionFailure(error.code, error.reason, text, field=field, expected_position=expected_position)
 
 
 def stream_status(code: int, reason: str, message: str) -> status_pb2.Status:

@@ -23,6 +23,7 @@ from specdec.wire.error_details import session_key
 from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
 
 if TYPE_CHECKING:  # without a model the grammar's libraries may not be installed
+    from specdec.constraints.grammar.awaited import KnownConstraint
     from specdec.constraints.grammar.follower import GrammarFollower
 
 SESSION_TTL_S = 60.0
@@ -68,7 +69,10 @@ class EngineSession:
     trace: SessionTrace | None = None
     """Set while the session is traced."""
     grammar: GrammarFollower | None = None
-    """State of its constraint after the committed tokens; None: no constraint, or not compiled yet."""
+    """State of its constraint after the committed tokens; None: no constraint, not compiled yet, or not followed by the
+    engine's thread."""
+    constraint: KnownConstraint | None = None
+    """Its constraint, once it is compiled."""
     is_held_back: bool = False
     """Its owner must read queued responses before it steps again."""
     key: bytes = field(init=False)

@@ -85,11 +85,11 @@ FLOORS = {
         grammar
     """,
     "specdec.constraints.grammar": """
-        figures structural_tags
+        figures line_process structural_tags
         source
-        checker checker_child follower
-        compiler
-        awaited
+        checker follower
+        apart apart_child compiler
+        awaited checker_child
     """,
     "specdec.constraints.limits": """
         formats
@@ -250,8 +250,8 @@ FLOORS = {
         __main__ logprobs policy tree
         api prompt_logprobs
         session
-        admission masks pacing
-        sample_and_walk
+        constraint_costs masks pacing
+        admission sample_and_walk
         candidates records
         proposals
         turn_times verdicts

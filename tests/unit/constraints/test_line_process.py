@@ -1,0 +1,59 @@
+"""Processes that check or follow grammars are replaced when they hang, die or take too much."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from specdec.constraints.grammar import checker
+from specdec.constraints.grammar.checker import GrammarChecker
+from specdec.constraints.grammar.line_process import ChildLost, LineProcess
+from specdec.constraints.grammar.source import TokenizerArguments
+from tests.support.engine.grammars import EOS, TOKENIZER, VOCAB_SIZE
+
+_ARGUMENTS = TokenizerArguments(tokenizer=TOKENIZER.to_str(), n_vocab=VOCAB_SIZE, eos_token=[EOS])
+_CHILD = "specdec.constraints.grammar.apart_child"
+_GRAMMAR = 'start: "a"'
+
+
+def stopped(process: LineProcess) -> bool:
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_checker_that_hangs_is_replaced_and_the_grammar_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "LineProcess", lambda module, greeting: LineProcess(module, greeting, hung_s=0.5))
+    own = GrammarChecker(_ARGUMENTS)
+    assert own.fault_of(_GRAMMAR) == ""
+    assert own.process is not None
+    former = own.process.pid
+    os.kill(former, signal.SIGSTOP)
+    assert own.fault_of(_GRAMMAR) == ""
+    assert own.process is not None and own.process.pid != former
+    own.close()
+
+
+def test_a_child_that_hangs_with_a_full_pipe_is_given_up() -> None:
+    child = LineProcess(_CHILD, {"tokenizer": _ARGUMENTS}, hung_s=0.5)
+    child.ask({"close": 0})
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(ChildLost, match="hung"):
+        child.ask("x" * 10_000_000)
+
+
+def test_a_child_that_takes_too_much_processor_time_is_given_up() -> None:
+    child = LineProcess(_CHILD, {"tokenizer": _ARGUMENTS})
+    child.ask({"close": 0})
+    following = {"vocab_size": VOCAB_SIZE, "eos_token_ids": [EOS], "after_token_id": None, "holds_back_eos": True}
+    question = {
+        "key": 1,
+        "field": "constraint.grammar",
+        "text": '{"grammars": [{"lark_grammar": "start: s\\ns: s s | /[a-z ]/ | \\"\\""}]}',
+        "following": following,
+        "tokens": TOKENIZER.encode("a b c d " * 60, add_special_tokens=False).ids,
+        "held_back": [],
+    }
+    with pytest.raises(ChildLost, match="processor time"):
+        child.ask(question, most_cpu_s=0.3)
