@@ -81,6 +81,11 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest body of a request, in bytes.")
     body_read_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to send a body.")
     header_read_s: float = Field(default=20.0, gt=0, description="Seconds that a client may take to send headers.")
+    keep_alive_s: float | None = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds of silence before a stream sends a comment, so that proxies keep it; null: never.",
+    )
     max_concurrent_requests: int = Field(
         default=4096, ge=1, description="Most requests at once; further ones are refused with 429."
     )

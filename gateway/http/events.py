@@ -17,7 +17,11 @@ from specdec.gateway.api.errors import SERVER_ERROR, ApiError
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+KEPT_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients of events skip: it shows proxies that the stream lives."""
 _LAST_WORDS_S = 0.5
+_PATIENCE_S = 1.0
+"""Seconds that a stream's headers wait for its first events, so that an early error has a status of its own."""
 Event = Mapping[str, Any]
 
 
@@ -56,17 +60,24 @@ def framed_by_name(event: Event) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class BegunStream:
-    """A stream whose first events have come. No generator wraps the rest: each wrapper costs time per token."""
+    """A stream that runs. No generator wraps the rest: each wrapper costs time per token."""
 
-    first: Sequence[Event]
+    first: asyncio.Task[Sequence[Event]]
+    """The first events, which may still be awaited."""
     rest: AsyncGenerator[Sequence[Event], None]
+
+    async def close(self) -> None:
+        """End it, and what it comes from."""
+        self.first.cancel()
+        await asyncio.gather(self.first, return_exceptions=True)
+        await self.rest.aclose()
 
 
 class EventStream(Response):
     """Sends a generator's events, each list in one piece, as fast as the client reads.
 
     The generator is asked for the next list when the last one was sent. It is closed however the stream ends: by
-    itself, by its client, or by the process.
+    itself, by its client, or by the process. Where nothing was sent for a while, a comment is.
     """
 
     media_type = "text/event-stream"
@@ -76,6 +87,7 @@ class EventStream(Response):
         batches: BegunStream,
         *,
         on_error: Callable[[BaseException], ApiError],
+        keep_alive_s: float | None = None,
         frame: Callable[[Event], bytes] = framed,
         frame_error: Callable[[ApiError], bytes] | None = None,
         last: bytes = DONE,
@@ -85,6 +97,7 @@ class EventStream(Response):
         Args:
             batches: the events.
             on_error: converts an exception of `batches` to the error in the last event.
+            keep_alive_s: seconds of silence before a comment is sent; None: never.
             frame: encodes an event.
             frame_error: encodes an error; None: as an event with `error`.
             last: bytes after the last event.
@@ -93,6 +106,9 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._batches = batches
         self._on_error = on_error
+        self._keep_alive_s = keep_alive_s
+        self._sent_s = 0.0
+        """When something was sent last, by the event loop's clock."""
         self._frame = frame
         self._frame_error = frame_error or (lambda error: framed(error.body))
         self._last = last
@@ -104,13 +120,14 @@ class EventStream(Response):
         except ClientDisconnect:
             scope["state"]["is_client_gone"] = True
         finally:
-            await self._batches.rest.aclose()
+            await self._batches.close()
 
     async def _send_all(self, start: Send, send: Send) -> None:
         await start({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with contextlib.aclosing(self._batches.rest) as rest:
-                await self._send_events(send, self._batches.first)
+            async with self._kept_alive(send), contextlib.aclosing(self._batches.rest) as rest:
+                if first := await self._batches.first:
+                    await self._send_events(send, first)
                 async for events in rest:
                     await self._send_events(send, events)
         except Exception as error:
@@ -124,7 +141,30 @@ class EventStream(Response):
         else:
             await self._send_last(send, b"")
 
+    @contextlib.asynccontextmanager
+    async def _kept_alive(self, send: Send) -> AsyncGenerator[None, None]:
+        """Send comments in silences. Cost: one timer for each stream, and none for each token."""
+        if self._keep_alive_s is None:
+            yield
+            return
+        pulse = asyncio.create_task(self._pulse(send, self._keep_alive_s))
+        try:
+            yield
+        finally:
+            pulse.cancel()
+            await asyncio.gather(pulse, return_exceptions=True)
+
+    async def _pulse(self, send: Send, every_s: float) -> None:
+        now = asyncio.get_running_loop().time
+        self._sent_s = now()
+        while True:
+            await asyncio.sleep(self._sent_s + every_s - now())
+            if now() - self._sent_s >= every_s:
+                await send({"type": "http.response.body", "body": KEPT_ALIVE, "more_body": True})
+                self._sent_s = now()
+
     async def _send_events(self, send: Send, events: Sequence[Event]) -> None:
+        self._sent_s = asyncio.get_running_loop().time()
         await send({"type": "http.response.body", "body": b"".join(map(self._frame, events)), "more_body": True})
 
     async def _send_last(self, send: Send, body: bytes) -> None:
@@ -136,13 +176,21 @@ def _cut_off() -> ApiError:
     return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
 
 
-async def begun(batches: AsyncGenerator[Sequence[Event], None]) -> BegunStream:
-    """Wait for the first batch: an error before it can still be an answer with a status.
+async def begun(batches: AsyncGenerator[Sequence[Event], None], patience_s: float = _PATIENCE_S) -> BegunStream:
+    """Wait a moment for the first batch: an error before it can still be an answer with a status.
 
-    Raises the error of `batches` before its first batch, after closing it.
+    Raises the error of `batches` if it comes within `patience_s` and before the first batch, after closing it.
     """
+    stream = BegunStream(asyncio.ensure_future(_first(batches)), batches)
     try:
-        return BegunStream(await anext(batches), batches)
+        await asyncio.wait({stream.first}, timeout=patience_s)
+        if stream.first.done():
+            stream.first.result()
+        return stream
     except BaseException:
-        await batches.aclose()
+        await stream.close()
         raise
+
+
+async def _first(batches: AsyncGenerator[Sequence[Event], None]) -> Sequence[Event]:
+    return await anext(batches, ())

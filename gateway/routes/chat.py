@@ -53,7 +53,11 @@ def chat_routes(parts: Parts) -> APIRouter:
         if asked.stream:
             events = ChatEvents(asked, head, make_parser, echoed(asked))
             batches = await while_connected(request.receive, _begun(parts, caller, asked, body, events))
-            return EventStream(batches, on_error=stream_error(parts, request.state.field_names))
+            return EventStream(
+                batches,
+                on_error=stream_error(parts, request.state.field_names),
+                keep_alive_s=parts.settings.keep_alive_s,
+            )
         whole = ChatWhole(asked, head, make_parser, echoed(asked))
         return JsonResponse(await while_connected(request.receive, _answer(parts, caller, asked, body, head, whole)))
 

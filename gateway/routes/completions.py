@@ -57,7 +57,11 @@ def completion_routes(parts: Parts) -> APIRouter:
         run = _Run(parts, parts.caller(request), asked, bodies, AnswerHead(f"cmpl-{id_}", int(time.time())))
         if asked.stream:
             batches = await while_connected(request.receive, begun(run.batches()))
-            return EventStream(batches, on_error=stream_error(parts, request.state.field_names))
+            return EventStream(
+                batches,
+                on_error=stream_error(parts, request.state.field_names),
+                keep_alive_s=parts.settings.keep_alive_s,
+            )
         return JsonResponse(await while_connected(request.receive, run.answer()))
 
     return router

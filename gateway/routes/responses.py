@@ -64,6 +64,7 @@ def response_routes(parts: Parts) -> APIRouter:
         return EventStream(
             await while_connected(request.receive, begun(batches)),
             on_error=stream_error(parts, _NAMES),
+            keep_alive_s=parts.settings.keep_alive_s,
             frame=framed_by_name,
             frame_error=framed_error,
             last=b"",

@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from specdec.gateway.api.errors import ApiError
-from specdec.gateway.http.events import Event, EventStream, begun, framed, while_connected
+from specdec.gateway.http.events import KEPT_ALIVE, Event, EventStream, begun, framed, while_connected
 from specdec.gateway.routes.merging import all_of, merged
 
 
@@ -139,8 +139,56 @@ async def test_what_was_looked_at_comes_first() -> None:
     source = Source(3)
     batches = await begun(source.batches())
     assert source.num_given == 1
-    assert batches.first == [{"number": 0}]
+    assert await batches.first == [{"number": 0}]
     assert [event["number"] async for events in batches.rest for event in events] == [1, 2]
+
+
+class Thinking(Source):
+    """Gives nothing before it is told to."""
+
+    def __init__(self, num: int, fails: Exception | None = None) -> None:
+        super().__init__(num, fails)
+        self.may_speak = asyncio.Event()
+
+    async def batches(self) -> AsyncGenerator[list[Event], None]:
+        try:
+            await self.may_speak.wait()
+            async for batch in super().batches():
+                yield batch
+        finally:
+            self.is_closed = True
+
+
+@pytest.mark.parametrize("fails", [None, ApiError(503, "gone")])
+async def test_a_silent_stream_has_its_headers_and_comments_and_then_its_events(fails: ApiError | None) -> None:
+    wire, source = Wire(), Thinking(2, fails)
+    batches = await begun(source.batches(), patience_s=0.001)
+    stream = EventStream(batches, on_error=told, keep_alive_s=0.001)
+    running = asyncio.create_task(stream({"type": "http", "state": {}}, wire.receive, wire.send))
+    wire.is_slow = True
+    for _ in range(4):  # headers and three comments
+        await wire.blocked.wait()
+        wire.blocked.clear()
+        wire.read()
+    wire.is_slow = False
+    assert wire.sent[0]["status"] == 200
+    assert set(wire.body.split(b"\n\n")) <= {b": keep-alive", b""}
+    wire.read()
+    source.may_speak.set()
+    await running
+    told_to_client = wire.body.replace(KEPT_ALIVE, b"").split(b"\n\n")
+    assert told_to_client[:2] == [b'data: {"number":0}', b'data: {"number":1}']
+    assert (b"gone" in told_to_client[2]) == (fails is not None)
+    assert told_to_client[-2:] == [b"data: [DONE]", b""]
+    assert source.is_closed
+
+
+async def test_a_client_that_leaves_a_silent_stream_closes_the_source() -> None:
+    wire, source = Wire(), Thinking(1)
+    stream = EventStream(await begun(source.batches(), patience_s=0.001), on_error=told, keep_alive_s=60.0)
+    wire.leave()
+    await stream({"type": "http", "state": {}}, wire.receive, wire.send)
+    assert source.is_closed
 
 
 async def test_work_of_a_client_that_left_is_cancelled_before_it_is_told() -> None:
