@@ -142,8 +142,13 @@ redis:
 	@$(call install_programs,redis-server)
 
 .PHONY: demo
-demo: $(DEMO_STAMP)  ## Start the shipped pair, complete a prompt with and without speculation, stop.
-	@$(BIN)/specdec demo $(DEMO_ARGS)
+demo: $(DEMO_STAMP)  ## Start the shipped pair, complete a prompt with and without speculation, stop (DEMO_ARGS=--chat: a chat model).
+	@target=()
+	if [[ " $(DEMO_ARGS) " == *" --chat "* ]]; then
+	    folder="$$($(BIN)/python -m bench.packaged smollm2-135m-instruct)"
+	    target=(--target "$$folder")
+	fi
+	$(BIN)/specdec demo "$${target[@]}" $(DEMO_ARGS)
 
 # Two workers; each file, or folder with clusters, goes to one of them (tests/support/scheduling.py), so services start
 # once. C code may swallow the exception of a timeout; faulthandler then ends the worker, and xdist replaces it.

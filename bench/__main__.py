@@ -18,6 +18,7 @@ from rich.console import Console
 
 from bench import adversity, arrivals, decode, steps, sweep
 from bench.deployment import pinned
+from bench.packaged import PackageUnusable
 from bench.pairs import PAIRS, NoSuchPair, Pair, resolve_pair
 from bench.plan import BenchPlan
 from bench.prompts import held_out_prompts
@@ -91,7 +92,7 @@ def main(
         progress.tell("making its checkpoints, if they are not there")
         try:
             made = resolve_pair(pair or ("cpu-80m" if device == "cpu" else "gpu-8b"), device)
-        except NoSuchPair as error:
+        except (NoSuchPair, PackageUnusable) as error:
             raise typer.BadParameter(str(error), param_hint="--pair") from error
         plan = BenchPlan(
             pair=made,

@@ -12,6 +12,7 @@ from typing import Any
 
 from bench.checkpoints import inflated, num_parameters
 from bench.inflate import Shape
+from bench.packaged import PACKAGED, packaged_model
 from specdec.commands.up.plan import shipped_model
 
 INFLATION = (
@@ -128,13 +129,17 @@ def resolve_pair(name: str, device: str, cache: Path | None = None) -> Pair:
 
 
 def resolve_model(name: str, device: str, cache: Path | None = None) -> PairMember:
-    """Return a model by its name or folder; a missing checkpoint is made. Raises NoSuchPair."""
+    """Return a model by its name or folder; a missing checkpoint is made. Raises NoSuchPair, PackageUnusable."""
     if name in ("shipped-target", "shipped-draft"):
         return PairMember(name=name, folder=Path(shipped_model(name.removeprefix("shipped-"))))
+    if name in PACKAGED:
+        return PairMember(name=name, folder=packaged_model(name, cache))
     shape = TARGETS.get(name) or DRAFTS.get(name)
     if shape is not None:
         source = Path(shipped_model("target" if name in TARGETS else "draft"))
         return PairMember(name=name, folder=inflated(source, shape, name, device, cache), source=source)
     if not (Path(name) / "config.json").is_file():
-        raise NoSuchPair(f"{name}: neither a folder with a config.json nor one of {', '.join((*TARGETS, *DRAFTS))}")
+        raise NoSuchPair(
+            f"{name}: neither a folder with a config.json nor one of {', '.join((*TARGETS, *DRAFTS, *PACKAGED))}"
+        )
     return PairMember(name=Path(name).name, folder=Path(name))

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.rule import Rule
 from rich.text import Text
 
-from specdec.client import ClientSettings
+from specdec.client import ClientSettings, chat_messages
 from specdec.commands.errors import ClusterFailed, reported_errors
 from specdec.commands.generate.command import Display, run_request
 from specdec.commands.shipped_pair import shipped_pair
@@ -27,6 +27,7 @@ from specdec.commands.up.command import (
     watch,
 )
 from specdec.commands.up.devices import device_kind
+from specdec.commands.up.drafters import drafter_settings
 from specdec.commands.up.plan import (
     PORTS,
     LocalPlan,
@@ -37,6 +38,15 @@ from specdec.commands.up.plan import (
 )
 from specdec.commands.up.supervision import Supervision
 from specdec.v1 import coordinator_pb2
+
+_QUESTION = """Add type annotations to this function, and change nothing else:
+
+def average(values):
+    total = 0.0
+    for value in values:
+        total = total + value
+    return total / len(values)
+"""
 
 
 def demo(
@@ -59,6 +69,9 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.", min=0)] = 0.8,
     seed: Annotated[int, typer.Option(help="Seed of the noise.", min=0)] = 1,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message to a target that can chat; needs --target.")
+    ] = False,
     page: Annotated[
         bool, typer.Option("--page", help="Start a gateway too, and keep its page open until Ctrl-C.")
     ] = False,
@@ -67,21 +80,31 @@ def demo(
     console = Console(stderr=True, highlight=False)
     with reported_errors(console), stop_on_signals():
         require_engine({})
+        if chat and target is None:
+            raise ClusterFailed(
+                "--chat needs --target: the shipped pair cannot chat (make demo DEMO_ARGS=--chat has a model)"
+            )
         plan = LocalPlan(
             target_model=target or shipped_model("target"),
-            draft_model=draft or shipped_model("draft"),
+            draft_model=draft or ("" if chat else shipped_model("draft")),
+            num_drafts=int(draft is not None or not chat),
+            target_settings=drafter_settings(["ngram"], target=target) if chat else {},
             device=device,
             free_ports=True,
             gateway=page,
             placement=placement or usual_placement(device_kind(device), sorted(os.sched_getaffinity(0))),
         )
-        request = coordinator_pb2.GenerateRequest(prompt=prompt or held_out_prompt(prompt_id))
+        if chat:
+            question = chat_messages([{"role": "user", "content": prompt or _QUESTION}])
+            request = coordinator_pb2.GenerateRequest(messages=question)
+        else:
+            request = coordinator_pb2.GenerateRequest(prompt=prompt or held_out_prompt(prompt_id))
         request.sampling.temperature = temperature
         request.sampling.seed = seed
         request.sampling.max_tokens = max_tokens
         with running_cluster(plan, console) as cluster:
             console.print(Rule("prompt", style="dim"))
-            console.print(Text(request.prompt, style="dim"), soft_wrap=True)
+            console.print(Text(request.prompt or prompt or _QUESTION, style="dim"), soft_wrap=True)
             console.print(Rule("completion", style="dim"))
             display = Display(show_origin=True, compare=True)
             asyncio.run(run_request(cluster.address, ClientSettings(timeout_s=300), request, display))

@@ -399,5 +399,11 @@ def test_up_names_a_setting_that_is_malformed(command: Command) -> None:
     assert "NAME=VALUE" in result.stderr
 
 
+def test_a_demo_chat_needs_a_model_that_can_chat(command: Command) -> None:
+    result = command("demo", "--chat")
+    assert result.exit_code == 1
+    assert "--chat needs --target: the shipped pair cannot chat" in " ".join(result.stderr.split())
+
+
 def test_version_is_the_packages(command: Command) -> None:
     assert command("--version").stdout == f"specdec {specdec.__version__}\n"
