@@ -29,8 +29,8 @@ class ChildInstructions(TypedDict):
     """Number of this process, from 0."""
     settings: dict[str, Any]
     """A CoordinatorSettings as JSON."""
-    metrics_dir: str
-    """Folder for its metrics, which the supervisor's page sums up."""
+    metrics_dir: str | None
+    """Folder for its metrics, which the supervisor's page sums up; None: no disk has room for them."""
     parent_pid: int
     """The supervisor's process id: the process ends with it."""
 

@@ -28,7 +28,11 @@ class CoordinatorProcess:
     """One of the supervisor's processes; `live` starts it, once or again after its end."""
 
     def __init__(
-        self, index: int, settings: CoordinatorSettings, metrics_dir: str, on_change: Callable[[], Awaitable[None]]
+        self,
+        index: int,
+        settings: CoordinatorSettings,
+        metrics_dir: str | None,
+        on_change: Callable[[], Awaitable[None]],
     ) -> None:
         """`on_change` is awaited after each change of `is_serving`."""
         self.index = index

@@ -17,7 +17,6 @@ import contextlib
 import secrets
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +33,7 @@ from specdec.service.listening import StartupFailed
 from specdec.service.metrics_endpoint import metrics_endpoint
 from specdec.service.readiness import Readiness, plaintext_health
 from specdec.service.server import install_signals
-from specdec.telemetry import SupervisorMetrics, enable_multiprocess_metrics
+from specdec.telemetry import SupervisorMetrics, enable_multiprocess_metrics, metrics_folder
 from specdec.wire.backoff import RestartCount, RestartPolicy
 from specdec.wire.tls_files import TlsFilesBroken
 
@@ -62,7 +61,7 @@ class Supervisor:
         settings = self._settings
         try:
             async with contextlib.AsyncExitStack() as stack:
-                metrics_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-metrics-"))
+                metrics_dir = stack.enter_context(metrics_folder())
                 enable_multiprocess_metrics(metrics_dir, _METRICS_NAME)
                 registry = CollectorRegistry()
                 metrics = SupervisorMetrics(registry)

@@ -12,8 +12,15 @@ multiprocess files (`enable_multiprocess_metrics`), and /metrics merges them
 from specdec.telemetry.coordinator_metrics import CoordinatorMetrics, SupervisorMetrics
 from specdec.telemetry.draft_metrics import DraftMetrics
 from specdec.telemetry.gateway_metrics import GatewayMetrics, VllmMetrics
-from specdec.telemetry.logs import setup_logging
-from specdec.telemetry.registry import BuildInfo, enable_multiprocess_metrics, forget_gauges, scrape_registry
+from specdec.telemetry.logs.setup import setup_logging
+from specdec.telemetry.metric_files import (
+    enable_multiprocess_metrics,
+    forget_gauges,
+    forget_gauges_of,
+    metrics_folder,
+    scrape_registry,
+)
+from specdec.telemetry.registry import BuildInfo
 from specdec.telemetry.relay_metrics import RelayMetrics
 from specdec.telemetry.tallies import Tallies
 from specdec.telemetry.target_metrics import TargetMetrics
@@ -32,6 +39,8 @@ __all__ = [
     "VllmMetrics",
     "enable_multiprocess_metrics",
     "forget_gauges",
+    "forget_gauges_of",
+    "metrics_folder",
     "scrape_registry",
     "setup_logging",
 ]

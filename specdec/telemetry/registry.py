@@ -1,21 +1,17 @@
-"""Declaration and scraping of metrics: one prefix per group, a meaning and a query beside every name."""
+"""Declaration of metrics: one prefix per group, a meaning and a query beside every name."""
 
 from __future__ import annotations
 
-import os
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import prometheus_client.values
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from specdec import __version__
+from specdec.telemetry.logs.writer import count_dropped_lines
 
-_MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 # Steps of small models, and hops between processes, take well under 10 ms; steps of large models 10 to 100 ms.
 FINE_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04,
@@ -59,52 +55,6 @@ class MetricDoc:
         if self.type != "histogram":
             return {self.name: labels}
         return {f"{self.name}_bucket": labels | {"le"}, f"{self.name}_sum": labels, f"{self.name}_count": labels}
-
-
-def enable_multiprocess_metrics(directory: str, process: str | None = None) -> None:
-    """Send metrics made from now on, here and in processes started from here, to files in `directory`.
-
-    The files are named after `process`, a name that no other running process may have, or after the process's number.
-    With a name, a process that is started again continues its counters.
-    """
-    os.environ[_MULTIPROCESS_VARIABLE] = directory
-    identify: Callable[[], int | str] = os.getpid if process is None else lambda: process
-    prometheus_client.values.ValueClass = prometheus_client.values.MultiProcessValue(identify)
-
-
-def forget_gauges(directory: str, process: str) -> None:
-    """Drop the gauges of a process that has ended; its counters stay on the page."""
-    mark_process_dead(process, directory)
-
-
-def forget_gauges_of(pid: int) -> None:
-    """Drop the gauges of a process that was started from here and has ended. Without multiprocess files, do nothing."""
-    if (directory := os.environ.get(_MULTIPROCESS_VARIABLE)) is not None:
-        mark_process_dead(pid, directory)
-
-
-def scrape_registry(own: CollectorRegistry) -> CollectorRegistry:
-    """The registry of /metrics: in multiprocess mode the files of all processes, otherwise the process's own."""
-    if _MULTIPROCESS_VARIABLE not in os.environ:
-        return own
-    registry = CollectorRegistry()
-    _FilesCollector(registry)
-    return registry
-
-
-class _FilesCollector(MultiProcessCollector):
-    """Merges the files; a file that a process is just creating is empty, and is left out."""
-
-    def collect(self) -> Iterable[Metric]:
-        files = [str(path) for path in Path(self._path).glob("*.db") if _has_content(path)]
-        return self.merge(files, accumulate=True)
-
-
-def _has_content(path: Path) -> bool:
-    try:
-        return path.stat().st_size > 0
-    except FileNotFoundError:  # its process has ended since the folder was read
-        return False
 
 
 class MetricGroup:
@@ -173,7 +123,7 @@ class MetricGroup:
 
 
 class BuildInfo:
-    """specdec_build_info of one service: always 1, with the running versions as labels.
+    """specdec_build_info of one service, always 1, with the running versions as labels; and the log's dropped lines.
 
     Each of several processes that share their metrics may make one: the series stays 1.
     """
@@ -190,6 +140,14 @@ class BuildInfo:
             },
             "count by (service, version) (specdec_build_info)",
         )
-        self.docs = [doc]
+        dropped = MetricDoc(
+            "specdec_log_lines_dropped_total",
+            "counter",
+            "Lines of the log that were dropped, because nothing reads it or its disk is full.",
+            {},
+            "sum by (instance) (rate(specdec_log_lines_dropped_total[5m]))",
+        )
+        self.docs = [doc, dropped]
+        count_dropped_lines(Counter(dropped.name, dropped.text, registry=registry).inc)
         gauge = Gauge(doc.name, doc.text, tuple(doc.labels), registry=registry, multiprocess_mode="livemax")
         gauge.labels(service, __version__, platform.python_version()).set(1)

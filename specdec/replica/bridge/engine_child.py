@@ -20,6 +20,7 @@ from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.bridge.step_memory import StepMemory
 from specdec.service.process import die_with_parent, leave_signals_to_parent, missing_extra
 from specdec.telemetry import setup_logging
+from specdec.telemetry.logs.writer import flush_logs
 
 _LAST_FRAMES_S = 2.0
 """Seconds to send the last frames before the process ends."""
@@ -92,4 +93,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     # Tearing torch down takes seconds and can crash.
+    flush_logs()
     os._exit(exit_code)

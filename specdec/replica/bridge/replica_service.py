@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -23,8 +22,14 @@ from specdec.service.settings import ReplicaServiceSettings
 from specdec.store.announcer import Announcer
 from specdec.store.guarded import GuardedStore
 from specdec.store.settings import open_store
-from specdec.telemetry import BuildInfo, RelayMetrics, enable_multiprocess_metrics, setup_logging
-from specdec.telemetry.registry import forget_gauges_of
+from specdec.telemetry import (
+    BuildInfo,
+    RelayMetrics,
+    enable_multiprocess_metrics,
+    forget_gauges_of,
+    metrics_folder,
+    setup_logging,
+)
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import common_pb2
 from specdec.wire.errors import NotReady
@@ -209,7 +214,7 @@ class ReplicaService:
 def run_replica(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:
     """Run a replica until a signal or a failure ends it; returns the exit code."""
     setup_logging(role.name, settings.log_level, settings.log_format)
-    with tempfile.TemporaryDirectory(prefix="specdec-metrics-") as directory:
+    with metrics_folder() as directory:
         enable_multiprocess_metrics(directory)
         return asyncio.run(_run(role, settings))
 

@@ -17,6 +17,7 @@ import structlog
 
 from specdec.service.process import die_with_parent, leave_signals_to_parent
 from specdec.telemetry import setup_logging
+from specdec.telemetry.logs.writer import flush_logs
 
 EXIT_REFUSED = 3
 """Exit code if the model was refused: rank 0, which runs the same checks, reports why."""
@@ -96,4 +97,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     # Tearing torch down takes seconds, and would wait for lost ranks.
+    flush_logs()
     os._exit(exit_code)

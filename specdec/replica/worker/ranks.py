@@ -29,6 +29,7 @@ from specdec.engine.parallel.step_frames import StepFrame, StepKind
 from specdec.engine.settings import EngineSettings
 from specdec.replica.worker.errors import RankLost
 from specdec.replica.worker.rank_child import EXIT_REFUSED, RankInstructions, store_path
+from specdec.telemetry.logs.writer import flush_logs
 
 _STOP_S = 2.0
 _NOTICE_S = 1.0  # seconds until a death is noticed after a collective has failed because of it
@@ -126,6 +127,7 @@ class Ranks:
         threading.Event().wait(_REPORT_S)
         log.error("engine_stuck", reason=f"the loop still waits for other ranks after {self._lost_reason}")
         self._report(f"{RankLost.__name__}: {self._lost_reason}")
+        flush_logs()
         os._exit(1)  # the kernel kills the other ranks
 
     def _first_lost(self) -> tuple[int, subprocess.Popen[bytes], str] | None:

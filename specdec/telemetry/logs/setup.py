@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
+
+from specdec.telemetry.logs.writer import ThreadedHandler
 
 _FIRST_FIELDS = ("timestamp", "level", "service", "event")
 # HTTP clients of model hubs: they log each URL, and a file's URL is signed, so that its reader may fetch the file.
 _TELLS_URLS = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3")
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 
 
 def setup_logging(service: str, level: str = "info", log_format: str = "json") -> None:
@@ -35,13 +39,14 @@ def setup_logging(service: str, level: str = "info", log_format: str = "json") -
         ]
     else:
         final = [
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
+            _without_controls,
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_plain_traceback),
         ]
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = ThreadedHandler(sys.stderr)
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -63,6 +68,17 @@ def setup_logging(service: str, level: str = "info", log_format: str = "json") -
 
 def _in_reading_order(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
     return {**{name: event[name] for name in _FIRST_FIELDS if name in event}, **event}
+
+
+def _without_controls(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+    """Escape control characters: a terminal would obey those of a client's text."""
+    return {name: value.translate(_ESCAPES) if isinstance(value, str) else value for name, value in event.items()}
+
+
+def _plain_traceback(stream: TextIO, exception: Any) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exception)
+    stream.write(text.getvalue().translate({**_ESCAPES, ord("\n"): "\n"}))
 
 
 def _add_service(service: str) -> Any:

@@ -1,0 +1,1 @@
+"""Structured logs, written by a thread."""
