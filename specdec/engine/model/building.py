@@ -22,8 +22,10 @@ from specdec.engine.model.device_choice import (
 )
 from specdec.engine.model.fused import FusedDecoder, is_fusable
 from specdec.engine.model.kv_budget import CAPTURE_BYTES, NOTHING, Beside, CudaMemory, affordable_kv_bytes
-from specdec.engine.model.linear import TorchWeight, make_modules_row_invariant, torch_path
+from specdec.engine.model.linear import TorchWeight, torch_path
 from specdec.engine.model.loader import LoadedModel, load_model
+from specdec.engine.model.mixtures.blocks import make_model_row_invariant
+from specdec.engine.model.mixtures.weights import EXPERTS_VERSION, TorchExperts, native_experts
 from specdec.engine.model.model_check import refusing
 from specdec.engine.model.probe import ProbeLog, SelfTest, tolerance
 from specdec.engine.model.proofs.positions import FarProof
@@ -221,11 +223,19 @@ class _Builder:
             is_torch = isinstance(ragged.kernel, TiledAttention | GatherAttention)
             return "torch" if is_torch else triton_path("attention", self._loaded.device)
         if self._kernels is None:
-            make_modules_row_invariant(ragged.model, partial(TorchWeight, num_threads=self._settings.num_threads))
-            return torch_path()
-        make_modules_row_invariant(ragged.model, self._kernels.pack)
+            num_threads = self._settings.num_threads
+            num_mixtures = make_model_row_invariant(
+                ragged.model,
+                partial(TorchWeight, num_threads=num_threads),
+                partial(TorchExperts, num_threads=num_threads),
+            )
+            return f"{torch_path()}-experts-{EXPERTS_VERSION}" if num_mixtures else torch_path()
+        num_mixtures = make_model_row_invariant(
+            ragged.model, self._kernels.pack, partial(native_experts, self._kernels)
+        )
         ragged.kernel = NativeAttention(self._kernels)
-        return f"native-{KERNEL_VERSION}-{self._kernels.variant}"
+        path = f"native-{KERNEL_VERSION}-{self._kernels.variant}"
+        return f"{path}-experts-{EXPERTS_VERSION}" if num_mixtures else path
 
     def _dense_logits(self) -> DenseLogits:
         """Logits ``[T, V]`` of the probe's sequences by the model's own attention."""

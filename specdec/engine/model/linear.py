@@ -39,11 +39,14 @@ class WeightPacker(Protocol):
 class PackedLinear(nn.Module):
     """Replaces ``nn.Linear`` or transformers' ``Conv1D``."""
 
-    def __init__(self, packed: PackedWeight, in_features: int, out_features: int) -> None:
+    def __init__(self, packed: PackedWeight, in_features: int, out_features: int, has_bias: bool) -> None:
         super().__init__()
         self.packed = packed
         self.in_features = in_features
         self.out_features = out_features
+        self.has_bias = has_bias
+        self.weight = torch.full((), torch.nan).expand(out_features, in_features)
+        """Has the weight's dtype and shape, which some models read, but no memory; products with it are NaN."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ weight.T + bias`` over the last dimension."""
@@ -60,13 +63,16 @@ class WholeVectorActivation(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The inner module's result."""
-        missing = -x.numel() % _VECTOR_MULTIPLE
-        if not missing and x.is_contiguous():
-            result: torch.Tensor = self.inner(x)
-            return result
-        padded = nn.functional.pad(x.reshape(-1), (0, missing))
-        result = self.inner(padded)
-        return result[: x.numel()].view(x.shape)
+        return in_whole_vectors(self.inner, x)
+
+
+def in_whole_vectors(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """An element-wise function of ``x``, padded so that no element is computed by a scalar tail."""
+    missing = -x.numel() % _VECTOR_MULTIPLE
+    if not missing and x.is_contiguous():
+        return function(x)
+    padded = nn.functional.pad(x.reshape(-1), (0, missing))
+    return function(padded)[: x.numel()].view(x.shape)
 
 
 class TorchWeight:
@@ -153,8 +159,9 @@ def _is_activation(module: nn.Module) -> bool:
 
 def _replacement(module: nn.Module, pack: WeightPacker) -> nn.Module:
     if isinstance(module, nn.Linear):
-        return PackedLinear(pack(module.weight.detach(), module.bias), module.in_features, module.out_features)
+        packed = pack(module.weight.detach(), module.bias)
+        return PackedLinear(packed, module.in_features, module.out_features, module.bias is not None)
     if isinstance(module, Conv1D):
         packed = pack(module.weight.detach().t().contiguous(), module.bias)
-        return PackedLinear(packed, module.weight.shape[0], module.weight.shape[1])
+        return PackedLinear(packed, module.weight.shape[0], module.weight.shape[1], module.bias is not None)
     return WholeVectorActivation(module)

@@ -17,7 +17,16 @@ from pathlib import Path
 
 from specdec.engine.native.variants import ISA_VARIABLE, Variant, choose_variant
 
-SOURCES = ("kernels.cpp", "linear.cpp", "packing.cpp", "decoder.cpp", "thread_pool.cpp", "sampling.cpp", "ahead.cpp")
+SOURCES = (
+    "kernels.cpp",
+    "linear.cpp",
+    "packing.cpp",
+    "decoder.cpp",
+    "experts.cpp",
+    "thread_pool.cpp",
+    "sampling.cpp",
+    "ahead.cpp",
+)
 HEADERS = ("simd.h", "thread_pool.h", "packed.h", "linear.h", "attention.h")
 PREBUILT_FOLDER = "lib"
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w")

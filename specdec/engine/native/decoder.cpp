@@ -234,31 +234,9 @@ class Step {
 
   // activated = silu(gate) * up
   void activate(const DecoderLayer& layer, const float* normed, int thread, int num_threads) const {
-    const int64_t depth = decoder_.hidden, width = decoder_.intermediate;
-    const Share pairs(num_panels(width), thread, num_threads);
-    const int64_t stride = panel_bytes(layer.gate_up.format, depth);
-    for (int64_t pair = pairs.begin; pair < pairs.end; ++pair) {
-      const uint8_t* panel = layer.gate_up.panels + 2 * pair * stride;
-      for_row_blocks(batch_.num_rows, [&](int64_t first, int rows) {
-        const float* x = normed + first * depth;
-        Vec sums[2 * kMostAccumulators];
-        Vec *gates = sums, *ups = sums + rows * kPanelVectors;
-        const int together = std::min(panels_together(rows), 2);
-        const BlockProduct product = block_product(layer.gate_up.format, rows, together);
-        product(panel, stride, x, depth, depth, gates);
-        if (together == 1) product(panel + stride, stride, x, depth, depth, ups);
-        add_bias(gates, rows, layer.gate_bias, pair);
-        add_bias(ups, rows, layer.up_bias, pair);
-        for (int i = 0; i < rows * kPanelVectors; ++i) gates[i] = silu(gates[i]) * ups[i];
-        write_panel<false>(gates, rows, pair, nullptr, width, space_.activated + first * width, width);
-      });
-    }
-  }
-
-  void add_bias(Vec* sums, int rows, const float* bias, int64_t panel) const {  // bias: zero-padded to whole panels
-    if (bias == nullptr) return;
-    for (int i = 0; i < rows * kPanelVectors; ++i)
-      sums[i] = sums[i] + load(bias + panel * kPanel + i % kPanelVectors * kLanes);
+    const int64_t width = decoder_.intermediate;
+    multiply_gated(layer.gate_up, Share(num_panels(width), thread, num_threads), normed, batch_.num_rows,
+                   decoder_.hidden, width, layer.gate_bias, layer.up_bias, space_.activated);
   }
 
   void project_logits(int thread, int num_threads) const {

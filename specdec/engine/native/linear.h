@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "packed.h"
+#include "thread_pool.h"
 
 namespace specdec {
 
@@ -76,6 +77,34 @@ inline void write_panel(const Vec* sums, int rows, int64_t panel, const float* b
         store_head(target, value, width);
       }
     }
+  }
+}
+
+// y [num_rows, width] = silu(gate) * up, for pairs of panels of a weight in which panels of gate and up alternate.
+// Biases, if any, are padded with zeros to whole panels.
+inline void multiply_gated(const PackedWeight& weight, const Share& pairs, const float* x, int64_t num_rows,
+                           int64_t depth, int64_t width, const float* gate_bias, const float* up_bias, float* y) {
+  const int64_t stride = panel_bytes(weight.format, depth);
+  const auto add_bias = [](Vec* sums, int rows, const float* bias, int64_t panel) {
+    if (bias == nullptr) return;
+    for (int i = 0; i < rows * kPanelVectors; ++i)
+      sums[i] = sums[i] + load(bias + panel * kPanel + i % kPanelVectors * kLanes);
+  };
+  for (int64_t pair = pairs.begin; pair < pairs.end; ++pair) {
+    const uint8_t* panel = weight.panels + 2 * pair * stride;
+    for_row_blocks(num_rows, [&](int64_t first, int rows) {
+      const float* block = x + first * depth;
+      Vec sums[2 * kMostAccumulators];
+      Vec *gates = sums, *ups = sums + rows * kPanelVectors;
+      const int together = std::min(panels_together(rows), 2);
+      const BlockProduct product = block_product(weight.format, rows, together);
+      product(panel, stride, block, depth, depth, gates);
+      if (together == 1) product(panel + stride, stride, block, depth, depth, ups);
+      add_bias(gates, rows, gate_bias, pair);
+      add_bias(ups, rows, up_bias, pair);
+      for (int i = 0; i < rows * kPanelVectors; ++i) gates[i] = silu(gates[i]) * ups[i];
+      write_panel<false>(gates, rows, pair, nullptr, width, y + first * width, width);
+    });
   }
 }
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from specdec.engine.native.variants import ISA_VARIABLE, cpu_features, missing_features, variants_for
 
 _FOLDER = "tests/unit/engine"
-_TORCH_TESTS = [f"{_FOLDER}/test_{name}.py" for name in ("torch_kernels", "row_invariance", "model_runner")]
+_TORCH_TESTS = [f"{_FOLDER}/test_{name}.py" for name in ("torch_kernels", "row_invariance", "model_runner", "mixtures")]
 _ALL_TESTS = [
     *_TORCH_TESTS,
     *(f"{_FOLDER}/test_{name}.py" for name in ("native_kernels", "noise", "drawing")),

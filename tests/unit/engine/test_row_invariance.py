@@ -21,6 +21,7 @@ PATHS = {
     "fused, norms of queries and keys": ("qwen3", {}),
     "native": ("gemma2", {}),
     "native, learned positions": ("gpt2", {}),
+    "native, experts": ("qwen2_moe", {}),
     "torch": ("llama", {"native": "off"}),
 }
 

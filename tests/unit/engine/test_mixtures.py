@@ -1,0 +1,178 @@
+"""Mixtures of experts on CPU float32: transformers' logits, and the same bits in any company."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.engine.model.linear import TorchWeight
+from specdec.engine.model.mixtures.functions import InvariantFunctions
+from specdec.engine.model.mixtures.weights import (
+    ExpertsPacker,
+    ExpertWeights,
+    PackedExperts,
+    TorchExperts,
+    native_experts,
+)
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.native.kernels import NativeKernels
+from specdec.engine.settings import EngineSettings
+from tests.support.engine import paged_scenarios as play
+from tests.support.engine.mixtures import MIXTURES
+from tests.support.engine.paged_attention import random_rows
+from tests.support.engine.tiny_models import VOCAB_SIZE, save_random
+from tests.support.for_each import for_each
+
+TOKENS = play.random_tokens(64, 5, VOCAB_SIZE)
+OTHERS = [play.random_tokens(3 + i, 10 + i, VOCAB_SIZE) for i in range(9)]
+IN_TORCH = ("qwen2_moe", "gpt_oss", "llama4")  # a gate per token, biases, all experts in one call
+
+
+def check(name: str, directory: Path, native: str) -> None:
+    """Load a model, which checks its logits; compare with transformers', and rows alone with rows in company."""
+    save_random(MIXTURES[name](), directory)
+    settings = {"model": str(directory), "device": "cpu", "num_blocks": 96, "max_model_len": 128}
+    runner = ModelRunner.load(EngineSettings.model_validate({**settings, "native": native, "deterministic": True}))
+    alone = play.play_alone(runner, TOKENS)
+    with torch.inference_mode():
+        theirs = AutoModelForCausalLM.from_pretrained(directory)(torch.tensor([TOKENS])).logits[0]
+    for path, rows in alone.items():
+        torch.testing.assert_close(rows[0], theirs[len(path) - 1], rtol=1e-4, atol=1e-4)
+    ways = (
+        play.play_in_batch(runner, TOKENS, OTHERS),
+        play.play_alone(runner, TOKENS, max_batch_tokens=7),
+        play.play_decodes(runner, TOKENS[:40], 33),
+        play.play_trees(runner, TOKENS[:40], 19, TOKENS[40:]),
+    )
+    compared = [(path, row, alone[path][0]) for log in ways for path in log.keys() & alone.keys() for row in log[path]]
+    assert len(compared) > 2 * len(TOKENS)
+    for path, row, expected in compared:
+        assert torch.equal(row, expected), (name, len(path))
+
+
+@pytest.mark.parametrize("name", list(MIXTURES))
+def test_a_mixture_has_the_logits_of_transformers_and_the_same_bits_in_any_company(name: str, tmp_path: Path) -> None:
+    check(name, tmp_path, "on")
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_a_mixture_in_torch_has_them_too(name: str, tmp_path: Path) -> None:
+    check(name, tmp_path, "off")
+
+
+def test_mixtures_have_a_numerics_id_of_their_own(tmp_path: Path) -> None:
+    save_random(MIXTURES["qwen3_moe"](), tmp_path)
+    runner = ModelRunner.load(EngineSettings(model=str(tmp_path), device="cpu", num_blocks=16, native="on"))
+    assert "-experts-1/" in runner.numerics_id
+
+
+def mixture(num_experts: int, hidden: int, inner: int, *, is_gated: bool) -> ExpertWeights:
+    """Random weights; with biases unless gated."""
+    up_width = 2 * inner
+
+    def stacked(*shape: int, seed: int) -> torch.Tensor:
+        return random_rows(num_experts * shape[0], *shape[1:], seed=seed).view(num_experts, *shape)
+
+    return ExpertWeights(
+        up=stacked(up_width, hidden, seed=1),
+        down=stacked(hidden, inner, seed=2),
+        up_bias=None if is_gated else stacked(up_width, seed=3),
+        down_bias=None if is_gated else stacked(hidden, seed=4),
+        is_gated=is_gated,
+    )
+
+
+def activate(up: torch.Tensor) -> torch.Tensor:
+    gate, other = up.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * other
+
+
+def routing(num_rows: int, num_experts: int, per_row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Different experts per row, some outside the mixture, and their weights."""
+    generator = torch.Generator().manual_seed(num_rows)
+    scores = torch.rand(num_rows, num_experts + 2, generator=generator)
+    return scores.topk(per_row).indices, torch.rand(num_rows, per_row, generator=generator)
+
+
+def reference(weights: ExpertWeights, rows: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(rows.shape[0], weights.down.shape[1], dtype=torch.float64)
+    for row, slot in itertools.product(range(len(rows)), range(experts.shape[1])):
+        number = int(experts[row, slot])
+        if number >= len(weights.up):
+            continue
+        up = weights.up[number].double() @ rows[row].double()
+        up = up if weights.up_bias is None else up + weights.up_bias[number]
+        result = weights.down[number].double() @ activate(up)
+        result = result if weights.down_bias is None else result + weights.down_bias[number]
+        out[row] += shares[row, slot] * result
+    return out
+
+
+def packers(kind: str) -> list[ExpertsPacker]:
+    """Packers with different numbers of threads."""
+    if kind == "torch":
+        return [partial(TorchExperts, num_threads=count) for count in (1, 3)]
+    return [partial(native_experts, NativeKernels(count)) for count in (1, 2, 3)]
+
+
+SHAPES: Sequence[tuple[int, int, int, int]] = ((1, 8, 5, 1), (5, 33, 40, 2), (16, 96, 72, 4))
+
+
+@pytest.mark.parametrize("kind", ["native", "torch"])
+@for_each("is_gated", (True, False))
+@for_each("num_experts, hidden, inner, per_row", SHAPES)
+def test_products_are_those_of_each_expert(
+    kind: str, num_experts: int, hidden: int, inner: int, per_row: int, is_gated: bool
+) -> None:
+    weights = mixture(num_experts, hidden, inner, is_gated=is_gated)
+    packed = packers(kind)[-1](weights)
+    for num_rows in (0, 1, 9):
+        rows = random_rows(num_rows, hidden, seed=7)
+        experts, shares = routing(num_rows, num_experts, per_row)
+        expected = reference(weights, rows, experts, shares)
+        torch.testing.assert_close(packed(rows, experts, shares, activate).double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["native", "torch"])
+@for_each("is_gated", (True, False))
+def test_a_row_has_the_same_bits_for_any_rows_order_of_choices_and_threads(kind: str, is_gated: bool) -> None:
+    weights = mixture(12, 64, 96, is_gated=is_gated)
+    packs: list[PackedExperts] = [pack(weights) for pack in packers(kind)]
+    rows, (experts, shares) = random_rows(64, 64, seed=7), routing(64, 12, 4)
+    same = packs[0](rows, experts, shares, activate)
+    cases = [(packed, count) for packed in packs for count in (1, 7, 33)]  # threads wait for each other: few cases
+    if kind == "native":
+        cases += [(packs[0], count) for count in range(1, 65)]
+    for packed, count in cases:
+        part = slice(64 - count, 64)
+        assert torch.equal(packed(rows[part], experts[part], shares[part], activate), same[part]), count
+        turned = packed(rows[part], experts[part].flip(1), shares[part].flip(1), activate)
+        assert torch.equal(turned, same[part]), count
+
+
+@for_each("function", (torch.sigmoid, torch.Tensor.sigmoid, torch.nn.functional.silu, torch.nn.functional.gelu))
+def test_functions_give_an_element_the_same_bits_in_any_tensor(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    numbers = random_rows(1, 67)[0] * 4
+    with InvariantFunctions():
+        whole = function(numbers)
+        for count in range(1, 67):
+            assert torch.equal(function(numbers[:count]), whole[:count])
+
+
+def test_a_router_multiplies_by_the_packed_weight_and_adds_its_bias() -> None:
+    functions = InvariantFunctions()
+    weight, bias, rows = random_rows(5, 32), random_rows(1, 5, seed=2)[0], random_rows(3, 32, seed=1)
+    functions.take(weight, TorchWeight(weight, None, 1))
+    with functions:
+        one = torch.nn.functional.linear(rows[:1], weight.type(torch.float32), bias)
+        three = torch.nn.functional.linear(rows, weight, bias)
+    assert torch.equal(one, three[:1])
+    torch.testing.assert_close(three, rows @ weight.T + bias)
