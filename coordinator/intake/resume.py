@@ -166,7 +166,7 @@ def encode_params(body: api.GenerateRequest, prompt: Sequence[int], seed: int) -
     """
     kept = api.GenerateRequest(sampling=body.sampling)
     kept.sampling.seed = seed
-    if kept.sampling.HasField("constraint"):  # as a digest: a schema may have 64 KiB
+    if kept.sampling.HasField("constraint"):  # as a digest: a schema may have 256 KiB
         encoded = kept.sampling.constraint.SerializeToString(deterministic=True)
         kept.sampling.constraint.CopyFrom(pb.Constraint(regex=hashlib.sha256(encoded).hexdigest()))
     kept.speculation.verify_mode = body.speculation.verify_mode

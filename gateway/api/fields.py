@@ -200,7 +200,10 @@ class JsonSchema(RequestModel):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema", description="Absent: any JSON object.")
-    strict: bool | None = Field(None, description="Accepted; schemas are always enforced.")
+    strict: bool | None = Field(
+        None,
+        description="Refuse keywords that cannot be enforced; else they are left out and named in a header.",
+    )
 
 
 class JsonSchemaFormat(RequestModel):

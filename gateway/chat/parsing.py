@@ -9,7 +9,7 @@ from specdec.gateway.chat.deltas import MessageDelta, PlainParser, StreamingPars
 from specdec.gateway.chat.messages import ToolChoice
 from specdec.gateway.chat.reasoning import make_reasoning_parser
 from specdec.gateway.chat.tool_calls.families import make_tool_parser
-from specdec.gateway.chat.tool_calls.llama3 import Llama3JsonParser
+from specdec.gateway.chat.tool_calls.forced import ForcedCallsParser
 
 
 def make_message_parser(
@@ -19,6 +19,7 @@ def make_message_parser(
     has_tools: bool,
     tool_choice: ToolChoice = None,
     forced: bool = False,
+    sole_function: str = "",
     parallel_tool_calls: bool = True,
     thinking: bool | None = None,
     schemas: Mapping[str, Any] | None = None,
@@ -34,6 +35,7 @@ def make_message_parser(
         has_tools: the request has tools; without them, or with the tool choice none, all text is content.
         tool_choice: the request's.
         forced: the output is constrained to a JSON list of calls after the reasoning.
+        sole_function: with `forced`, the only function that can be called; empty if there are several.
         parallel_tool_calls: False: drop calls after the first.
         thinking: the request's template variable; see `make_reasoning_parser`.
         schemas: see `make_tool_parser`.
@@ -46,7 +48,7 @@ def make_message_parser(
     if not has_tools or tool_choice == "none":
         tool_parser = PlainParser()
     elif forced:
-        tool_parser = Llama3JsonParser()
+        tool_parser = ForcedCallsParser(sole_function)
     elif tools == "harmony":
         return MessageParser(PlainParser(), tool_parser, parallel_tool_calls)
     return MessageParser(make_reasoning_parser(reasoning, thinking=thinking), tool_parser, parallel_tool_calls)

@@ -90,7 +90,7 @@ class Edge:
         state = scope.setdefault("state", {})
         with self._span(scope, headers) as span:
             state.update(request_id=request_id, is_client_gone=False, metadata=self._metadata(headers, span))
-            state["send"] = sent.after_start
+            state.update(send=sent.after_start, headers=sent.headers)
             await self._within_limits(scope, receive, sent)
             self._record(scope, sent, began_s, request_id, span)
 
@@ -169,11 +169,12 @@ class Edge:
 
 
 class _Sent:
-    """Sends messages, adds the request's id, and keeps the status."""
+    """Sends messages, adds headers, and keeps the status."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
-        self._request_id = request_id
+        self.headers = {_ID_HEADER: request_id}
+        """Headers of the answer besides its own."""
         self.status = 0
 
     @property
@@ -185,5 +186,5 @@ class _Sent:
         """Send."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)[_ID_HEADER] = self._request_id
+            MutableHeaders(scope=message).update(self.headers)
         await self._send(message)

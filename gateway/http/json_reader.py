@@ -24,7 +24,7 @@ MOST_VALUES = 200_000
 """Values of a body besides token ids, at most: a conversation has up to 100,000, and 16384 messages three each besides;
 lists of sampling parameters have 20,000."""
 MOST_FIELD_VALUES = 32 * 1024
-"""Values of a field outside the conversation, at most: a constraint's 64 KiB have as many, lists of token ids half."""
+"""Values of a field outside the conversation, at most: lists of token ids have half."""
 _PIECE_BYTES = 64 * 1024
 """Bytes read in one call, which takes half a millisecond."""
 _FEW_IDS = 256

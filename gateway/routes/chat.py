@@ -14,7 +14,7 @@ from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.chat.deltas import StreamingParser
 from specdec.gateway.http.events import BegunStream, EventStream, begun, while_connected
 from specdec.gateway.parts import Parts
-from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
+from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams, tell_unenforced
 from specdec.gateway.routes.output import new_id, output, stream_error, whole_output
 from specdec.gateway.translation.chat_answer import ChatEvents, ChatWhole
 from specdec.gateway.translation.chat_request import (
@@ -40,13 +40,15 @@ def chat_routes(parts: Parts) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         """Continue a conversation."""
         reasoning_parser, tool_parser = parts.settings.reasoning_parser, parts.settings.tool_parser
+        unenforced: list[str] = []
 
         def translated(asked: ChatRequest) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
             request.state.field_names = chat_field_names(asked, tool_parser)
             make_parser = parsers(asked, reasoning_parser, tool_parser)
-            return make_parser, chat_to_generate(asked, tool_parser, reasoning_parser)
+            return make_parser, chat_to_generate(asked, tool_parser, reasoning_parser, unenforced)
 
         asked, (make_parser, body) = await parts.reader.read(request, ChatRequest, translated)
+        tell_unenforced(request, unenforced)
         body.request_id = new_id(asked.request_id)
         head = AnswerHead(f"chatcmpl-{body.request_id}", int(time.time()))
         caller = parts.caller(request)

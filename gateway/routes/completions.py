@@ -15,7 +15,7 @@ from specdec.gateway.api.answers import TextCompletion
 from specdec.gateway.api.completions import CompletionRequest
 from specdec.gateway.http.events import Event, EventStream, begun, while_connected
 from specdec.gateway.parts import Parts
-from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
+from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams, tell_unenforced
 from specdec.gateway.routes.merging import all_of, merged
 from specdec.gateway.routes.output import WholeOutput, new_id, output, stream_error, whole_output
 from specdec.gateway.translation.completion_answer import (
@@ -47,12 +47,14 @@ def completion_routes(parts: Parts) -> APIRouter:
     )
     async def create_completion(request: Request) -> Response:
         """Continue texts or token ids."""
+        unenforced: list[str] = []
 
         def translated(asked: CompletionRequest) -> PromptRequests:
             request.state.field_names = {**COMPLETION_FIELD_NAMES, **constraint_names(asked)}
-            return completion_to_generate(asked, parts.settings.max_prompts)
+            return completion_to_generate(asked, parts.settings.max_prompts, unenforced)
 
         asked, bodies = await parts.reader.read(request, CompletionRequest, translated)
+        tell_unenforced(request, unenforced)
         bodies.request_id = id_ = new_id(asked.request_id)
         run = _Run(parts, parts.caller(request), asked, bodies, AnswerHead(f"cmpl-{id_}", int(time.time())))
         if asked.stream:

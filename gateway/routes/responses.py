@@ -16,17 +16,17 @@ from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.responses import ResponseAnswer, ResponseEvent, ResponsesRequest
 from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name, while_connected
 from specdec.gateway.parts import Parts
-from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
+from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams, tell_unenforced
 from specdec.gateway.routes.output import new_id, output, stream_error
 from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, parsers
 from specdec.gateway.translation.head import AnswerHead
 from specdec.gateway.translation.response_answer import ResponseEvents
-from specdec.gateway.translation.response_request import response_to_chat, response_to_generate
+from specdec.gateway.translation.response_request import SCHEMA_FIELD, response_to_chat, response_to_generate
 from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
 
-_CONSTRAINT_NAMES = {"constraint": "text.format", "constraint.json_schema": "text.format.schema"}
+_CONSTRAINT_NAMES = {"constraint": "text.format", "constraint.json_schema": SCHEMA_FIELD}
 _NAMES = MappingProxyType(
     {**CHAT_FIELD_NAMES, "max_tokens": "max_output_tokens", "messages": "input", **_CONSTRAINT_NAMES}
 )
@@ -44,12 +44,14 @@ def response_routes(parts: Parts) -> APIRouter:
     async def create_response(request: Request) -> Response:
         """Answer a text or a conversation."""
         request.state.field_names = _NAMES
+        unenforced: list[str] = []
 
         def translated(asked: ResponsesRequest) -> tuple[ChatRequest, api.GenerateRequest]:
             chat = response_to_chat(asked)
-            return chat, response_to_generate(asked, chat, parts.settings.reasoning_parser)
+            return chat, response_to_generate(asked, chat, parts.settings.reasoning_parser, unenforced)
 
         asked, (chat, body) = await parts.reader.read(request, ResponsesRequest, translated)
+        tell_unenforced(request, unenforced)
         body.request_id = new_id(None)
         make_parser = parsers(chat, parts.settings.reasoning_parser, "none")
         events = ResponseEvents(asked, AnswerHead(f"resp_{body.request_id}", int(time.time())), make_parser())

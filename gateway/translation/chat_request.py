@@ -13,7 +13,7 @@ from specdec.gateway.chat.deltas import StreamingParser
 from specdec.gateway.chat.messages import ToolChoice, check_tools, to_chat_messages
 from specdec.gateway.chat.parsing import make_message_parser
 from specdec.gateway.translation.constraint import constraint_names
-from specdec.gateway.translation.forced_calls import calls_schema, is_forced
+from specdec.gateway.translation.forced_calls import calls_tag, is_forced, sole_function
 from specdec.gateway.translation.sampling import FIELD_NAMES, check_stream, generate_request, sampling_params
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -31,12 +31,20 @@ CHAT_FIELD_NAMES = MappingProxyType(
 
 
 def chat_to_generate(
-    request: ChatRequest, tool_parser: str = "none", reasoning_parser: str = "none"
+    request: ChatRequest,
+    tool_parser: str = "none",
+    reasoning_parser: str = "none",
+    unenforced: list[str] | None = None,
 ) -> api.GenerateRequest:
-    """The gRPC request without an id. `parsers` makes the parsers of its output. Raises ApiError and InvalidRequest."""
+    """The gRPC request without an id. `parsers` makes the parsers of its output.
+
+    `unenforced` gets the paths of the schemas' keywords that are not enforced. Raises ApiError and InvalidRequest.
+    """
     _check(request)
+    unenforced = [] if unenforced is None else unenforced
     sampling = sampling_params(request, max_tokens=request.most_tokens, logprobs=request.num_logprobs)
-    body = generate_request(request, sampling, reasoning.end_of_thinking(reasoning_parser, _thinking(request)))
+    after = reasoning.end_of_thinking(reasoning_parser, _thinking(request))
+    body = generate_request(request, sampling, after, unenforced)
     body.messages.CopyFrom(
         to_chat_messages(
             request.messages,
@@ -52,7 +60,7 @@ def chat_to_generate(
     if request.prediction is not None and request.prediction.text:
         body.prediction.text = request.prediction.text
     if forces_calls(request, tool_parser):
-        _force_calls(request, body.sampling, reasoning_parser)
+        _force_calls(request, body.sampling, after, unenforced)
     is_read = calls_tools(request) and not forces_calls(request, tool_parser)
     marks_calls = is_read and tool_calls.marks_are_special_tokens(tool_parser)
     if request.skip_special_tokens is None and (marks_calls or reasoning.marks_are_special_tokens(reasoning_parser)):
@@ -76,13 +84,12 @@ def forces_calls(request: ChatRequest, tool_parser: str) -> bool:
     return calls_tools(request) and is_forced(request.tool_choice, tool_parser)
 
 
-def _force_calls(request: ChatRequest, sampling: api.SamplingParams, reasoning_parser: str) -> None:
+def _force_calls(request: ChatRequest, sampling: api.SamplingParams, after: str, unenforced: list[str]) -> None:
     if request.structured_outputs is not None:
         raise invalid("structured_outputs", "conflicts with a tool_choice that requires calls: send one of them")
-    parallel = request.parallel_tool_calls is not False
-    schema = calls_schema(check_tools(request.tools), request.tool_choice, parallel=parallel)
-    after = reasoning.end_of_thinking(reasoning_parser, _thinking(request))
-    sampling.constraint.CopyFrom(pb.Constraint(json_schema=schema, after_token=after))
+    parallel, tools = request.parallel_tool_calls is not False, check_tools(request.tools)
+    tag = calls_tag(tools, request.tool_choice, parallel=parallel, unenforced=unenforced)
+    sampling.constraint.CopyFrom(pb.Constraint(structural_tag=tag, after_token=after))
 
 
 def chat_field_names(request: ChatRequest, tool_parser: str) -> Mapping[str, str]:
@@ -91,7 +98,7 @@ def chat_field_names(request: ChatRequest, tool_parser: str) -> Mapping[str, str
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     if forces_calls(request, tool_parser):
-        return {**names, "constraint": "tool_choice", "constraint.json_schema": "tools"}
+        return {**names, "constraint": "tool_choice", "constraint.structural_tag": "tools"}
     return {**names, **constraint_names(request)}
 
 
@@ -102,8 +109,9 @@ def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Ca
         raise unsupported("tools", "this gateway parses no tool calls: set its tool_parser")
     choice: ToolChoice = request.tool_choice
 
-    functions = (tool["function"] for tool in check_tools(request.tools))
-    schemas = {function["name"]: function.get("parameters") for function in functions}
+    tools = check_tools(request.tools)
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    sole = sole_function(tools, choice) if forced else ""
 
     def make() -> StreamingParser:
         return make_message_parser(
@@ -112,6 +120,7 @@ def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Ca
             has_tools=bool(request.tools),
             tool_choice=choice,
             forced=forced,
+            sole_function=sole,
             parallel_tool_calls=request.parallel_tool_calls is not False,
             thinking=_thinking(request),
             schemas=schemas,

@@ -28,8 +28,13 @@ _MOST_COMMON_BYTES = 256 * 1024
 """Bytes of parameters that are copied for each of several prompts: the largest sampling and constraints fit."""
 
 
-def completion_to_generate(request: CompletionRequest, most_prompts: int) -> PromptRequests:
-    """The gRPC requests without ids, one per prompt. Raises ApiError and InvalidRequest."""
+def completion_to_generate(
+    request: CompletionRequest, most_prompts: int, unenforced: list[str] | None = None
+) -> PromptRequests:
+    """The gRPC requests without ids, one per prompt.
+
+    `unenforced` gets the paths of a schema's keywords that are not enforced. Raises ApiError and InvalidRequest.
+    """
     prompts = request.prompts
     if len(prompts) > most_prompts:
         raise invalid("prompt", f"{len(prompts)} prompts exceed the limit of {most_prompts} (max_prompts)")
@@ -44,7 +49,7 @@ def completion_to_generate(request: CompletionRequest, most_prompts: int) -> Pro
         sampling.min_tokens = 0
     if tells_prompt_logprobs(request):
         sampling.prompt_logprobs = max(request.logprobs or 0, request.prompt_logprobs or 0)
-    common = generate_request(request, sampling)
+    common = generate_request(request, sampling, "", [] if unenforced is None else unenforced)
     if len(prompts) > 1 and common.ByteSize() > _MOST_COMMON_BYTES:
         path = _largest_field(common)
         if path == "sampling":

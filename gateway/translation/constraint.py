@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 import orjson
 
+from specdec.constraints.limits import MAX_CONSTRAINT_BYTES
 from specdec.gateway.api.errors import invalid
 from specdec.gateway.api.fields import (
     JsonObjectFormat,
@@ -14,25 +17,30 @@ from specdec.gateway.api.fields import (
     StructuralTagFormat,
     StructuredOutputs,
 )
+from specdec.gateway.schemas.enforceable import enforceable
 from specdec.v1 import common_pb2 as pb
 
 _FORMS = ("json_schema", "regex", "choice", "grammar", "json_object", "structural_tag")
 _WRITTEN = {"json_schema": "json"}
 _FORMAT_FIELD = "response_format"
+SCHEMA_FIELD = f"{_FORMAT_FIELD}.json_schema.schema"
 _OUTPUTS_FIELD = "structured_outputs"
 
 
-def constraint_of(request: SamplingFields, after_token: str = "") -> pb.Constraint | None:
+def constraint_of(request: SamplingFields, after_token: str, unenforced: list[str]) -> pb.Constraint | None:
     """The constraint, or None.
 
     Args:
         request: must not have both fields.
         after_token: text after which it begins, such as the end of a think section.
+        unenforced: gets the paths of a schema's keywords that are not enforced.
 
     Raises:
         ApiError: the fields contradict each other or themselves.
+        InvalidRequest: a strict schema has a keyword that cannot be enforced.
     """
-    of_format, of_outputs = _of_format(request), _of_outputs(request.structured_outputs)
+    of_format = _of_format(request, unenforced)
+    of_outputs = _of_outputs(request.structured_outputs, unenforced)
     if of_format is not None and of_outputs is not None:
         raise invalid(_OUTPUTS_FIELD, f"conflicts with {_FORMAT_FIELD}: send one of them")
     constraint = of_outputs if of_format is None else of_format
@@ -45,26 +53,30 @@ def constraint_names(request: SamplingFields) -> Mapping[str, str]:
     """HTTP field names by gRPC field names, for the field that brought the constraint."""
     if request.structured_outputs is None:
         # A structural tag is in the format itself, beside its type.
-        of_schema = {"constraint.json_schema": f"{_FORMAT_FIELD}.json_schema.schema"}
+        of_schema = {"constraint.json_schema": SCHEMA_FIELD}
         return {"constraint": _FORMAT_FIELD, "constraint.structural_tag": _FORMAT_FIELD, **of_schema}
     names = {f"constraint.{form}": f"{_OUTPUTS_FIELD}.{_WRITTEN.get(form, form)}" for form in _FORMS}
     return {"constraint": _OUTPUTS_FIELD, **names, "constraint.choice.texts": f"{_OUTPUTS_FIELD}.choice"}
 
 
-def _of_format(request: SamplingFields) -> pb.Constraint | None:
+def _of_format(request: SamplingFields, unenforced: list[str]) -> pb.Constraint | None:
     wanted = request.response_format
     if isinstance(wanted, JsonObjectFormat):
         return pb.Constraint(json_object=True)
     if isinstance(wanted, JsonSchemaFormat):
-        schema = wanted.json_schema.schema_
-        return pb.Constraint(json_object=True) if schema is None else pb.Constraint(json_schema=_written(schema))
+        told = wanted.json_schema
+        if told.schema_ is None:
+            return pb.Constraint(json_object=True)
+        strict = told.strict is True
+        schema = enforceable(told.schema_, SCHEMA_FIELD, strict=strict, unenforced=unenforced)
+        return pb.Constraint(json_schema=_written(schema))
     if isinstance(wanted, StructuralTagFormat):
-        told = {name: value for name, value in wanted if value is not None}
-        return pb.Constraint(structural_tag=_written(told))
+        tag = {name: value for name, value in wanted if value is not None}
+        return pb.Constraint(structural_tag=_written(tag))
     return None
 
 
-def _of_outputs(wanted: StructuredOutputs | None) -> pb.Constraint | None:
+def _of_outputs(wanted: StructuredOutputs | None, unenforced: list[str]) -> pb.Constraint | None:
     if wanted is None:
         return None
     given = [form for form in _FORMS if getattr(wanted, form) not in (None, False) or _is_false_schema(wanted, form)]
@@ -75,6 +87,9 @@ def _of_outputs(wanted: StructuredOutputs | None) -> pb.Constraint | None:
     form, value = given[0], getattr(wanted, given[0])
     if form == "choice":
         return pb.Constraint(choice=pb.TextChoices(texts=value))
+    if form == "json_schema":
+        value = _parsed(value)
+        value = enforceable(value, f"{_OUTPUTS_FIELD}.json", strict=False, unenforced=unenforced)
     if form in ("json_schema", "structural_tag") and not isinstance(value, str):
         value = _written(value)
     return pb.Constraint(**{form: value})
@@ -82,6 +97,16 @@ def _of_outputs(wanted: StructuredOutputs | None) -> pb.Constraint | None:
 
 def _is_false_schema(wanted: StructuredOutputs, form: str) -> bool:
     return form == "json_schema" and wanted.json_schema is False
+
+
+def _parsed(schema: Any) -> Any:
+    """A schema that may be written as a text; a text that is no JSON or too long is left for others to refuse."""
+    if not isinstance(schema, str) or len(schema) > MAX_CONSTRAINT_BYTES:
+        return schema
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError):
+        return schema
 
 
 def _written(schema: object) -> str:

@@ -1,11 +1,14 @@
 """Calls that a tool choice requires: the output is constrained to a list of calls, in one form for all families.
 
-The list is JSON, `[{"name": ..., "parameters": ...}]`, which `Llama3JsonParser` reads. So no marker of a family must be
-a token, and arguments fit the function's schema.
+The list is JSON without white space between calls, `[{"name":...,"parameters":...}]`, written as a structural tag, so
+that each function's schema is a document of its own. `ForcedCallsParser` reads it. No marker of a family must be a
+token, and arguments fit the function's schema.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,13 +16,14 @@ import orjson
 
 from specdec.constraints.limits import MAX_CONSTRAINT_BYTES
 from specdec.gateway.chat.messages import ToolChoice, named_function
+from specdec.gateway.schemas.enforceable import enforceable
 from specdec.wire.errors import InvalidRequest
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_DATA = frozenset({"const", "default", "enum", "examples"})
-"""Keywords whose values are no schemas."""
-_CALL_BYTES = 128
-"""Bytes of one call's schema, at least."""
+_CALL_BYTES = 512
+"""Bytes of one call in the constraint, about: a tag with a schema."""
+_UNSAFE = re.compile(r"[^\w\-.:/ ]", re.ASCII)
+"""Characters of a name that are escaped: in a tag, the text of a special token means that token."""
 
 
 def is_forced(tool_choice: ToolChoice, tool_parser: str) -> bool:
@@ -30,62 +34,62 @@ def is_forced(tool_choice: ToolChoice, tool_parser: str) -> bool:
     return tool_choice not in (None, "none", "auto") and tool_parser != "harmony"
 
 
-def calls_schema(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice, *, parallel: bool) -> str:
-    """The JSON schema of a list of calls, of the named function or of any of the tools.
+def calls_tag(
+    tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice, *, parallel: bool, unenforced: list[str]
+) -> str:
+    """The structural tag of a list of calls, of the named function or of any of the tools.
 
     Args:
         tools: checked.
         tool_choice: required, or a named function that is one of them.
         parallel: allow several calls; a named function is called once.
+        unenforced: gets the paths of what the schemas say and cannot be enforced.
 
     Raises:
-        InvalidRequest: the functions need a larger constraint than allowed.
+        InvalidRequest: the functions need a larger constraint than allowed, or a strict function has a keyword that
+            cannot be enforced.
     """
     name = named_function(tool_choice)
-    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    if len(functions) * _CALL_BYTES > MAX_CONSTRAINT_BYTES:
+    chosen = [(i, t["function"]) for i, t in enumerate(tools) if name in (None, t["function"]["name"])]
+    if len(chosen) * _CALL_BYTES > MAX_CONSTRAINT_BYTES:
+        message = f"{len(chosen)} functions are more than {MAX_CONSTRAINT_BYTES // _CALL_BYTES}: send fewer"
+        raise InvalidRequest("tools", message)
+    calls = {
+        "type": "tags_with_separator",
+        "tags": [_call(index, function, unenforced) for index, function in chosen],
+        "separator": ",",
+        "at_least_one": True,
+        "stop_after_first": not parallel or name is not None,
+    }
+    wrapped = [{"type": "const_string", "value": "["}, calls, {"type": "const_string", "value": "]"}]
+    tag = orjson.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": wrapped}})
+    if len(tag) > MAX_CONSTRAINT_BYTES:
         message = (
-            f"{len(functions)} functions need a constraint above the limit of {MAX_CONSTRAINT_BYTES} bytes: send fewer"
+            f"the schemas without descriptions have {len(tag)} bytes, more than {MAX_CONSTRAINT_BYTES}: send fewer"
         )
         raise InvalidRequest("tools", message)
-    schema = {
-        "type": "array",
-        "minItems": 1,
-        **({} if parallel and name is None else {"maxItems": 1}),
-        "items": {"anyOf": [_call(index, function["name"]) for index, function in enumerate(functions)]},
-        "$defs": {_key(index): _parameters(index, function) for index, function in enumerate(functions)},
-    }
-    return orjson.dumps(schema).decode()
+    return tag.decode()
 
 
-def _key(index: int) -> str:
-    return f"parameters_{index}"
+def sole_function(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice) -> str:
+    """The only function that can be called; empty if there are several."""
+    names = [tool["function"]["name"] for tool in tools]
+    return named_function(tool_choice) or (names[0] if len(names) == 1 else "")
 
 
-def _call(index: int, name: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{_key(index)}"}},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }
-
-
-def _parameters(index: int, function: Mapping[str, Any]) -> Any:
+def _call(index: int, function: Mapping[str, Any], unenforced: list[str]) -> dict[str, Any]:
+    path, strict = f"tools[{index}].function.parameters", function.get("strict") is True
     schema = function.get("parameters")
-    if not schema:
-        return _NO_PARAMETERS
-    return {"type": "object", **_moved(schema, f"#/$defs/{_key(index)}")}
+    own = enforceable(schema, path, strict=strict, unenforced=unenforced) if schema else _NO_PARAMETERS
+    name = _UNSAFE.sub(lambda match: _escaped(match[0]), function["name"])
+    return {
+        "type": "tag",
+        "begin": f'{{"name":"{name}","parameters":',
+        "content": {"type": "json_schema", "json_schema": {"type": "object", **own}},
+        "end": "}",
+    }
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """The schema moved to another place in a document: references from its root start there."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved = {key: value if key in _DATA else _moved(value, place) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
+def _escaped(character: str) -> str:
+    """A character of a JSON text as an escape."""
+    return f"\\u{ord(character):04x}" if character.isascii() else json.dumps(character)[1:-1]

@@ -9,10 +9,12 @@ from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.errors import ApiError, invalid, unsupported
 from specdec.gateway.api.fields import JsonSchema, JsonSchemaFormat, ResponseFormat
 from specdec.gateway.api.responses import ResponseSchema, ResponsesRequest
+from specdec.gateway.translation import constraint as chat_constraint
 from specdec.gateway.translation.chat_request import chat_to_generate
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
 
+SCHEMA_FIELD = "text.format.schema"
 _INDEX = re.compile(r"messages\[(\d+)\]")
 _SAME_NAMES = (
     *("model", "temperature", "top_p", "top_logprobs", "stream", "seed", "top_k", "min_p", "stop"),
@@ -38,22 +40,28 @@ def _format(request: ResponsesRequest) -> ResponseFormat | None:
     wanted = None if request.text is None else request.text.format
     if not isinstance(wanted, ResponseSchema):
         return wanted
-    schema = JsonSchema.model_construct(name=wanted.name, schema_=wanted.schema_)
+    schema = JsonSchema.model_construct(name=wanted.name, schema_=wanted.schema_, strict=wanted.strict)
     return JsonSchemaFormat.model_construct(type="json_schema", json_schema=schema)
 
 
 def response_to_generate(
-    request: ResponsesRequest, chat: ChatRequest, reasoning_parser: str = "none"
+    request: ResponsesRequest, chat: ChatRequest, reasoning_parser: str = "none", unenforced: list[str] | None = None
 ) -> api.GenerateRequest:
     """The gRPC request without an id; the reasoning parser reads its output.
+
+    `unenforced` gets the paths of a schema's keywords that are not enforced.
 
     Raises:
         ApiError: names the field of the /v1/responses request.
     """
+    paths: list[str] = []
     try:
-        return chat_to_generate(chat, reasoning_parser=reasoning_parser)
+        body = chat_to_generate(chat, reasoning_parser=reasoning_parser, unenforced=paths)
     except InvalidRequest as error:
         raise _as_written(request, error) from None
+    if unenforced is not None:
+        unenforced += [path.replace(chat_constraint.SCHEMA_FIELD, SCHEMA_FIELD, 1) for path in paths]
+    return body
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
@@ -75,4 +83,5 @@ def _as_written(request: ResponsesRequest, error: InvalidRequest) -> ApiError:
             return "instructions"
         return "input" if isinstance(request.input, str) else f"input[{index}]"
 
-    return invalid(_INDEX.sub(renamed, error.field), error.description, "invalid_value")
+    field = error.field.replace(chat_constraint.SCHEMA_FIELD, SCHEMA_FIELD, 1)
+    return invalid(_INDEX.sub(renamed, field), error.description, "invalid_value")

@@ -64,10 +64,13 @@ def speculation_params(speculation: Speculation | None) -> api.SpeculationParams
 
 
 def generate_request(
-    request: SamplingFields, sampling: api.SamplingParams, after_token: str = ""
+    request: SamplingFields, sampling: api.SamplingParams, after_token: str, unenforced: list[str]
 ) -> api.GenerateRequest:
-    """The gRPC request without prompt and id. A constraint begins after `after_token`. Raises ApiError."""
-    if (constraint := constraint_of(request, after_token)) is not None:
+    """The gRPC request without prompt and id. A constraint begins after `after_token`.
+
+    `unenforced` gets the paths of a schema's keywords that are not enforced. Raises ApiError and InvalidRequest.
+    """
+    if (constraint := constraint_of(request, after_token, unenforced)) is not None:
         sampling.constraint.CopyFrom(constraint)
     return api.GenerateRequest(
         model=request.model or "",

@@ -9,8 +9,8 @@ from google.rpc import code_pb2
 from specdec.constraints.limits.structural_tags import StructuralTagFault, read_structural_tag
 from specdec.v1 import common_pb2 as pb
 
-MAX_CONSTRAINT_BYTES = 64 * 1024
-"""Bytes of a constraint; a larger one would take seconds to compile."""
+MAX_CONSTRAINT_BYTES = 256 * 1024
+"""Bytes of a constraint: a hundred schemas of tools. What takes too long to compile is refused then."""
 MAX_CHOICES = 1024
 _FORMS = tuple(field.name for field in pb.Constraint.DESCRIPTOR.oneofs_by_name["form"].fields)
 

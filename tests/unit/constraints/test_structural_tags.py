@@ -307,7 +307,7 @@ def test_a_large_one_is_refused() -> None:
     constraint = tag(text("x" * MAX_CONSTRAINT_BYTES))
     assert fault_of(constraint) == (
         "constraint.structural_tag",
-        f"{constraint.ByteSize()} bytes are more than the limit of 65536",
+        f"{constraint.ByteSize()} bytes are more than the limit of {MAX_CONSTRAINT_BYTES}",
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +14,11 @@ from specdec.gateway.api.errors import ApiError, param_of
 from specdec.gateway.chat.parsing import make_message_parser
 from specdec.gateway.chat.tool_calls import TOOL_PARSERS
 from specdec.gateway.translation.chat_request import chat_field_names, chat_to_generate
+from specdec.v1 import common_pb2 as pb
 from specdec.wire.errors import InvalidRequest
 from tests.support.chat.parsed import cut, parse
+from tests.support.engine.accepted import accepts, longest_start
+from tests.support.for_each import for_each
 
 TREE = {
     "type": "object",
@@ -38,51 +40,138 @@ def request(**fields: Any) -> ChatRequest:
     )
 
 
-def schema_of(asked: ChatRequest, tool_parser: str = "hermes") -> Any:
-    return json.loads(chat_to_generate(asked, tool_parser).sampling.constraint.json_schema)
+def constraint_of(asked: ChatRequest, tool_parser: str = "hermes") -> pb.Constraint:
+    return chat_to_generate(asked, tool_parser).sampling.constraint
 
 
-def is_valid(calls: Any, schema: Any) -> bool:
-    return bool(jsonschema.Draft202012Validator(schema).is_valid(calls))
+def written(*calls: tuple[str, Any]) -> str:
+    told = [f'{{"name":{json.dumps(name)},"parameters":{json.dumps(arguments)}}}' for name, arguments in calls]
+    return f"[{','.join(told)}]"
 
 
-@pytest.mark.parametrize(
-    ("calls", "expected"),
+STOP = ("stop", {})
+
+
+@for_each(
+    "calls, expected",
     [
-        ([{"name": "stop", "parameters": {}}], True),
-        ([{"name": "grow", "parameters": {"root": {"next": {"of": 1}}}}, {"name": "stop", "parameters": {}}], True),
-        ([{"name": "grow", "parameters": {"root": {}, "$ref": {"$ref": "#/$defs/Node"}}}], True),
-        ([{"name": "grow", "parameters": {"root": {"next": {"of": "one"}}}}], False),
-        ([{"name": "grow", "parameters": {}}], False),
-        ([{"name": "stop", "parameters": {"now": 1}}], False),
-        ([{"name": "other", "parameters": {}}], False),
+        ([STOP], True),
+        ([("grow", {"root": {"next": {"of": 1}}}), STOP], True),
+        ([("grow", {"root": {}, "$ref": {"$ref": "#/$defs/Node"}})], True),
+        ([("grow", {"root": {"next": {"of": "one"}}})], False),
+        ([("grow", {})], False),
+        ([("stop", {"now": 1})], False),
+        ([("other", {})], False),
         ([], False),
     ],
 )
 def test_required_calls_are_of_the_tools_and_of_their_schemas(calls: Any, expected: bool) -> None:
-    assert is_valid(calls, schema_of(request())) is expected
+    assert accepts(constraint_of(request()), written(*calls)) is expected
 
 
 def test_a_named_function_is_called_once_and_no_other() -> None:
-    schema = schema_of(request(tool_choice=NAMED))
-    stop = {"name": "stop", "parameters": {}}
-    assert is_valid([stop], schema)
-    assert not is_valid([stop, stop], schema)
-    assert not is_valid([{"name": "grow", "parameters": {"root": {}}}], schema)
+    constraint = constraint_of(request(tool_choice=NAMED))
+    assert accepts(constraint, written(STOP))
+    assert not accepts(constraint, written(STOP, STOP))
+    assert not accepts(constraint, written(("grow", {"root": {}})))
 
 
 def test_calls_that_must_not_be_parallel_are_one() -> None:
-    stop = {"name": "stop", "parameters": {}}
-    assert is_valid([stop, stop], schema_of(request()))
-    assert not is_valid([stop, stop], schema_of(request(parallel_tool_calls=False)))
+    assert accepts(constraint_of(request()), written(STOP, STOP))
+    assert not accepts(constraint_of(request(parallel_tool_calls=False)), written(STOP, STOP))
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\t"])
+def test_no_white_space_is_spent_between_calls_and_little_within(space: str) -> None:
+    constraint, call = constraint_of(request()), written(("grow", {"root": {}}))
+    for place in ("[", '{"name"', '"parameters"', "]"):
+        at = call.index(place)
+        assert longest_start(constraint, call[:at] + space) == at
+    before = '[{"name":"grow","parameters":{'
+    assert longest_start(constraint, before + space * 500) <= len(before) + 40
+
+
+def with_schemas(**schemas: Any) -> ChatRequest:
+    return request(tools=[{"type": "function", "function": {"name": n, "parameters": s}} for n, s in schemas.items()])
+
+
+@pytest.mark.parametrize("name", ["default", "enum", "const", "examples", "$id", "$anchor", "properties"])
+def test_a_property_may_have_the_name_of_a_keyword(name: str) -> None:
+    schema = {
+        "$defs": {"Color": {"enum": ["red", "blue"]}},
+        "type": "object",
+        "properties": {name: {"$ref": "#/$defs/Color"}},
+        "required": [name],
+        "additionalProperties": False,
+    }
+    constraint = constraint_of(with_schemas(paint=schema))
+    assert accepts(constraint, written(("paint", {name: "red"})))
+    assert not accepts(constraint, written(("paint", {name: "green"})))
+
+
+def test_each_schema_is_a_document_with_its_own_references_and_hints() -> None:
+    color = {"$defs": {"c": {"$anchor": "col", "enum": ["red"]}}, "type": "object", "required": ["a"]}
+    schemas = {
+        "by_id": {**color, "$id": "https://example.com/t.json", "properties": {"a": {"$ref": "t.json#/$defs/c"}}},
+        "by_anchor": {**color, "properties": {"a": {"$ref": "#col"}}},
+        "by_root": {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False},
+        "hinted": {
+            "x-guidance": {"coerce_one_of": True},
+            "type": "object",
+            "properties": {"v": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+            "required": ["v"],
+        },
+    }
+    constraint = constraint_of(with_schemas(**schemas))
+    for name, right, wrong in [
+        ("by_id", {"a": "red"}, {"a": "blue"}),
+        ("by_anchor", {"a": "red"}, {"a": "blue"}),
+        ("by_root", {"next": {"next": {}}}, {"next": {"other": 1}}),
+        ("hinted", {"v": 1}, {"v": "a"}),
+    ]:
+        assert accepts(constraint, written((name, right))), name
+        assert not accepts(constraint, written((name, wrong))), name
+
+
+def test_many_tools_are_bounded_by_what_they_demand_and_not_by_what_they_describe() -> None:
+    properties = {f"p{i}": {"type": "string", "description": "d" * 200} for i in range(5)}
+    schemas = {f"tool_{i}": {"type": "object", "properties": properties, "required": ["p0"]} for i in range(64)}
+    constraint = constraint_of(with_schemas(**schemas))
+    assert len(json.dumps(schemas)) > 72_000
+    assert accepts(constraint, written(("tool_63", {"p0": "a"})))
+    assert not accepts(constraint, written(("tool_63", {"p1": "a"})))
+    with pytest.raises(InvalidRequest, match="send fewer") as refused:
+        constraint_of(with_schemas(**{f"t{i}": {} for i in range(600)}))
+    assert refused.value.field == "tools"
+    with pytest.raises(InvalidRequest, match="send fewer") as refused:
+        constraint_of(with_schemas(big={"enum": ["x" * 400_000]}))
+    assert refused.value.field == "tools"
+
+
+def test_a_name_with_the_text_of_a_special_token_is_no_token() -> None:
+    constraint = constraint_of(with_schemas(**{"<|end|>é😀": {}}))
+    assert accepts(constraint, '[{"name":"\\u003c\\u007cend\\u007c\\u003e\\u00e9\\ud83d\\ude00","parameters":{}}]')
+
+
+@pytest.mark.parametrize("end", range(1, 70))
+def test_what_stands_around_calls_is_never_content_wherever_the_text_ends(end: int) -> None:
+    text = written(("grow", {"root": {}}), STOP)[:end]
+    for sole in ("", "grow"):
+        parser = make_message_parser(
+            "none", "hermes", has_tools=True, tool_choice="required", forced=True, sole_function=sole
+        )
+        message = parse(parser, list(text))
+        assert message.content == ""
+        assert [name for name, _ in message.calls] == ["grow", "stop"][: len(message.calls)]
+        assert bool(message.calls) or (not sole and end < len('[{"name":"grow","parameters":{'))
 
 
 @pytest.mark.parametrize("family", [name for name in TOOL_PARSERS if name != "harmony"])
 @given(places=st.lists(st.integers(0, 120), max_size=12))
 def test_they_are_read_however_the_text_is_cut_and_whatever_the_family(family: str, places: list[int]) -> None:
-    written = json.dumps([{"name": "grow", "parameters": {"root": {"of": 5}}}, {"name": "stop", "parameters": {}}])
+    text = json.dumps([{"name": "grow", "parameters": {"root": {"of": 5}}}, {"name": "stop", "parameters": {}}])
     parser = make_message_parser("none", family, has_tools=True, tool_choice="required", forced=True)
-    message = parse(parser, cut(written, places))
+    message = parse(parser, cut(text, places))
     assert message.content == ""
     assert message.decoded == [("grow", {"root": {"of": 5}}), ("stop", {})]
 
@@ -117,7 +206,7 @@ def test_errors_name_the_most_tokens_as_the_client_did(fields: dict[str, Any], p
 
 
 def test_errors_name_what_the_client_sent() -> None:
-    assert chat_field_names(request(), "hermes")["constraint.json_schema"] == "tools"
+    assert chat_field_names(request(), "hermes")["constraint.structural_tag"] == "tools"
     with pytest.raises(ApiError) as refused:
         chat_to_generate(request(structured_outputs={"regex": "a"}), "hermes")
     assert refused.value.param == "structured_outputs"

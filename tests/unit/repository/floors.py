@@ -194,7 +194,7 @@ FLOORS = {
         drawing leading_runner
     """,
     "specdec.gateway": """
-        api chat page upstream
+        api chat page schemas upstream
         http settings translation
         parts
         routes

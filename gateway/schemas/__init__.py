@@ -1,0 +1,1 @@
+"""Make schemas of clients enforceable. Pure functions."""
