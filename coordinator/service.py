@@ -19,12 +19,14 @@ from specdec.coordinator.decode_loop import DecodeLoop
 from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.generation import GenerateCalls
 from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding
+from specdec.coordinator.intake.callers import Callers
 from specdec.coordinator.intake.conversions import Conversions
 from specdec.coordinator.intake.planning import Planner
 from specdec.coordinator.intake.text_limits import PromptBytes, TokenizingTurns
 from specdec.coordinator.intake.validation import Limits
 from specdec.coordinator.journal import Journal, JournalSettings
 from specdec.coordinator.observer import Observer
+from specdec.coordinator.open_inference import servicer as open_inference
 from specdec.coordinator.recovery import DraftRecovery, TargetRecovery
 from specdec.coordinator.recovery.hedging import Hedging
 from specdec.coordinator.recovery.watchdog import Watchdog
@@ -67,7 +69,7 @@ class CoordinatorService:
     """A coordinator; `specdec.service.server.run_service` runs it."""
 
     name = "coordinator"
-    grpc_names: Sequence[str] = (SERVICE_NAME,)
+    grpc_names: Sequence[str] = (SERVICE_NAME, open_inference.SERVICE_NAME)
 
     def __init__(
         self, settings: CoordinatorSettings, registry: CollectorRegistry, timings: Timings | None = None
@@ -161,16 +163,19 @@ class CoordinatorService:
             observer.metrics.admission_rejects.labels("prompt_bytes").inc,
         )
         self._generator = self._build_generator()
+        callers = Callers(Authenticator(self._api_keys, self._default_allowance()), settings.request_read_s)
+        self._open_inference = open_inference.OpenInferenceServicer(
+            generator=self._generator, fleet=self.fleet, callers=callers
+        )
         self._servicer = CoordinatorServicer(
             generator=self._generator,
             fleet=self.fleet,
             admission=self._admission,
             limits_of=self.limits,
             default_mode=_MODES[settings.verify_mode],
-            authenticator=Authenticator(self._api_keys, self._default_allowance()),
+            callers=callers,
             owner_id=self._owner_id,
             degraded=self.degraded,
-            request_read_s=settings.request_read_s,
             registry=self.registry_view,
             conversions=Conversions(
                 fleet=self.fleet,
@@ -184,6 +189,7 @@ class CoordinatorService:
     def register(self, server: grpc.aio.Server) -> None:
         """See `Service.register`."""
         self._servicer.register(server)
+        self._open_inference.register(server)
 
     async def start(self) -> None:
         """Connect to all replicas; returns when a target has answered, even without drafts."""

@@ -12,7 +12,7 @@ import grpc
 
 from specdec.wire.abort import abort_with
 
-_OWN_METHODS = "/specdec."
+_OWN_METHODS = ("/specdec.", "/inference.")
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

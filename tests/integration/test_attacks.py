@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
+from specdec.coordinator.intake.callers import TENANT_KEY
 from specdec.coordinator.intake.prompt import PromptReader
 from specdec.coordinator.intake.resume import make_resume_token
 from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import Limits
-from specdec.coordinator.servicer import TENANT_KEY
 from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.store.interface import NewRequest, RequestKey, StoreUnavailable
 from specdec.store.keys import StoreKeys

@@ -17,7 +17,7 @@ import structlog
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from specdec.commands.up.cluster import free_port
-from specdec.coordinator.servicer import TENANT_KEY
+from specdec.coordinator.intake.callers import TENANT_KEY
 from specdec.telemetry.tracing import Tracing
 from specdec.telemetry.tracing_settings import TracingSettings
 from specdec.v1 import coordinator_pb2 as api

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from specdec.coordinator.servicer import TENANT_KEY
+from specdec.coordinator.intake.callers import TENANT_KEY
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
 from specdec.wire.errors import from_rpc_error

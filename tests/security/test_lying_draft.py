@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from specdec.coordinator.servicer import TENANT_KEY
+from specdec.coordinator.intake.callers import TENANT_KEY
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2
 from tests.support.scripted.draft import ScriptedDraft

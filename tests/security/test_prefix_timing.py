@@ -18,7 +18,7 @@ import typer
 from scipy.stats import mannwhitneyu
 
 from specdec.commands.up.cluster import Cluster
-from specdec.coordinator.servicer import TENANT_KEY
+from specdec.coordinator.intake.callers import TENANT_KEY
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
 from tests.support.services.clusters import MakeCluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.coordinator.servicer import TENANT_KEY
+from specdec.coordinator.intake.callers import TENANT_KEY
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
 from tests.support.scripted.target import ScriptedTarget

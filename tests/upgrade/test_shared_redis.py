@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from specdec.client import Client
+from specdec.coordinator.intake.callers import TENANT_KEY
 from specdec.coordinator.replicas.router import block_digests
-from specdec.coordinator.servicer import TENANT_KEY
 from specdec.store.interface import RequestKey, Store
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb

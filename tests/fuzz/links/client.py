@@ -12,7 +12,8 @@ import grpc
 from google.protobuf.message import Message
 
 from specdec.client import chat_messages
-from specdec.coordinator.servicer import SERVICE_NAME, TENANT_KEY
+from specdec.coordinator.intake.callers import TENANT_KEY
+from specdec.coordinator.servicer import SERVICE_NAME
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.fuzz.cases import Case, Link, Run

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import redis
 
-from specdec.coordinator.servicer import TENANT_KEY
+from specdec.coordinator.intake.callers import TENANT_KEY
 from specdec.store.interface import RequestKey
 from specdec.store.keys import StoreKeys
 from specdec.v1 import common_pb2 as pb

@@ -104,7 +104,7 @@ FLOORS = {
         finishing intake timings
         decode_loop recovery replay
         connections generation
-        servicer
+        open_inference servicer
         service
         child_main
         child_process
@@ -119,6 +119,13 @@ FLOORS = {
         prompt
         conversions terms
         planning
+        callers
+    """,
+    "specdec.coordinator.open_inference": """
+        tensors
+        requests
+        responses
+        servicer
     """,
     "specdec.draft_service": """
         __main__ target_facts

@@ -1,0 +1,89 @@
+"""Tensors of the Open Inference Protocol: text, flags and token ids, as typed contents or in Triton's binary form.
+
+The binary form is little-endian; an element of BYTES has its length in 4 bytes before it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from specdec.v1 import open_inference_pb2 as oip
+from specdec.wire.errors import InvalidRequest
+
+_FORMATS = {"BOOL": "?", "INT32": "i", "INT64": "q", "UINT32": "I", "UINT64": "Q"}
+"""Codes of the fixed-size types in `struct`."""
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "BYTES": "bytes_contents",
+}
+_LENGTH = struct.Struct("<I")
+
+
+def read_tensors(request: oip.ModelInferRequest) -> dict[str, list[Any]]:
+    """Elements of all inputs by name, in their order; BYTES stay bytes.
+
+    Raises:
+        InvalidRequest: an input comes twice, has another type than `_CONTENTS` names, or not as many elements as its
+            shape says.
+    """
+    raws = request.raw_input_contents
+    if raws and len(raws) != len(request.inputs):
+        raise InvalidRequest(
+            "raw_input_contents", f"has {len(raws)} entries for {len(request.inputs)} inputs: send one for each"
+        )
+    found: dict[str, list[Any]] = {}
+    for index, tensor in enumerate(request.inputs):
+        field = f"inputs[{index}]"
+        if tensor.name in found:
+            raise InvalidRequest(f"{field}.name", f"{tensor.name!r} comes twice")
+        if tensor.datatype not in _CONTENTS:
+            raise InvalidRequest(
+                f"{field}.datatype", f"{tensor.datatype!r} is not read; the types are {', '.join(_CONTENTS)}"
+            )
+        if any(size < 0 for size in tensor.shape):
+            raise InvalidRequest(f"{field}.shape", "has a negative size")
+        count = prod(tensor.shape)
+        if raws:
+            values = _from_raw(tensor.datatype, raws[index], count, f"raw_input_contents[{index}]")
+        else:
+            values = list(getattr(tensor.contents, _CONTENTS[tensor.datatype]))
+        if len(values) != count:
+            raise InvalidRequest(f"{field}.shape", f"says {count} elements, and there are {len(values)}")
+        found[tensor.name] = values
+    return found
+
+
+def add_output(response: oip.ModelInferResponse, name: str, datatype: str, values: Sequence[Any]) -> None:
+    """Append a tensor of one dimension to a response."""
+    response.outputs.add(name=name, datatype=datatype, shape=[len(values)])
+    if datatype == "BYTES":
+        raw = b"".join(_LENGTH.pack(len(value)) + value for value in values)
+    else:
+        raw = struct.pack(f"<{len(values)}{_FORMATS[datatype]}", *values)
+    response.raw_output_contents.append(raw)
+
+
+def _from_raw(datatype: str, raw: bytes, count: int, field: str) -> list[Any]:
+    if datatype != "BYTES":
+        size = struct.calcsize(f"<{_FORMATS[datatype]}")
+        if len(raw) != count * size:
+            raise InvalidRequest(field, f"has {len(raw)} bytes; {count} elements of {datatype} have {count * size}")
+        return list(struct.unpack(f"<{count}{_FORMATS[datatype]}", raw))
+    values: list[bytes] = []
+    position = 0
+    while position < len(raw):
+        start = position + _LENGTH.size
+        if len(values) == count or start > len(raw):
+            raise InvalidRequest(field, f"is not {count} elements of BYTES, each behind its length in 4 bytes")
+        position = start + _LENGTH.unpack_from(raw, position)[0]
+        if position > len(raw):
+            raise InvalidRequest(field, "ends within an element")
+        values.append(raw[start:position])
+    return values
