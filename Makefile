@@ -287,6 +287,10 @@ metrics-doc: $(STAMP)  ## Write docs/metrics.md from the definitions.
 settings-doc: $(STAMP)  ## Write docs/settings.md from the settings' classes.
 	@$(BIN)/python docs/site/settings_page.py > docs/settings.md
 
+.PHONY: models-doc
+models-doc: $(STAMP)  ## Write docs/models.md by serving a tiny model of each class (a minute).
+	@$(BIN)/python -m tests.support.zoo.page > docs/models.md.new && mv docs/models.md.new docs/models.md
+
 .PHONY: docs
 docs: $(STAMP)  ## Build the documentation's site in site/.
 	@$(BIN)/python docs/site/build.py site

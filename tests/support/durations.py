@@ -26,7 +26,7 @@ QUICK_SUM_S = 420.0
 _LEAST_RECORDED_S = 0.3
 NEVER_QUICK = (
     "adversary", "chaos", "chart", "clients", "defects", "e2e", "fuzz", "gpu", "integration", "security", "upgrade",
-    "unit/cuda", "unit/fake_cuda", "unit/gateway/test_page.py", "unit/repository",
+    "unit/cuda", "unit/engine/test_zoo.py", "unit/fake_cuda", "unit/gateway/test_page.py", "unit/repository",
 )  # fmt: skip
 """Folders and files of tests/ that start services, wait, or need tools which only `make test-all` installs."""
 _PROPERTY = "processor_s"

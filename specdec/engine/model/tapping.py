@@ -81,7 +81,7 @@ def check_pass(run: Callable[[], torch.Tensor], tap: HiddenTap, shape: tuple[int
     """Run a pass with a tap and check that it is filled with `shape`. Raises ``TapRefused``."""
     try:
         run()
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise TapRefused(
             f"the model's layers do not provide their hidden states {list(tap.layer_ids)}: {error!r}"
         ) from error

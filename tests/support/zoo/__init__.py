@@ -1,0 +1,1 @@
+"""Tiny models of every decoder class of transformers, played through the engine."""
