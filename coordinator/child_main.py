@@ -1,7 +1,7 @@
 """One of several coordinator processes: `python -m specdec.coordinator.child_main INDEX`.
 
-`CoordinatorProcess` starts it. It reads its instructions from standard input, and prints a line when it serves. The
-argument is only for people who list processes.
+`CoordinatorProcess` starts it. It reads its instructions from standard input. It prints a line when it serves, and then
+one a second. The argument is only for people who list processes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from specdec.service.process import die_with_parent
 from specdec.telemetry import enable_multiprocess_metrics, setup_logging
 
 SERVING_LINE = b"serving\n"
+BEAT_LINE = b"beat\n"
+BEAT_S = 1.0
+"""Seconds between two lines that show that a serving process's event loop runs."""
 
 
 class ChildInstructions(TypedDict):
@@ -47,8 +50,15 @@ def main() -> int:
 
 
 def _tell_serving() -> None:
-    with contextlib.suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), SERVING_LINE)
+    """Tell the supervisor that this process serves, and from now on that its event loop runs."""
+    os.set_blocking(sys.stdout.fileno(), False)
+    _beat(asyncio.get_running_loop(), SERVING_LINE)
+
+
+def _beat(loop: asyncio.AbstractEventLoop, line: bytes = BEAT_LINE) -> None:
+    with contextlib.suppress(BrokenPipeError, BlockingIOError):
+        os.write(sys.stdout.fileno(), line)
+    loop.call_later(BEAT_S, _beat, loop)
 
 
 if __name__ == "__main__":

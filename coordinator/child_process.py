@@ -16,16 +16,18 @@ import structlog
 from pydantic import SecretStr
 
 from specdec.config import CoordinatorSettings
-from specdec.coordinator.child_main import SERVING_LINE, ChildInstructions
+from specdec.coordinator.child_main import BEAT_S, SERVING_LINE, ChildInstructions
 from specdec.service.listening import StartupFailed, bound_sockets
+from specdec.service.standstill import Standstill
 from specdec.telemetry import forget_gauges
 from specdec.wire.settings import join_address
 
+_LATE_S = 1.5 * BEAT_S
 _log = structlog.get_logger(__name__)
 
 
 class CoordinatorProcess:
-    """One of the supervisor's processes; `live` starts it, once or again after its end."""
+    """One of the supervisor's processes; `live` starts it, once or again after its end, and kills it when it hangs."""
 
     def __init__(
         self,
@@ -98,9 +100,24 @@ class CoordinatorProcess:
     async def _follow(self, process: asyncio.subprocess.Process) -> None:
         stdout = process.stdout
         assert stdout is not None
-        while line := await stdout.readline():
-            if line == SERVING_LINE:
-                await self._set_serving(True)
+        standstill, loop = Standstill(), asyncio.get_running_loop()
+        reading = asyncio.create_task(stdout.readline())
+        try:
+            while True:
+                await asyncio.wait({reading}, timeout=_LATE_S)
+                if reading.done():
+                    if not (line := reading.result()):
+                        return
+                    standstill.answered()
+                    reading = asyncio.create_task(stdout.readline())
+                    if line == SERVING_LINE:
+                        await self._set_serving(True)
+                elif self.is_serving and standstill.is_hung(process.pid, loop.time()):
+                    # While it lives, the kernel gives its port connections that nobody accepts.
+                    _log.error("process_hung", process=self.index, pid=process.pid, silent_s=standstill.silent_s)
+                    self.kill()
+        finally:
+            reading.cancel()
 
     async def _set_serving(self, is_serving: bool) -> None:
         if self.is_serving != is_serving:

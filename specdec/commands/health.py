@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from specdec.commands.views.failures import (
     DEFAULT_ADDRESS,
@@ -18,10 +21,13 @@ from specdec.commands.views.failures import (
     check_server_address,
     connect_failure,
 )
+from specdec.service.standstill import Standstill
 
 _HTTP = "http://"
 _HTTP_OK = 200
 _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 0.001, 1e6
+_HUNG_S = 3.0
+_SILENT = EXIT_CODES["DEADLINE_EXCEEDED"]
 _SERVING = b"\x08\x01"
 """Encoded HealthCheckResponse with SERVING."""
 
@@ -29,6 +35,29 @@ _SERVING = b"\x08\x01"
 def probe(arguments: Sequence[str]) -> int:
     """Ask the service, print the answer and return the exit code; raises SystemExit for --help and bad flags."""
     asked = _parser().parse_args(arguments)
+    answer = _probe(asked)
+    if answer == _SILENT and asked.end_hung:
+        end_hung(lambda: _probe(asked) != _SILENT)
+    return answer
+
+
+def end_hung(has_answered: Callable[[], bool], parent: int = 1) -> None:
+    """Kill the children of `parent`, a container's init, unless one answers or only lacks a processor.
+
+    It returns after about `_HUNG_S`, or at the first answer.
+    """
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="ascii").split()
+    services = [int(pid) for pid in children if int(pid) != os.getpid()]
+    standstill = Standstill(_HUNG_S)
+    while services and not standstill.is_hung(services[0], time.monotonic()):
+        if has_answered():
+            return
+    for pid in services:
+        sys.stderr.write(f"process {pid} does not answer and is killed\n")
+        os.kill(pid, signal.SIGKILL)
+
+
+def _probe(asked: argparse.Namespace) -> int:
     if asked.address.startswith(_HTTP):
         return _probe_http(asked.address.removeprefix(_HTTP), asked.timeout_s)
     return _probe_grpc(asked.address, asked.service, asked.timeout_s)
@@ -61,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get("SPECDEC_HEALTH_TIMEOUT_S") or "2",
         metavar="SECONDS",
         help="Seconds to wait for the answer. [default: 2]",
+    )
+    parser.add_argument(
+        "--end-hung",
+        action="store_true",
+        default=os.environ.get("SPECDEC_HEALTH_END_HUNG") == "true",
+        help="In a container with an init process: kill a service that takes connections and answers none for 3 s, so "
+        "that the container is restarted.",
     )
     return parser
 
@@ -129,6 +165,9 @@ def _probe_http(address: str, timeout_s: float) -> int:
     try:
         connection.request("GET", "/health")
         status = connection.getresponse().status
+    except TimeoutError:
+        sys.stderr.write(f"{address}: DEADLINE_EXCEEDED: no answer within {timeout_s:g} s\n")
+        return _SILENT
     except (OSError, http.client.HTTPException) as error:
         sys.stderr.write(f"{address}: UNAVAILABLE: {str(error) or type(error).__name__}\n")
         return EXIT_CODES["UNAVAILABLE"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -193,6 +194,22 @@ async def test_a_process_that_is_killed_takes_only_its_streams_with_it_and_comes
     assert after["process_restarts_total"] - before["process_restarts_total"] == 1
     assert after["requests_running"] == 0
     assert [(line["process"], line["exit_code"]) for line in ended] == [(0, -signal.SIGKILL)]
+
+
+async def test_a_process_that_hangs_is_killed_and_comes_back(shared: Running) -> None:
+    stopped = shared.pid(1)
+    os.kill(stopped, signal.SIGSTOP)
+
+    async def is_replaced() -> bool:
+        with contextlib.suppress(AssertionError):
+            return shared.pid(1) != stopped
+        return False
+
+    await eventually(is_replaced, "the stopped process is replaced")
+    await shared.until_both_serve()
+    log = shared.cluster.services["coordinator"].log_path.read_text().splitlines()
+    hung = [line for line in map(json.loads, log) if line["event"] == "process_hung"]
+    assert [(line["process"], line["pid"]) for line in hung] == [(1, stopped)]
 
 
 async def test_an_id_that_runs_in_one_process_is_taken_in_the_other(shared: Running) -> None:

@@ -104,11 +104,13 @@ def service_spec(
     )
 
 
-def _answers_http(address: str) -> bool:
+def _http_health(address: str) -> bool | None:
     connection = http.client.HTTPConnection(address, timeout=_PROBE_S)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == http.HTTPStatus.OK
+    except TimeoutError:
+        return None
     except (OSError, http.client.HTTPException):
         return False
     finally:
@@ -204,7 +206,7 @@ class Cluster:
         service, what, told = self.services[name], f"{name} to become healthy", ""
         on_wait(what)
         began_s = time.monotonic()
-        with self._probe(service.spec) as is_serving:
+        with self.probe(service.spec) as is_serving:
             for _ in self._attempts(service, self.timeouts.start_s, "did not become healthy"):
                 if is_serving():
                     return
@@ -215,23 +217,27 @@ class Cluster:
 
     def is_healthy(self, name: str) -> bool:
         """Return whether a service answers SERVING at this moment; takes at most a second."""
-        with self._probe(self.services[name].spec) as is_serving:
-            return is_serving()
+        with self.probe(self.services[name].spec) as is_serving:
+            return bool(is_serving())
 
     @contextlib.contextmanager
-    def _probe(self, spec: ServiceSpec) -> Iterator[Callable[[], bool]]:
-        """Yield a health check of a service over one connection; a check takes at most a second."""
+    def probe(self, spec: ServiceSpec) -> Iterator[Callable[[], bool | None]]:
+        """Yield a health check of a service over one connection; a check takes at most a second.
+
+        It returns whether the service answers SERVING; None: it accepts a connection, or could, and does not answer.
+        """
         if spec.speaks_http:
-            yield lambda: _answers_http(spec.address)
+            yield lambda: _http_health(spec.address)
             return
         with self._channel(spec.address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
 
-            def is_serving() -> bool:
-                with contextlib.suppress(grpc.RpcError):
+            def is_serving() -> bool | None:
+                try:
                     answer = check(health_pb2.HealthCheckRequest(), timeout=_PROBE_S)
-                    return answer.status == health_pb2.HealthCheckResponse.SERVING
-                return False
+                except grpc.RpcError as error:
+                    return None if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else False
+                return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
             yield is_serving
 

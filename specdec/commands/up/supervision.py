@@ -1,15 +1,19 @@
-"""Keeps the services of a cluster running: restarts those that end, and reports it."""
+"""Keeps the services of a cluster running: restarts those that end or hang, and reports it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.up.cluster import Cluster, end_of_log
 from specdec.commands.up.service_process import ServiceProcess
+from specdec.service.standstill import Standstill
 from specdec.wire.backoff import RestartCount, RestartPolicy
+
+_ASK_S = 2.0
+"""Seconds between two health checks of a service that answers."""
 
 
 @dataclass(slots=True)
@@ -24,6 +28,9 @@ class _Watched:
     ended_s: float = 0.0
     restart_s: float | None = None
     """Time of its next start; None while it runs."""
+    standstill: Standstill = field(default_factory=Standstill)
+    asked_s: float = 0.0
+    """Time of the last health check."""
 
 
 class Supervision:
@@ -38,7 +45,7 @@ class Supervision:
         self._watched = [_Watched(service, RestartCount(policy), since_s=now_s) for service in services]
 
     def check(self) -> None:
-        """Check every service once; a starting one takes at most a second.
+        """Check every service once; a starting or silent one takes at most a second.
 
         Raises:
             ClusterFailed: a service cannot be restarted; the message says which and why.
@@ -50,6 +57,8 @@ class Supervision:
                 self._on_end(watched)
             elif not watched.is_ready:
                 self._look_for_ready(watched)
+            else:
+                self._look_for_standstill(watched)
 
     def _on_end(self, watched: _Watched) -> None:
         service, restarts, now_s = watched.process, watched.restarts, time.monotonic()
@@ -79,4 +88,19 @@ class Supervision:
             self._tell(f"{name} is ready again, {watched.since_s - watched.ended_s:.1f} s after it ended")
         elif now_s - watched.since_s > self._cluster.timeouts.start_s:
             self._tell(f"{name} did not become ready within {self._cluster.timeouts.start_s:g} s, and is killed")
+            service.kill()
+
+    def _look_for_standstill(self, watched: _Watched) -> None:
+        service, now_s = watched.process, time.monotonic()
+        pause_s = 0.0 if watched.standstill.is_silent else _ASK_S
+        if now_s < watched.asked_s + pause_s or service.pid is None:
+            return
+        watched.asked_s = now_s
+        with self._cluster.probe(service.spec) as is_serving:
+            if is_serving() is not None:
+                watched.standstill.answered()
+                return
+        if watched.standstill.is_hung(service.pid, time.monotonic()):
+            self._tell(f"{service.spec.name} does not answer for {watched.standstill.silent_s:.1f} s, and is killed")
+            watched.standstill.answered()
             service.kill()

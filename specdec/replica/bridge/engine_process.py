@@ -23,6 +23,7 @@ from specdec.replica.bridge.frame_writer import FrameWriter
 from specdec.replica.bridge.pulse import BEAT_INTERVAL_S, Pulse, new_pulse_file
 from specdec.replica.bridge.step_memory import StepMemory, new_step_file
 from specdec.service.settings import ReplicaServiceSettings
+from specdec.service.standstill import Starvation
 from specdec.v1 import common_pb2
 from specdec.wire.reading import abort_status
 
@@ -296,6 +297,8 @@ class EngineProcess:
                 self._ready.set()
                 settings = self._settings
                 self._watch = EngineWatch(SILENCE_S, settings.engine_stall_s, self._loop.time)
+                assert self.pid is not None
+                self._starvation = Starvation(self.pid)
                 self._look()
             case FrameKind.FATAL:
                 self.fatal_reason = frame.payload.decode(errors="replace")
@@ -316,7 +319,9 @@ class EngineProcess:
         _tell_drafters(self.info)
 
     def _look(self) -> None:
-        stall = self._watch.look(self._pulse.read())
+        if not self._watch.is_suspicious:
+            self._starvation.reset()
+        stall = self._watch.look(self._pulse.read(), self._starvation.take_s())
         if self._on_look is not None:
             self._on_look(self._watch.silent_s)
         if stall is None or self._is_stopping:

@@ -7,12 +7,15 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from specdec.replica.bridge.pulse import BEAT_INTERVAL_S, PulseReading
+from specdec.service.standstill import counted_s
 
 SILENCE_S = 4.0
-"""Seconds without a beat after which an engine is killed: a busy host delays a beat by a second or two."""
+"""Seconds without a beat after which an engine is killed; its waits for a processor do not count."""
 _LEAST_STALL_S = 6.0
 _STALL_TURNS = 20.0
 _STALL_EXPECTED = 4.0
+_SUSPICIOUS_S = 1.0
+"""Seconds of a turn from which the engine's waits for a processor are read."""
 _MOST_TICK_S = 2 * BEAT_INTERVAL_S
 """Seconds between two looks that count, at most: a longer gap is the watcher's own sleep. Whatever stopped the watcher
 may have stopped the engine, too."""
@@ -49,7 +52,7 @@ class Stall(NamedTuple):
 
 
 class EngineWatch:
-    """Checks a pulse at intervals. Only time in which the watcher itself ran counts."""
+    """Checks a pulse at intervals. Only time in which the watcher itself ran, and the engine could run, counts."""
 
     def __init__(self, silence_s: float, stall_s: float | None, clock: Callable[[], float]) -> None:
         """`silence_s`, `stall_s`: longest silence and turn. `stall_s` None: six seconds, or more if turns take long."""
@@ -62,10 +65,19 @@ class EngineWatch:
         self.silent_s = 0.0
         """Seconds since the last beat."""
 
-    def look(self, pulse: PulseReading) -> Stall | None:
-        """Check a pulse; returns a Stall if the engine must be given up."""
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether the last beat or the end of a turn is overdue."""
+        return self.silent_s > 0 or self._turn_s > _SUSPICIOUS_S
+
+    def look(self, pulse: PulseReading, starved_s: float = 0.0) -> Stall | None:
+        """Check a pulse; returns a Stall if the engine must be given up.
+
+        `starved_s`: seconds since the last look for which the engine waited for a processor or for memory.
+        """
         now_s = self._clock()
         elapsed_s, self._looked_at_s = min(now_s - self._looked_at_s, _MOST_TICK_S), now_s
+        elapsed_s = counted_s(elapsed_s, starved_s)
         last, self._last = self._last, pulse
         is_silent = last is not None and last.num_beats == pulse.num_beats
         is_same_turn = last is not None and last.turn == pulse.turn and pulse.turn % 2 == 1

@@ -68,6 +68,15 @@ def test_a_watcher_that_was_stopped_itself_blames_nobody() -> None:
     assert watched.given_up_after_s(1.0, turn=5) is None
 
 
+def test_waits_for_a_processor_do_not_count_against_an_engine() -> None:
+    watched = Watched()
+    for _ in range(40):
+        watched.now_s += BEAT_INTERVAL_S
+        assert watched.watch.look(PulseReading(0, 5, 0.0, 0.0), starved_s=0.24) is None
+    assert watched.watch.is_suspicious
+    assert watched.given_up_after_s(60.0, beats=False, turn=5) == (EndCause.SILENT, 3.25)
+
+
 def test_what_one_process_shows_another_reads() -> None:
     fd = new_pulse_file()
     shown, seen = Pulse(fd), Pulse(fd)

@@ -240,7 +240,7 @@ FLOORS = {
         build
     """,
     "specdec.service": """
-        error_interceptor listening metrics_server process tls_watch
+        error_interceptor listening metrics_server process standstill tls_watch
         metrics_endpoint settings
         readiness
         server
