@@ -18,7 +18,6 @@ from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import TargetSession
 from specdec.target_service.verdicts import describe_drafters, make_verdict, pieces_of, tree_of
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.sampling_params import VerifyMode
 
 
 class Commits:
@@ -130,10 +129,7 @@ def _prune(decision: Decision, pacing: Pacing) -> int:
     pacing.expectations.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
     if not tree.nodes:
         return 0
-    num_dropped = tree.advance(decision.walk.token_ids) + tree.drop_local()
-    if candidate.session.mode is VerifyMode.REJECTION:
-        num_dropped += tree.clear()
-    return num_dropped
+    return tree.advance(decision.walk.token_ids) + tree.drop_local()
 
 
 def _sources(decision: Decision) -> list[str]:

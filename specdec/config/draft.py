@@ -62,13 +62,17 @@ class DraftSettings(ReplicaSettings, PeerSettings):
     max_draft_tokens: int = Field(default=8, ge=1, le=64, description="Most tokens of one proposal's main path.")
     max_proposal_nodes: int = Field(default=64, ge=1, le=64, description="Most nodes of one proposal.")
     num_siblings: int = Field(
-        default=2, ge=0, le=8, description="Coupled mode: runners-up proposed beside each token of the main path."
+        default=2,
+        ge=0,
+        le=8,
+        description="Runners-up proposed beside each token of the main path; in rejection mode, likely corrections "
+        "below which chains are drafted ahead.",
     )
     max_heads: int = Field(
         default=2,
         ge=1,
         le=64,
-        description="Coupled mode: most nodes of a tree that are extended in one step; 1 drafts main paths only.",
+        description="Most nodes of a tree that are extended in one step; 1 drafts main paths only.",
     )
     num_sparse: int = Field(
         default=64,

@@ -785,6 +785,7 @@ class Proposal(_message.Message):
     DRAFTERS_FIELD_NUMBER: _builtins.int
     PROPOSED_BY_FIELD_NUMBER: _builtins.int
     IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    CONTINUATIONS_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """Position of the roots: the number of committed tokens below which the tree hangs."""
     scores: _builtins.bytes
@@ -817,6 +818,12 @@ class Proposal(_message.Message):
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Drafters of the nodes, each name once: draft_model, or a drafter of a draft service without a model. Empty: draft_model."""
 
+    @_builtins.property
+    def continuations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Continuation]:
+        """Rejection mode only: chains for the case that the target commits another token than the drawn one. Targets of the release before
+        ignore them.
+        """
+
     def __init__(
         self,
         *,
@@ -831,14 +838,53 @@ class Proposal(_message.Message):
         drafters: _abc.Iterable[_builtins.str] | None = ...,
         proposed_by: _builtins.bytes = ...,
         is_complete: _builtins.bool = ...,
+        continuations: _abc.Iterable[Global___Continuation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "draft_us", b"draft_us", "drafters", b"drafters", "draws_afresh", b"draws_afresh", "is_complete", b"is_complete", "parents", b"parents", "path_length", b"path_length", "proposed_by", b"proposed_by", "scores", b"scores", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continuations", b"continuations", "distributions", b"distributions", "draft_us", b"draft_us", "drafters", b"drafters", "draws_afresh", b"draws_afresh", "is_complete", b"is_complete", "parents", b"parents", "path_length", b"path_length", "proposed_by", b"proposed_by", "scores", b"scores", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
+
+@_typing.final
+class Continuation(_message.Message):
+    """A chain below a token that the target may commit in place of a drawn one, or after the last one. That token was not drawn: it is not
+    verified.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    parent: _builtins.int
+    """Node after which the token may come: an index into the proposal's token_ids, followed by those of the continuations before this one;
+    -1: the last committed token.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The token, then the chain drawn below it."""
+
+    @_builtins.property
+    def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SparseDistribution]:
+        """One distribution for each token but the first."""
+
+    def __init__(
+        self,
+        *,
+        parent: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        distributions: _abc.Iterable[Global___SparseDistribution] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "parent", b"parent", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Continuation: _TypeAlias = Continuation  # noqa: Y015
 
 @_typing.final
 class StepTree(_message.Message):

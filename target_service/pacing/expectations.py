@@ -36,7 +36,7 @@ class Expectations:
         is_rejection = session.mode is VerifyMode.REJECTION
         scores: list[float] = []
         for node, parent, depth in zip(session.tree.nodes, tokens.parents, tokens.depths, strict=True):
-            if depth > max_depth:
+            if depth > max_depth or (is_rejection and not node.is_drawn):
                 rate = 0.0
             elif is_rejection and not node.is_local:
                 # The choice of nodes must not depend on drawn tokens, and so not on their scores.

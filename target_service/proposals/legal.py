@@ -11,17 +11,20 @@ from specdec.wire.sampling_params import VerifyMode
 def drop_illegal(session: TargetSession) -> None:
     """Drop nodes that the session's constraint forbids, with all nodes below them.
 
-    In rejection mode the first forbidden node stays: whether a token is verified must not depend on which one was
-    drawn. The target then rejects it, as its probability is 0. Cost: about 1 us per node.
+    In rejection mode the first forbidden node of a chain stays: whether a token is verified must not depend on which
+    one was drawn. The target then rejects it, as its probability is 0. Cost: about 1 us per node.
     """
     grammar, tokens = session.grammar, session.tree.tokens
     if grammar is None or not len(session.tree):
         return
-    keep = grammar.legal_nodes(tokens.token_ids, tokens.parents)
-    if session.mode is VerifyMode.REJECTION and not all(keep):
-        keep[keep.index(False)] = True
-    if not all(keep):
-        session.tree.retain(keep)
+    legal = grammar.legal_nodes(tokens.token_ids, tokens.parents)
+    if all(legal):
+        return
+    if session.mode is VerifyMode.REJECTION:
+        nodes = zip(legal, tokens.parents, session.tree.nodes, strict=True)
+        session.tree.retain([is_legal or (node.is_drawn and (p < 0 or legal[p])) for is_legal, p, node in nodes])
+    else:
+        session.tree.retain(legal)
 
 
 def hang_forced(session: TargetSession) -> None:

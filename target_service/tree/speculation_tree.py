@@ -8,14 +8,15 @@ Nodes come from several sources. A draft's nodes stay while they hang from the l
 target's own drafters are *local*: they are dropped after each step, as drafters offer anew. A node that several sources
 propose is one node, with a score of each.
 
-Rejection verification takes one chain: where two proposals differ, the first one stays. With both, neither token could
-be verified there, and whether a token is verified would depend on drawn tokens: the output would be biased
-(`specdec.engine.sampling.rejection`).
+Rejection verification takes one chain, of drawn tokens: where two proposals differ, the first one stays. With both,
+neither token could be verified there, and whether a token is verified would depend on drawn tokens: the output would be
+biased (`specdec.engine.sampling.rejection`). Beside a drawn token the tree may hold others that the target might commit
+in its place, each with a chain below it. They were not drawn, and are never verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -61,6 +62,11 @@ class Node:
     def is_local(self) -> bool:
         """Whether no draft has proposed the node."""
         return self.source != DRAFT_MODEL
+
+    @property
+    def is_drawn(self) -> bool:
+        """Rejection mode: whether the node's token was drawn from its distribution, so that it can be verified."""
+        return bool(self.probs)
 
     @property
     def origin(self) -> str:
@@ -113,7 +119,13 @@ class SpeculationTree:
 
     @property
     def lasting_depth(self) -> int:
-        """Depth of the deepest node that a draft has proposed."""
+        """Depth of the deepest node that a draft has proposed; in a tree for rejection, of the chain to verify."""
+        if self.is_chain:
+            above, depth = ROOT, 0
+            for node, parent in enumerate(self.tokens.parents):
+                if parent == above and self.nodes[node].is_drawn and not self.nodes[node].is_local:
+                    above, depth = node, depth + 1
+            return depth
         depths = zip(self.tokens.depths, self.nodes, strict=True)
         return max([depth for depth, node in depths if node.source == DRAFT_MODEL], default=0)
 
@@ -238,9 +250,14 @@ class SpeculationTree:
     def place(self, above: int, token: int, payload: Node) -> int | None:
         """The node of a token below `above`, present or added; None: the tree has no room for it."""
         node = self.tokens.child(above, token)
-        if node is None and len(self.nodes) < MAX_TREE_NODES and not self._is_taken(above):
-            node = self.tokens.add(above, token)
-            self.nodes.append(payload)
+        if self.is_chain and payload.is_drawn and self._drawn_below(above) not in (None, node):
+            return None
+        if node is None:
+            if len(self.nodes) < MAX_TREE_NODES:
+                node = self.tokens.add(above, token)
+                self.nodes.append(payload)
+        elif payload.is_drawn and not self.nodes[node].is_drawn:
+            self.nodes[node] = payload
         return node
 
     def select(self, chosen: list[int]) -> tuple[TokenTree, list[int]]:
@@ -263,9 +280,10 @@ class SpeculationTree:
         )
         return tree, order
 
-    def _is_taken(self, node: int) -> bool:
-        """Whether a chain has a child of `node` already."""
-        return self.is_chain and node + 1 < len(self.tokens)
+    def _drawn_below(self, above: int) -> int | None:
+        """The child of `above` that was drawn, of a tree for rejection."""
+        parents = self.tokens.parents
+        return next((node for node, each in enumerate(parents) if each == above and self.nodes[node].is_drawn), None)
 
     def _hang(self, proposal: pb.Proposal, token_ids: list[int], parents: list[int], walked: list[int]) -> None:
         """Merge a proposal's nodes. Nodes that repeat the tokens `walked` lead to the root. Nodes below the root join
@@ -297,6 +315,9 @@ class SpeculationTree:
         node = self.tokens.child(above, token)
         if node is None:
             node = self.place(above, token, payload_of(index))
+        elif self.is_chain and not self.nodes[node].is_drawn:
+            payload = payload_of(index)
+            return self.place(above, token, payload) if payload.is_drawn else node
         elif (known := self.nodes[node]).source != DRAFT_MODEL:
             payload = payload_of(index)
             self.nodes[node] = known.offered(DRAFT_MODEL, payload.score, payload.draft)
@@ -336,24 +357,54 @@ class SpeculationTree:
             raise invalid("proposal.proposed_by", "must have one entry per node")
         if max(proposal.proposed_by, default=0) >= max(1, len(proposal.drafters)):
             raise invalid("proposal.proposed_by", f"names one of {len(proposal.drafters)} drafters that is not there")
-        for index, (token, sparse) in enumerate(zip(token_ids, proposal.distributions, strict=False)):
+        self._check_distributions("proposal", token_ids, proposal.distributions)
+        if proposal.continuations:
+            self._add_continuations(proposal, token_ids, parents)
+        return token_ids, parents
+
+    def _add_continuations(self, proposal: pb.Proposal, token_ids: list[int], parents: list[int]) -> None:
+        """Check a proposal's continuations, and add their nodes to its main chain's. Raises SessionFailure."""
+        if not self.is_chain:
+            raise invalid("proposal.continuations", "only rejection verification takes them")
+        for index, continuation in enumerate(proposal.continuations):
+            name, tokens, parent = f"proposal.continuations[{index}]", continuation.token_ids, continuation.parent
+            if not ROOT <= parent < len(token_ids):
+                raise invalid(f"{name}.parent", f"{parent} is none of the {len(token_ids)} nodes before it")
+            if not 0 < len(tokens) <= MAX_TREE_NODES - len(token_ids):
+                room = f"1 to {MAX_TREE_NODES - len(token_ids)} tokens have room"
+                raise invalid(f"{name}.token_ids", f"{len(tokens)} tokens, {room}")
+            if max(tokens) >= self.vocab_size:
+                raise invalid(f"{name}.token_ids", f"a token is outside the vocabulary of {self.vocab_size}")
+            if len(continuation.distributions) != len(tokens) - 1:
+                raise invalid(f"{name}.distributions", "each token but the first needs one")
+            self._check_distributions(name, tokens[1:], continuation.distributions)
+            parents += [parent, *range(len(token_ids), len(token_ids) + len(tokens) - 1)]
+            token_ids += tokens
+
+    def _check_distributions(
+        self, name: str, token_ids: Sequence[int], distributions: Sequence[pb.SparseDistribution]
+    ) -> None:
+        for index, (token, sparse) in enumerate(zip(token_ids, distributions, strict=False)):
             try:
                 DraftSample(token, tuple(sparse.token_ids), tuple(sparse.probs)).check(self.vocab_size)
             except InvalidDraftDistribution as error:
-                raise invalid(f"proposal.distributions[{index}]", str(error)) from error
-        return token_ids, parents
+                raise invalid(f"{name}.distributions[{index}]", str(error)) from error
 
 
 def _payloads(proposal: pb.Proposal) -> Callable[[int], Node]:
     """A function from a proposal's node index to its payload."""
     scores, names = proposal.scores, proposal.drafters
     drafts = [name if name in SERVICE_DRAFTER_NAMES else DRAFT_MODEL for name in names]
-    proposed_by, distributions = proposal.proposed_by, proposal.distributions
+    proposed_by = proposal.proposed_by
+    distributions: list[pb.SparseDistribution] = list(proposal.distributions)
+    for continuation in proposal.continuations:
+        distributions += [pb.SparseDistribution(), *continuation.distributions]
     # Unknown names become DRAFT_MODEL, as names become labels of metrics.
 
     def payload_of(index: int) -> Node:
-        score = scores[index] / 255 if scores else DEFAULT_SCORE
-        draft = drafts[proposed_by[index]] if drafts else DRAFT_MODEL
+        is_main = index < len(proposal.token_ids)
+        score = scores[index] / 255 if scores and is_main else DEFAULT_SCORE
+        draft = drafts[proposed_by[index]] if drafts and is_main else DRAFT_MODEL
         if not distributions:
             return _plain_node(score, draft)
         sparse = distributions[index]

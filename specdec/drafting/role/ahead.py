@@ -140,15 +140,14 @@ class Ahead:
             least_fork_score=growth.min_branch_score if may_fork else math.inf,
             ends_all=self._ends_at_forks and head is not session.heads[0],
             adjusting=row_context(session, head) if rule.params.adjusts_logits else None,
-            chain=session.chain_id,
+            chain=session.chain_id(head),
         )
 
     def _useful_rounds(self, session: DraftSession, head: GrowingLeaf, growth: GrowthPolicy) -> int:
         """The greatest number of tokens that may follow a head's; at least 1."""
         num_tokens = len(head.seq.token_ids)
-        chain, depth = session.max_chain, growth.max_depth(session.target_credit)
         limits = (
-            (depth if chain is None else min(chain, growth.max_ahead_tokens)) - session.tree.depth(head.node),
+            session.max_depth(growth) - session.tree.depth(head.node),
             growth.node_limit - len(session.tree),
             session.body.num_prompt_tokens + session.params.max_tokens - num_tokens,
             self._max_model_len + 1 - num_tokens,

@@ -34,7 +34,7 @@ class MaskBlock:
             return 0
         depth = session.tree.depth(head.node)
         if session.max_chain is not None:
-            most = min(session.max_chain, growth.max_ahead_tokens)
+            most = session.max_depth(growth)
         else:
             most = min(growth.max_depth(session.target_credit), depth + growth.node_limit - len(session.tree))
         limit = session.body.num_prompt_tokens + session.params.max_tokens

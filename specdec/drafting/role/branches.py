@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from specdec.drafting.role.corrections import likeliest_correction
 from specdec.drafting.role.growth import GrowthPolicy
 from specdec.drafting.role.session import DraftSession, GrowingLeaf, Guess
 from specdec.engine.engine import Engine
@@ -17,7 +20,9 @@ class Branches:
     A branch shares blocks with the head from which it was forked; it copies the last one at its first write.
     """
 
-    def __init__(self, engine: Engine, max_model_len: int) -> None:
+    def __init__(self, engine: Engine, max_model_len: int, num_ranks: int) -> None:
+        """`num_ranks`: likely corrections of a drawn token, in rejection mode."""
+        self._num_ranks = num_ranks
         self._engine = engine
         self._max_model_len = max_model_len
         self._owners: dict[int, tuple[DraftSession, GrowingLeaf]] = {}
@@ -44,7 +49,7 @@ class Branches:
 
     def plant(self, session: DraftSession, seq: Sequence) -> None:
         """Give a new session its main head."""
-        self._add(session, GrowingLeaf(seq))
+        self._add(session, GrowingLeaf(seq, chain_start=session.num_committed))
 
     def free(self, session: DraftSession) -> None:
         """Free all heads."""
@@ -80,17 +85,38 @@ class Branches:
             for head in session.heads:
                 head.seq.paused = True
             return
-        is_tree = session.mode is VerifyMode.COUPLED and session.max_chain is None
-        if is_tree and session.may_step and (num_branches or len(session.heads) > 1):
-            self._start(session, growth, num_branches - self._retire(session, growth))
+        if session.max_chain != 0 and session.may_step and (num_branches or len(session.heads) > 1):
+            if session.mode is VerifyMode.COUPLED:
+                self._start(session, growth, num_branches - self._retire(session, growth))
+            else:
+                self._start_corrections(session, growth, num_branches)
         for head in session.heads:
             head.seq.paused = not session.may_step or not _wants_more(session, head, growth)
 
-    def _retire(self, session: DraftSession, growth: GrowthPolicy) -> int:
-        """Free branches that will not grow again; their guesses stay. Returns how many branches are left."""
+    def _start_corrections(self, session: DraftSession, growth: GrowthPolicy, num_branches: int) -> None:
+        """Fork heads at the likeliest corrections; a head is freed once a new correction is likelier than its leaf."""
+        length_left = self._max_model_len - session.num_committed
+        output_left = session.body.num_prompt_tokens + session.params.max_tokens - session.num_committed
+        max_depth = min(growth.max_depth(session.target_credit), length_left, output_left) - 1
+        while True:
+            has_room = len(session.tree) + session.max_depth(growth) < growth.node_limit
+            correction = likeliest_correction(session, self._num_ranks, max_depth) if has_room else None
+            least = growth.min_branch_score if correction is None else correction.score
+            self._retire(session, growth, least if has_room else math.inf)
+            if correction is None or least < growth.min_branch_score or len(session.heads) > num_branches:
+                return
+            score = correction.score / session.path_score(correction.parent)
+            self._fork(session, session.add(correction.parent, correction.token_id, score, False, 0, None))
+
+    def _retire(self, session: DraftSession, growth: GrowthPolicy, least_score: float = 0.0) -> int:
+        """Free branches that will not grow again or have lower scores; their guesses stay. Returns how many stay."""
         for head in session.heads[1:]:
             depth, score = session.tree.depth(head.node), session.path_score(head.node)
-            if head.is_over or not growth.grows(depth, score, len(session.tree), session.target_credit):
+            if (
+                head.is_over
+                or score < least_score
+                or not growth.grows(depth, score, len(session.tree), session.target_credit)
+            ):
                 session.heads.remove(head)
                 self._drop(head)
         return len(session.heads) - 1
@@ -140,11 +166,21 @@ class Branches:
             session.clear()
         for head in survivors:
             if num_shared < len(new):
-                head.node, head.is_over = ROOT, False
+                head.node, head.is_over, head.chain_start = ROOT, False, committed + len(new)
             else:
                 head.node = moved.get(head.node, ROOT)
         session.num_committed = committed + len(new)
+        if session.mode is VerifyMode.REJECTION:
+            self._follow_chain(session, best)
+        session.num_verifying = sum(node < session.num_sent for node in session.main_path)
         return num_found
+
+    def _follow_chain(self, session: DraftSession, head: GrowingLeaf) -> None:
+        """Move the main head to the end of the chain below the committed tokens, which a freed head may have drawn."""
+        for node, parent in enumerate(session.tree.parents):
+            if parent == head.node and session.notes[node].sample is not None:
+                self._engine.append(head.seq, [session.tree.token_ids[node]])
+                head.node = node
 
     def _fork(self, session: DraftSession, leaf: int) -> None:
         """Start a head at `leaf`, forked from the head that shares most of its path."""
@@ -155,7 +191,7 @@ class Branches:
         seq = self._engine.fork(source.seq)
         self._engine.rollback(seq, committed + num_shared)
         self._engine.append(seq, path[num_shared:])
-        self._add(session, GrowingLeaf(seq, leaf))
+        self._add(session, GrowingLeaf(seq, leaf, chain_start=committed + len(path)))
 
     def _add(self, session: DraftSession, head: GrowingLeaf) -> None:
         session.heads.append(head)
@@ -179,8 +215,8 @@ def _wants_more(session: DraftSession, head: GrowingLeaf, growth: GrowthPolicy) 
     if head.is_over:
         return False
     depth = session.tree.depth(head.node)
-    if session.max_chain is not None:
-        return depth < min(session.max_chain, growth.max_ahead_tokens)
+    if session.max_chain is not None and head is session.heads[0]:
+        return depth < session.max_depth(growth)
     score = session.path_score(head.node)
     return growth.grows(depth, score, len(session.tree), session.target_credit)
 

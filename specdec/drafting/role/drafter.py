@@ -60,7 +60,7 @@ class ModelDrafter(Role[DraftSession]):
         self._host = host
         self._engine = built.engine
         max_model_len = built.info.identity.max_model_len
-        self._branches = Branches(built.engine, max_model_len)
+        self._branches = Branches(built.engine, max_model_len, settings.num_siblings)
         self._work = DraftWork(
             host,
             built,
@@ -183,11 +183,7 @@ class ModelDrafter(Role[DraftSession]):
         session.history.append(new)
         self._follow_grammar(session, new)
         self._engine.finalize(session.heads[0].seq, session.num_committed)
-        if session.mode is VerifyMode.REJECTION:
-            session.num_unsent = len(session.tree)  # every round of the target needs a new proposal
-            if not len(session.tree):
-                session.chain_start = session.num_committed
-        elif not len(session.tree):
+        if not len(session.tree):
             session.num_unsent = 0
         self._plan(session)
 
@@ -304,14 +300,17 @@ class ModelDrafter(Role[DraftSession]):
 
     def _send_due(self, session: DraftSession) -> None:
         is_idle = all(head.seq.paused for head in session.heads)
-        is_due = session.max_chain is None and self.growth.is_worth_sending(session.num_unsent)
+        is_free = session.mode is VerifyMode.COUPLED
+        # Distributions make proposals large: in rejection mode each one has about half as many nodes again as the last.
+        least = 0 if is_free else session.num_sent // 2
+        is_due = session.num_unsent >= least and self.growth.is_worth_sending(session.num_unsent)
         if session.num_unsent and (is_idle or is_due):
             # In rejection mode the time of verification must not depend on the chain's tokens.
-            is_free = session.mode is VerifyMode.COUPLED
             self._propose(session, is_complete=is_idle and is_free and session.may_step)
 
     def _propose(self, session: DraftSession, *, is_complete: bool = False) -> None:
         num_unsent, session.num_unsent = session.num_unsent, 0
         if session.is_suspended or not len(session.tree):
             return
+        session.num_sent = len(session.tree)
         self._work.send(session, make_proposal(session, is_complete=is_complete), len(session.tree), num_unsent)

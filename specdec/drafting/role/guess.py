@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec.constraints.grammar.follower import MaskWords, NodeMask
+from specdec.drafting.role.corrections import ACCEPTED
 from specdec.drafting.role.session import DraftSession, GrowingLeaf, Guess
 from specdec.engine.sampling.perturbed_top import shares
 from specdec.engine.sampling.rejection import DraftSample
@@ -83,7 +84,9 @@ class Guesser:
             if mode is VerifyMode.COUPLED:
                 drawn = self._coupled(own, of_rows)
             else:
-                drawn = self._rejection(own, of_rows, [places[row][0].chain_id for row in rows])
+                drawn = self._rejection(
+                    own, of_rows, [session.chain_id(head) for session, head in (places[row] for row in rows)]
+                )
             guesses.update(zip(rows, drawn, strict=True))
         return [guesses[row] for row in range(len(places))]
 
@@ -98,7 +101,7 @@ class Guesser:
 
 def guess_of_sample(sample: DraftSample) -> Guess:
     """The guess of a sample for rejection verification."""
-    return Guess(sample.token_id, 1.0, (), sample)
+    return Guess(sample.token_id, ACCEPTED, (), sample)
 
 
 def guess_of(token_ids: Sequence[int], scores: Sequence[float], num_siblings: int) -> Guess | None:

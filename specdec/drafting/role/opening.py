@@ -80,7 +80,6 @@ def new_session(
         mode=opening.mode,
         history=opening.history,
         num_committed=len(body.token_ids),
-        chain_start=len(body.token_ids),
         max_chain=opening.max_chain,
         committed_at_s=now_s,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from specdec.drafting.role.growth import GrowthPolicy
 from specdec.engine.drawing.rows import DrawRule
 from specdec.engine.sampling.sampler import DraftSample
 from specdec.engine.sampling.token_history import TokenHistory
@@ -54,6 +55,8 @@ class GrowingLeaf:
     node: int = ROOT
     is_over: bool = False
     """Whether nothing can follow its leaf: the choice or the draft's context ends."""
+    chain_start: int = 0
+    """Rejection mode: number of tokens before the first one of its chain."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -92,11 +95,9 @@ class DraftSession(FollowingSession):
     num_committed: int
     """Tokens that are final."""
     max_chain: int | None
-    """Greatest length of a chain in rejection mode, where rounds are synchronous; 0: no drafts are wanted; None:
-    coupled mode, where the growth policy decides.
+    """Greatest length of the main chain in rejection mode, below what the target verifies; 0: no drafts are wanted;
+    None: coupled mode, where the growth policy decides.
     """
-    chain_start: int
-    """Rejection mode: number of committed tokens when the present chain began."""
     tree: TokenTree = field(default_factory=TokenTree)
     """Guesses below the last committed token."""
     notes: list[Note] = field(default_factory=list)
@@ -107,6 +108,10 @@ class DraftSession(FollowingSession):
     """Its constraint is being compiled: nothing is computed."""
     num_unsent: int = 0
     """Steps whose nodes have not been sent."""
+    num_sent: int = 0
+    """Number of nodes, the first ones, that the last proposal had."""
+    num_verifying: int = 0
+    """Length of the main path that was sent before the last commit: the target may verify it now."""
     rule: DrawRule | None = field(init=False, default=None)
     """Rule to sample a guess from logits; None: a constraint masks them first."""
 
@@ -116,10 +121,9 @@ class DraftSession(FollowingSession):
         if not self.body.sampling.HasField("constraint"):
             self.rule = DrawRule(self.params)
 
-    @property
-    def chain_id(self) -> int:
-        """Unique number of a chain within the session (rejection mode)."""
-        return (self.epoch << 32) + self.chain_start
+    def chain_id(self, head: GrowingLeaf) -> int:
+        """Number of a head's chain (rejection mode), unique among the chains on one path of the session."""
+        return (self.epoch << 32) + head.chain_start
 
     @property
     def main_path(self) -> list[int]:
@@ -130,6 +134,11 @@ class DraftSession(FollowingSession):
     def output(self) -> list[int]:
         """The committed tokens of the output."""
         return self.heads[0].seq.token_ids[self.body.num_prompt_tokens : self.num_committed]
+
+    def max_depth(self, growth: GrowthPolicy) -> int:
+        """Greatest depth of the main path."""
+        depth = growth.max_depth(self.target_credit)
+        return depth if self.max_chain is None else min(self.num_verifying + self.max_chain, depth)
 
     def path_score(self, node: int) -> float:
         """Estimated probability that `node` is reached; 1 for the root."""
@@ -161,12 +170,13 @@ class DraftSession(FollowingSession):
         """Keep the nodes below `node`. Returns the new index of each."""
         above = self.path_score(node)
         self.tree, moved = self.tree.subtree(node)
+        self.num_sent = sum(old < self.num_sent for old in moved)
         self.notes = [_below(self.notes[old], above) for old in sorted(moved)]
         return moved
 
     def clear(self) -> None:
         """Forget all guesses. The caller resets the heads."""
-        self.tree, self.notes = TokenTree(), []
+        self.tree, self.notes, self.num_sent = TokenTree(), [], 0
 
 
 def _below(note: Note, above: float) -> Note:
@@ -183,17 +193,42 @@ def make_proposal(session: DraftSession, *, is_complete: bool = False) -> pb.Pro
     main_path = session.main_path
     proposal = pb.Proposal(
         start_position=session.num_committed,
-        token_ids=tree.token_ids,
-        parents=() if tree.is_chain else tree.parents,
         draft_us=uint32(sum(notes[node].draft_us for node in main_path)),
         path_length=len(main_path),
         is_complete=is_complete,
     )
     if session.mode is VerifyMode.REJECTION:
-        samples = [note.sample for note in notes if note.sample is not None]
-        sparse = [pb.SparseDistribution(token_ids=sample.ids, probs=sample.probs) for sample in samples]
-        proposal.distributions.extend(sparse)
-        proposal.draws_afresh = True
+        _describe_chains(session, proposal)
     else:
+        proposal.token_ids.extend(tree.token_ids)
+        proposal.parents.extend(() if tree.is_chain else tree.parents)
         proposal.scores = bytes(round(note.score * 255) for note in notes)
     return proposal
+
+
+def _describe_chains(session: DraftSession, proposal: pb.Proposal) -> None:
+    """Add the main chain, and the chains below its likely corrections; a correction without a chain is left out."""
+    tree, notes, main_path = session.tree, session.notes, session.main_path
+    drawn_below = {tree.parents[node]: node for node, note in enumerate(notes) if note.sample is not None}
+    places = {ROOT: ROOT} | {node: place for place, node in enumerate(main_path)}
+    proposal.token_ids.extend(tree.token_ids[node] for node in main_path)
+    proposal.distributions.extend(_sparse(notes[node].sample) for node in main_path)
+    proposal.draws_afresh = True
+    for correction, note in enumerate(notes):
+        if note.sample is not None or correction not in drawn_below:
+            continue
+        chain = [correction]
+        while chain[-1] in drawn_below:
+            chain.append(drawn_below[chain[-1]])
+        proposal.continuations.add(
+            parent=places[tree.parents[correction]],
+            token_ids=[tree.token_ids[node] for node in chain],
+            distributions=[_sparse(notes[node].sample) for node in chain[1:]],
+        )
+        for node in chain:
+            places[node] = len(places) - 1
+
+
+def _sparse(sample: DraftSample | None) -> pb.SparseDistribution:
+    assert sample is not None
+    return pb.SparseDistribution(token_ids=sample.ids, probs=sample.probs)

@@ -136,6 +136,8 @@ class LocalPair:
         self.outcomes: dict[str, Outcome] = {}
         self.live: set[str] = set()
         self._delayed: list[target_pb2.TargetEntry] = []
+        self._under_way: list[list[target_pb2.TargetEntry]] = []
+        """Proposals made in each of the last turns that have not reached the target."""
         self.answers: dict[int, Frame] = {}
         """Answers to calls, by call id."""
         self.num_calls = 0
@@ -205,6 +207,7 @@ class LocalPair:
         each_turn: Callable[[LocalPair], None] | None = None,
         rng: random.Random | None = None,
         draft_turns: int = 6,
+        late_turns: int = 0,
         verify_all: bool = True,
         hold_off_ms: float | None = None,
         max_turns: int = 50_000,
@@ -215,8 +218,9 @@ class LocalPair:
         With `rng` the schedule is random: turns of target and draft interleave, and frames between them are delayed,
         repeated and lost. `propose` makes proposals in a draft's place. `each_turn` runs before every turn of the
         target. With `verify_all` rows cost nothing in the target's cost model, so that the verified tokens do not
-        depend on the clock. With a long `hold_off_ms` a step always waits for its draft. `gate` replaces a gate that
-        never suspends drafts.
+        depend on the clock. Proposals reach the target `late_turns` of its turns after they were made: with 1, a step
+        begins while the draft answers the verdict before it, as it does where both run at once. With a long
+        `hold_off_ms` a step always waits for its draft. `gate` replaces a gate that never suspends drafts.
         """
         use_draft = use_draft and self.own_draft is None
         is_drafted = use_draft or propose is not None
@@ -231,13 +235,14 @@ class LocalPair:
         self.outcomes = {session_id: Outcome() for session_id in opens}
         self.live = set(opens)
         self._delayed = []
+        self._under_way = []
         self._open_all(use_draft)
         for _ in range(max_turns):
             if not self.live:
                 break
             for _ in range(rng.randrange(2 * draft_turns) if rng else draft_turns):
                 self.draft._turn()
-            self._relay_proposals(rng)
+            self._relay_proposals(rng, late_turns)
             if propose is not None:
                 for session_id in sorted(self.live):
                     for encoded in propose(session_id, self.tokens(session_id)):
@@ -285,7 +290,8 @@ class LocalPair:
             drafts = [draft_pb2.DraftEntry(session_id=s, epoch=1, open=b) for s, b in self.opens.items() if b.speculate]
             self.send_draft(draft_pb2.DraftRequest(entries=drafts))
 
-    def _relay_proposals(self, rng: random.Random | None) -> None:
+    def _relay_proposals(self, rng: random.Random | None, late_turns: int) -> None:
+        made: list[target_pb2.TargetEntry] = []
         for frame in self.draft_port.outbox:
             if frame.kind is not FrameKind.MESSAGE:
                 continue
@@ -297,8 +303,11 @@ class LocalPair:
                     entry = target_pb2.TargetEntry(
                         session_id=result.session_id, epoch=result.epoch, proposal=result.proposal
                     )
-                    self._delayed += [entry] * (2 if rng and rng.random() < 0.1 else 1)
+                    made += [entry] * (2 if rng and rng.random() < 0.1 else 1)
         self.draft_port.outbox.clear()
+        self._under_way.append(made)
+        if len(self._under_way) > late_turns:
+            self._delayed += self._under_way.pop(0)
         now: list[target_pb2.TargetEntry] = []
         later: list[target_pb2.TargetEntry] = []
         for entry in self._delayed:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from specdec.drafting.role.growth import GrowthPolicy
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.local_pair import UNLIMITED, LocalPair, prompts
 from tests.support.engine.outcomes import Outcome
@@ -82,6 +84,32 @@ def test_chains_that_are_late_lost_repeated_or_verified_in_part_leave_the_distri
     outcomes = sampled_until_stop(pair, 1024, 18, method, rng=random.Random(3), draft_turns=12, each_turn=give_credit)
     assert {len(verdict.verified_by_depth) for outcome in outcomes for verdict in outcome.verdicts} == {0, 1, 2}
     assert p_value_until_stop(outcomes) > FALSE_ALARM_RATE
+
+
+# --- chains that a draft prepares below likely corrections
+
+
+@pytest.mark.parametrize("method", [pb.REJECTION_SAMPLE_METHOD_STANDARD, BLOCK])
+def test_chains_prepared_below_corrections_leave_the_distribution(
+    method: pb.RejectionSampleMethod.ValueType, pair: LocalPair
+) -> None:
+    """The target never waits, and the draft's answer to a verdict comes one step late: what is verified in the step
+    after one that refused a token, or verified none, was mostly prepared."""
+    prompt, num_samples = prompts()[1][:17], 768
+    options = {"top_k": TOP_K, "max_tokens": 7, "body": {"max_draft_tokens": 3, "rejection_sample_method": method}}
+    outcomes: list[Outcome] = []
+    for first in range(0, num_samples, 16):
+        pair.reset()
+        pair.drafter.growth = GrowthPolicy(max_ahead_tokens=8, max_nodes=64, max_heads=48)
+        opens = {str(s): rejection_session(prompt, seed=s, **options) for s in range(first, first + 16)}
+        outcomes += pair.run(opens, hold_off_ms=0.0, draft_turns=4, late_turns=1).values()
+    pairs = [each for outcome in outcomes for each in pairwise(outcome.verdicts)]
+    is_prepared = [sum(after.verified_by_depth) > 0 for _, after in pairs]
+    is_refused = [pb.ORIGIN_RECOVERED in before.origins for before, _ in pairs]
+    assert sum(is_prepared) > 1.5 * num_samples
+    assert sum(map(all, zip(is_prepared, is_refused, strict=True))) > num_samples / 64
+    counts = Counter(tuple(outcome.token_ids[:4]) for outcome in outcomes)
+    assert chi_square_p_value(counts, exact_distribution(prompt, 4)) > FALSE_ALARM_RATE
 
 
 # --- two drafts that offer different chains for one place

@@ -171,7 +171,9 @@ FLOORS = {
         lookahead ngram prediction suffix
     """,
     "specdec.drafting.role": """
-        commits growth metrics session
+        commits growth metrics
+        session
+        corrections
         branches guess opening
         ahead block work
         drafter

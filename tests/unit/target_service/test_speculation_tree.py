@@ -210,6 +210,76 @@ def test_for_rejection_verification_trees_and_bare_tokens_are_refused(offered: p
     assert refused.value.field == field
 
 
+def continued(main: list[int], *continuations: tuple[int, list[int]], start: int = 3) -> pb.Proposal:
+    """A chain, and chains below other tokens: each with the node after which it comes."""
+    offered = chain_of(*main, start=start)
+    for parent, tokens in continuations:
+        distributions = chain_of(*tokens).distributions[1:]
+        offered.continuations.add(parent=parent, token_ids=tokens, distributions=distributions)
+    return offered
+
+
+def test_corrections_hang_beside_drawn_tokens_and_become_the_chain_where_they_are_committed() -> None:
+    tree = SpeculationTree(vocab_size=100, is_chain=True)
+    for _ in range(2):  # a repeated one adds nothing
+        tree.merge(continued([1, 2], (-1, [5, 6, 7]), (0, [8, 9])), COMMITTED)
+        assert shape(tree) == ([1, 2, 5, 6, 7, 8, 9], [-1, 0, -1, 2, 3, 0, 5])
+    assert [node.is_drawn for node in tree.nodes] == [True, True, False, True, True, False, True]
+    assert tree.lasting_depth == 2, "what can be verified"
+    assert sum(tree.num_hung.values()) == 7
+    assert tree.advance([1, 8]) == 4
+    assert shape(tree) == ([9], [-1])
+    assert tree.lasting_depth == 1
+
+
+def test_a_drawn_token_is_verified_whether_or_not_it_was_expected_as_a_correction() -> None:
+    """Else whether a token is verified would depend on which one was drawn. Only the first drawn one counts."""
+    tree = SpeculationTree(vocab_size=100, is_chain=True)
+    tree.merge(continued([], (-1, [5, 6])), COMMITTED)
+    assert tree.lasting_depth == 0
+    tree.merge(chain_of(5, 7), COMMITTED)
+    assert tree.nodes[0].is_drawn
+    assert tree.lasting_depth == 2, "the chain below it came first and stays"
+    tree.merge(chain_of(4, 7), COMMITTED)
+    assert shape(tree) == ([5, 6], [-1, 0])
+
+
+@for_each(
+    "bad, field",
+    [
+        (continued([1, 2], (2, [5, 6])), "proposal.continuations[0].parent"),
+        (continued([1, 2], (-2, [5, 6])), "proposal.continuations[0].parent"),
+        (continued([1], (-1, [5, 6]), (4, [5, 6])), "proposal.continuations[1].parent"),
+        (continued([1], (-1, [])), "proposal.continuations[0].token_ids"),
+        (continued([1], (-1, list(range(64)))), "proposal.continuations[0].token_ids"),
+        (continued([1], (-1, [100, 6])), "proposal.continuations[0].token_ids"),
+        (
+            proposal([], continuations=[pb.Continuation(parent=-1, token_ids=[5, 6])]),
+            "proposal.continuations[0].distributions",
+        ),
+        (
+            proposal(
+                [],
+                continuations=[pb.Continuation(parent=-1, token_ids=[5, 6], distributions=chain_of(7).distributions)],
+            ),
+            "proposal.continuations[0].distributions[0]",
+        ),
+    ],
+)
+def test_a_continuation_that_hangs_nowhere_or_has_no_sound_distributions_is_refused(
+    bad: pb.Proposal, field: str
+) -> None:
+    with pytest.raises(SessionFailure) as refused:
+        SpeculationTree(vocab_size=100, is_chain=True).merge(bad, COMMITTED)
+    assert str(refused.value).startswith(field) or refused.value.field == field
+
+
+def test_coupled_verification_takes_no_continuations() -> None:
+    with pytest.raises(SessionFailure) as refused:
+        SpeculationTree(vocab_size=100).merge(continued([1], (-1, [5, 6])), COMMITTED)
+    assert refused.value.field == "proposal.continuations"
+
+
 def _paths(tree: SpeculationTree) -> set[tuple[int, ...]]:
     ids = tree.tokens.token_ids
     return {tuple(ids[node] for node in tree.tokens.path(last)) for last in range(len(tree))}

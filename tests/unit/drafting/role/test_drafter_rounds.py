@@ -1,4 +1,4 @@
-"""The draft's role in rejection mode: rounds, of a length that depends on no token. On the real draft."""
+"""The draft's role in rejection mode: chains, whose lengths and times depend on no token. On the real draft."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from specdec.engine.sampling.noise import Purpose, uniform
 from specdec.engine.sampling.rejection import draw
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.drafting_client import (
+    MAX_AHEAD,
     a_session,
     commit,
     drafting,
@@ -19,12 +20,18 @@ from tests.support.engine.drafting_client import (
 from tests.support.engine.worker_client import WorkerClient
 
 
-def test_in_rejection_mode_a_round_is_sent_whole_and_with_its_distributions(client: WorkerClient) -> None:
+def chain_id(client: WorkerClient) -> int:
+    session = client.session()
+    return session.chain_id(session.heads[0])
+
+
+def test_in_rejection_mode_a_chain_is_sent_in_parts_and_with_its_distributions(client: WorkerClient) -> None:
     body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
     body.verify_mode = pb.VERIFY_MODE_REJECTION
     drafting(client, body)
-    (sent,) = proposals(client)
+    part, sent = proposals(client)
     assert len(sent.token_ids) == len(sent.distributions) == 4
+    assert part.token_ids == sent.token_ids[:2]
     assert not sent.scores
     for token, sparse in zip(sent.token_ids, sent.distributions, strict=True):
         assert token in sparse.token_ids
@@ -39,16 +46,19 @@ def test_no_owner_can_ask_for_longer_rounds_than_the_draft_is_set_to() -> None:
     assert read_opening(body, identity, DraftSettings(model="draft", max_draft_tokens=3)).max_chain == 3
 
 
-def test_in_rejection_mode_a_round_goes_on_past_a_stop_token(client: WorkerClient) -> None:
-    """How long a round is, and so when it comes, does not depend on the tokens in it: see sampling/rejection.py."""
+def test_in_rejection_mode_a_chain_goes_on_past_a_stop_token(client: WorkerClient) -> None:
+    """How long a chain is, and so when it comes, does not depend on the tokens in it: see sampling/rejection.py."""
     body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
     body.verify_mode = pb.VERIFY_MODE_REJECTION
     drafting(client, body)
-    (sent,) = proposals(client)
+    sent = proposals(client)[-1]
     body.sampling.stop_token_ids.append(sent.token_ids[1])
     client.entry("t", open=body)  # the same draws: reopened it would have others
     client.turn(30)
-    assert [list(proposal.token_ids) for proposal in proposals(client, "t")] == [list(sent.token_ids)]
+    assert [list(proposal.token_ids) for proposal in proposals(client, "t")] == [
+        list(sent.token_ids[:2]),
+        list(sent.token_ids),
+    ]
 
 
 def test_in_rejection_mode_a_position_that_is_drafted_again_is_drawn_with_other_numbers(client: WorkerClient) -> None:
@@ -56,40 +66,27 @@ def test_in_rejection_mode_a_position_that_is_drafted_again_is_drawn_with_other_
     body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
     body.verify_mode = pb.VERIFY_MODE_REJECTION
     drafting(client, body)
-    (sent,) = proposals(client)
+    sent = proposals(client)[-1]
     assert sent.draws_afresh
     commit(client, 20, [other(sent.token_ids[0])], turns=20)
-    (following,) = proposals(client)
+    following = proposals(client)[-1]
     for t, token, sparse in zip(range(21, 25), following.token_ids, following.distributions, strict=True):
-        u = uniform(body.sampling.seed, 0, Purpose.DRAFT, t, client.session().chain_id)
+        u = uniform(body.sampling.seed, 0, Purpose.DRAFT, t, chain_id(client))
         assert token == draw(tuple(sparse.token_ids), tuple(sparse.probs), u)
-    assert client.session().chain_id == (1 << 32) + 21
+    assert chain_id(client) == (1 << 32) + 21
 
 
 @pytest.mark.parametrize("num_confirmed", [1, 2, 3, 4])
-def test_in_rejection_mode_a_confirmed_part_of_a_round_is_followed_by_the_next_round(
+def test_in_rejection_mode_a_chain_goes_on_where_a_part_of_it_is_committed(
     client: WorkerClient, num_confirmed: int
 ) -> None:
-    """A commit that ends inside the round leaves nothing to compute; drafting must go on all the same."""
+    """A commit that ends inside the chain leaves nothing to compute; drafting must go on all the same."""
     body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
     body.verify_mode = pb.VERIFY_MODE_REJECTION
     drafting(client, body)
-    (sent,) = proposals(client)
+    sent = proposals(client)[-1]
     commit(client, 20, list(sent.token_ids[:num_confirmed]), turns=20)
-    (following,) = proposals(client)
+    following = proposals(client)[-1]
     assert following.start_position == 20 + num_confirmed
-    assert len(following.token_ids) == len(following.distributions) == 4
+    assert len(following.token_ids) == len(following.distributions) == min(4 + 4 - num_confirmed, MAX_AHEAD)
     assert following.token_ids[: 4 - num_confirmed] == sent.token_ids[num_confirmed:]
-
-
-def test_in_rejection_mode_a_round_that_ends_the_choice_is_sent_again_after_a_commit(client: WorkerClient) -> None:
-    body = a_session(max_tokens=3, temperature=1.0, body={"max_draft_tokens": 4})
-    body.verify_mode = pb.VERIFY_MODE_REJECTION
-    drafting(client, body)
-    (sent,) = proposals(client)
-    assert len(sent.token_ids) == 3
-    commit(client, 20, list(sent.token_ids[:1]), turns=5)
-    (following,) = proposals(client)
-    assert following.start_position == 21
-    assert following.token_ids == sent.token_ids[1:]
-    assert len(following.distributions) == 2
