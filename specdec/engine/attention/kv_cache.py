@@ -13,20 +13,22 @@ class LayerGeometry:
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    values_in_keys: bool = False
+    """A value is the first ``value_dim`` numbers of its key, and not stored apart."""
 
     @property
     def num_elements(self) -> int:
         """Numbers stored per token."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return self.num_kv_heads * (self.key_dim + (0 if self.values_in_keys else self.value_dim))
 
 
 class KVCache:
     """Keys and values of every layer. Block numbers are the same in all layers.
 
     Layer ``i`` is ``keys[i]`` ``[num_blocks, num_kv_heads, block_size, key_dim]`` and ``values[i]`` likewise. If all
-    layers are alike, they are views of one tensor ``[layer, 2, block, kv head, slot, dim]``. Physical slot ``s`` is
-    offset ``s % block_size`` of block ``s // block_size``. Layers are numbered in the order of attention calls of a
-    forward pass, which may differ from the module's index.
+    layers are alike, they are views of one tensor ``[layer, 2, block, kv head, slot, dim]``; values in keys are views
+    of these. Physical slot ``s`` is offset ``s % block_size`` of block ``s // block_size``. Layers are numbered in the
+    order of attention calls of a forward pass, which may differ from the module's index.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class KVCache:
         self.values: list[torch.Tensor] = []
         self._stores: list[torch.Tensor] = []  # each [n, num_blocks, num_kv_heads, block_size, dim]
         first = self.geometries[0]
-        if all(g == first for g in self.geometries) and first.key_dim == first.value_dim:
+        is_uniform = all(g == first for g in self.geometries) and first.key_dim == first.value_dim
+        if is_uniform and not first.values_in_keys:
             shape = (len(geometries), 2, num_blocks, first.num_kv_heads, block_size, first.key_dim)
             data = torch.zeros(shape, dtype=dtype, device=device)
             self.keys.extend(data[:, 0].unbind(0))
@@ -54,11 +57,16 @@ class KVCache:
             self._stores.append(data.flatten(0, 1))
             return
         for geometry in self.geometries:
-            for dim, views in ((geometry.key_dim, self.keys), (geometry.value_dim, self.values)):
-                shape_one = (num_blocks, geometry.num_kv_heads, block_size, dim)
-                store = torch.zeros(shape_one, dtype=dtype, device=device)
-                views.append(store)
-                self._stores.append(store.unsqueeze(0))
+            shape_one = (num_blocks, geometry.num_kv_heads, block_size)
+            keys = torch.zeros(*shape_one, geometry.key_dim, dtype=dtype, device=device)
+            self.keys.append(keys)
+            self._stores.append(keys.unsqueeze(0))
+            if geometry.values_in_keys:
+                self.values.append(keys[..., : geometry.value_dim])
+                continue
+            values = torch.zeros(*shape_one, geometry.value_dim, dtype=dtype, device=device)
+            self.values.append(values)
+            self._stores.append(values.unsqueeze(0))
 
     @property
     def num_layers(self) -> int:
@@ -95,4 +103,5 @@ class KVCache:
         """Store keys and values ``[T, num_kv_heads, dim]`` at physical slots ``[T]`` of one layer."""
         blocks, offsets = slots // self.block_size, slots % self.block_size
         self.keys[layer][blocks, :, offsets] = keys.to(self.dtype)
-        self.values[layer][blocks, :, offsets] = values.to(self.dtype)
+        if not self.geometries[layer].values_in_keys:
+            self.values[layer][blocks, :, offsets] = values.to(self.dtype)

@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 
 from specdec.engine.attention.declared_masks import DeclaredMask
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.latent import latent_heads_of
 from specdec.engine.batch import Batch
 
 ATTENTION_NAME = "specdec_paged"
@@ -53,6 +54,8 @@ class AttentionOptions:
     """Scores become softcap * tanh(score / softcap)."""
     sinks: torch.Tensor | None = None
     """[num_heads] one more logit per head, without a value."""
+    values_in_keys: bool = False
+    """See ``LayerGeometry``."""
 
 
 class AttentionKernel(Protocol):
@@ -110,7 +113,7 @@ class RecordingKernel:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Return zeros of the right shape."""
-        self.geometries.append(LayerGeometry(key.shape[1], key.shape[2], value.shape[2]))
+        self.geometries.append(LayerGeometry(key.shape[1], key.shape[2], value.shape[2], options.values_in_keys))
         self.options.append(options)
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
@@ -148,15 +151,19 @@ def paged_attention_forward(
     layer = context.num_calls if context.layers is None else context.layers[context.num_calls]
     context.num_calls += 1
     sliding_window = _window_of(module, sliding_window or None, attention_mask, layer, context)
+    latent = latent_heads_of(module)
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sliding_window=sliding_window,
         softcap=softcap or None,
         sinks=s_aux,
+        values_in_keys=latent is not None,
     )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, dim]
-    out = context.kernel(query, key, value, layer, context, options)
-    return out.unsqueeze(0), None
+    if latent is None:
+        return context.kernel(query, key, value, layer, context, options).unsqueeze(0), None
+    out = context.kernel(latent.query(query), key, value, layer, context, options)
+    return latent.result(out).unsqueeze(0), None
 
 
 def _window_of(

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.latent import LATENT_VERSION, HeadPacker, pack_latents
 from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
@@ -22,10 +23,10 @@ from specdec.engine.model.device_choice import (
 )
 from specdec.engine.model.fused import FusedDecoder, is_fusable
 from specdec.engine.model.kv_budget import CAPTURE_BYTES, NOTHING, Beside, CudaMemory, affordable_kv_bytes
-from specdec.engine.model.linear import TorchWeight, torch_path
+from specdec.engine.model.linear import TorchHeads, TorchWeight, WeightPacker, torch_path
 from specdec.engine.model.loader import LoadedModel, load_model
 from specdec.engine.model.mixtures.blocks import make_model_row_invariant
-from specdec.engine.model.mixtures.weights import EXPERTS_VERSION, TorchExperts, native_experts
+from specdec.engine.model.mixtures.weights import EXPERTS_VERSION, ExpertsPacker, TorchExperts, native_experts
 from specdec.engine.model.model_check import refusing
 from specdec.engine.model.probe import ProbeLog, SelfTest, tolerance
 from specdec.engine.model.proofs.positions import FarProof
@@ -33,6 +34,7 @@ from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.model.switches import shortened
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.kernels import KERNEL_VERSION, NativeAttention, NativeKernels
+from specdec.engine.native.latent import NativeHeads
 from specdec.engine.native.packing import FORMATS, FORMATS_OF_QUANTIZED
 from specdec.engine.native.variants import UnsupportedIsa
 from specdec.engine.parallel.rank_group import RankGroup
@@ -222,20 +224,24 @@ class _Builder:
         if not self._is_exact:
             is_torch = isinstance(ragged.kernel, TiledAttention | GatherAttention)
             return "torch" if is_torch else triton_path("attention", self._loaded.device)
+        packers: tuple[WeightPacker, ExpertsPacker, HeadPacker]
         if self._kernels is None:
-            num_threads = self._settings.num_threads
-            num_mixtures = make_model_row_invariant(
-                ragged.model,
+            num_threads, path = self._settings.num_threads, torch_path()
+            packers = (
                 partial(TorchWeight, num_threads=num_threads),
                 partial(TorchExperts, num_threads=num_threads),
+                partial(TorchHeads, num_threads=num_threads),
             )
-            return f"{torch_path()}-experts-{EXPERTS_VERSION}" if num_mixtures else torch_path()
-        num_mixtures = make_model_row_invariant(
-            ragged.model, self._kernels.pack, partial(native_experts, self._kernels)
-        )
-        ragged.kernel = NativeAttention(self._kernels)
-        path = f"native-{KERNEL_VERSION}-{self._kernels.variant}"
-        return f"{path}-experts-{EXPERTS_VERSION}" if num_mixtures else path
+        else:
+            path = f"native-{KERNEL_VERSION}-{self._kernels.variant}"
+            packers = self._kernels.pack, partial(native_experts, self._kernels), partial(NativeHeads, self._kernels)
+            ragged.kernel = NativeAttention(self._kernels)
+        pack, pack_experts, pack_heads = packers
+        if pack_latents(ragged.model, pack_heads):
+            path += f"-latent-{LATENT_VERSION}"
+        if make_model_row_invariant(ragged.model, pack, pack_experts):
+            path += f"-experts-{EXPERTS_VERSION}"
+        return path
 
     def _dense_logits(self) -> DenseLogits:
         """Logits ``[T, V]`` of the probe's sequences by the model's own attention."""

@@ -115,6 +115,18 @@ class TorchWeight:
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_rows]
 
 
+class TorchHeads:
+    """A product with one weight ``[N, K]`` per head; see ``specdec.engine.attention.latent.HeadProduct``."""
+
+    def __init__(self, weights: torch.Tensor, num_threads: int) -> None:
+        self._packed = [TorchWeight(weight.contiguous(), None, num_threads) for weight in weights]
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """See ``HeadProduct``."""
+        for head, packed in enumerate(self._packed):
+            out[:, head] = packed(x[:, head].contiguous())
+
+
 def torch_path() -> str:
     """Name of ``TorchWeight``'s kernels on this machine: those of oneDNN and BLAS depend on the CPU."""
     library = "onednn" if torch.backends.mkldnn.is_available() else "blas"

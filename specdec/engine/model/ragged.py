@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.attention.declared_masks import declared_masks
 from specdec.engine.attention.kv_cache import KVCache
+from specdec.engine.attention.latent import cache_latents
 from specdec.engine.attention.paged import (
     ATTENTION_NAME,
     CONTEXT_KWARG,
@@ -80,6 +81,8 @@ class RaggedModel:
         """`mask_windows`: see ``ForwardContext``; empty until ``record_attention`` finds them."""
         register_paged_attention()
         switch_attention(model, ATTENTION_NAME)
+        if model.device.type == "cpu":  # the GPU's kernels take no keys of this width
+            cache_latents(model)
         self.model = model
         self.kernel = kernel
         self.mask_windows = tuple(mask_windows)

@@ -23,6 +23,7 @@ SOURCES = (
     "packing.cpp",
     "decoder.cpp",
     "experts.cpp",
+    "latent.cpp",
     "thread_pool.cpp",
     "sampling.cpp",
     "ahead.cpp",

@@ -150,7 +150,7 @@ class NativeAttention:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """See ``AttentionKernel``. Cost: one native call."""
-        if max(query.shape[2], value.shape[2]) > self._kernels.max_head_dim:
+        if not options.values_in_keys and max(query.shape[2], value.shape[2]) > self._kernels.max_head_dim:
             return self._for_large_heads(query, key, value, layer, context, options)
         cache = cache_of(context)
         query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
@@ -173,6 +173,18 @@ class NativeAttention:
             options.softcap or 0.0,
         )
         out = query.new_empty(num_rows, num_heads, value_dim)
+        if options.values_in_keys:
+            self._kernels.library.specdec_latent_attention(
+                self._kernels.pool,
+                ctypes.byref(view),
+                ctypes.byref(rules),
+                query.data_ptr(),
+                _Strides(query.stride(0), query.stride(1)),
+                key.data_ptr(),
+                key.stride(0),
+                out.data_ptr(),
+            )
+            return out
         self._kernels.library.specdec_attention(
             self._kernels.pool,
             ctypes.byref(view),
@@ -198,4 +210,5 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "specdec_decoder_step": (ctypes.c_int, (_POINTER,) * 5),
     "specdec_decoder_ahead": (ctypes.c_int, (_POINTER,) * 5),
     "specdec_attention": (None, (_POINTER,) * 10),
+    "specdec_latent_attention": (None, (*(_POINTER,) * 6, _INT64, _POINTER)),
 }

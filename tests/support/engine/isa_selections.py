@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from specdec.engine.native.variants import ISA_VARIABLE, cpu_features, missing_features, variants_for
 
 _FOLDER = "tests/unit/engine"
-_TORCH_TESTS = [f"{_FOLDER}/test_{name}.py" for name in ("torch_kernels", "row_invariance", "model_runner", "mixtures")]
+_TORCH_TESTS = [
+    f"{_FOLDER}/test_{name}.py"
+    for name in ("torch_kernels", "row_invariance", "model_runner", "mixtures", "latent_attention")
+]
 _ALL_TESTS = [
     *_TORCH_TESTS,
     *(f"{_FOLDER}/test_{name}.py" for name in ("native_kernels", "noise", "drawing")),

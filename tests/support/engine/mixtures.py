@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts of the classes that people serve."""
+"""Tiny mixtures of experts and models with latent attention, of the classes that people serve."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _ONE_DENSE: dict[str, Any] = {"first_k_dense_replace": 1, "n_routed_experts": 6, "n_group": 2, "topk_group": 1}
-_LATENT: dict[str, Any] = {
+LATENT: dict[str, Any] = {
     **_COMMON,
     **_ONE_DENSE,
     "num_key_value_heads": 4,
@@ -55,17 +55,17 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 16,
 }
-del _LATENT["head_dim"]
+del LATENT["head_dim"]
 
 MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_moe": lambda: Qwen2MoeConfig(**_COMMON, num_experts=5, shared_expert_intermediate_size=24),
     "qwen3_moe": lambda: Qwen3MoeConfig(**_COMMON, num_experts=5, norm_topk_prob=True),
     "mixtral": lambda: MixtralConfig(**_COMMON, num_local_experts=5),
     "gpt_oss": lambda: GptOssConfig(**_COMMON, num_local_experts=5),  # biases, interleaved gates, transposed weights
-    "deepseek_v2": lambda: DeepseekV2Config(**{**_LATENT, "q_lora_rank": None}),
-    "deepseek_v3": lambda: DeepseekV3Config(**_LATENT),
+    "deepseek_v2": lambda: DeepseekV2Config(**{**LATENT, "q_lora_rank": None}),
+    "deepseek_v3": lambda: DeepseekV3Config(**LATENT),
     "glm4_moe": lambda: Glm4MoeConfig(**_COMMON, **_ONE_DENSE),
-    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**_LATENT, mlp_layer_types=["dense", "sparse"]),
+    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**LATENT, mlp_layer_types=["dense", "sparse"]),
     "olmoe": lambda: OlmoeConfig(**_COMMON, num_experts=5),
     "phimoe": lambda: PhimoeConfig(**_COMMON, num_local_experts=5),
     "granitemoe": lambda: GraniteMoeConfig(**_COMMON, num_local_experts=5),

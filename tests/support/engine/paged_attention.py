@@ -63,6 +63,8 @@ class Paged:
         self.query = random_rows(num_rows, num_heads, geometry.key_dim, seed=4)
         self.key = random_rows(num_rows, geometry.num_kv_heads, geometry.key_dim, seed=5)
         self.value = random_rows(num_rows, geometry.num_kv_heads, geometry.value_dim, seed=6)
+        if geometry.values_in_keys:
+            self.value = self.key[..., : geometry.value_dim]
 
     def empty_cache(self) -> KVCache:
         return KVCache([self.geometry], self.num_blocks, BLOCK_SIZE, torch.float32, torch.device("cpu"))
@@ -82,6 +84,7 @@ class Paged:
         query, key, value = (
             data[chosen].transpose(0, 1).contiguous().transpose(0, 1) for data in (self.query, self.key, self.value)
         )
+        options = replace(options, values_in_keys=self.geometry.values_in_keys)
         return context.kernel(query, key, value, 0, context, options)
 
     def _batch_of(self, chosen: torch.Tensor) -> Batch:
@@ -108,12 +111,14 @@ OPTIONS = {
     "sinks": AttentionOptions(0.3, sinks=torch.linspace(-2, 2, 6)),
 }
 GEOMETRIES = [
-    (2, 64, 64),
-    (6, 32, 32),
-    (1, 128, 128),
-    (2, 24, 24),
-    (3, 40, 16),
-    (2, 5, 3),
-    (1, 512, 512),
-    (2, 640, 520),
+    LayerGeometry(2, 64, 64),
+    LayerGeometry(6, 32, 32),
+    LayerGeometry(1, 128, 128),
+    LayerGeometry(2, 24, 24),
+    LayerGeometry(3, 40, 16),
+    LayerGeometry(2, 5, 3),
+    LayerGeometry(1, 512, 512),
+    LayerGeometry(2, 640, 520),
+    LayerGeometry(1, 28, 20, values_in_keys=True),
+    LayerGeometry(1, 576, 512, values_in_keys=True),
 ]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from specdec.engine.model.linear import TorchWeight
 from specdec.engine.model.mixtures.functions import InvariantFunctions
@@ -23,47 +22,23 @@ from specdec.engine.model.mixtures.weights import (
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.native.kernels import NativeKernels
 from specdec.engine.settings import EngineSettings
-from tests.support.engine import paged_scenarios as play
+from tests.support.engine.exactness import check_exactness
 from tests.support.engine.mixtures import MIXTURES
 from tests.support.engine.paged_attention import random_rows
-from tests.support.engine.tiny_models import VOCAB_SIZE, save_random
+from tests.support.engine.tiny_models import save_random
 from tests.support.for_each import for_each
 
-TOKENS = play.random_tokens(64, 5, VOCAB_SIZE)
-OTHERS = [play.random_tokens(3 + i, 10 + i, VOCAB_SIZE) for i in range(9)]
 IN_TORCH = ("qwen2_moe", "gpt_oss", "llama4")  # a gate per token, biases, all experts in one call
-
-
-def check(name: str, directory: Path, native: str) -> None:
-    """Load a model, which checks its logits; compare with transformers', and rows alone with rows in company."""
-    save_random(MIXTURES[name](), directory)
-    settings = {"model": str(directory), "device": "cpu", "num_blocks": 96, "max_model_len": 128}
-    runner = ModelRunner.load(EngineSettings.model_validate({**settings, "native": native, "deterministic": True}))
-    alone = play.play_alone(runner, TOKENS)
-    with torch.inference_mode():
-        theirs = AutoModelForCausalLM.from_pretrained(directory)(torch.tensor([TOKENS])).logits[0]
-    for path, rows in alone.items():
-        torch.testing.assert_close(rows[0], theirs[len(path) - 1], rtol=1e-4, atol=1e-4)
-    ways = (
-        play.play_in_batch(runner, TOKENS, OTHERS),
-        play.play_alone(runner, TOKENS, max_batch_tokens=7),
-        play.play_decodes(runner, TOKENS[:40], 33),
-        play.play_trees(runner, TOKENS[:40], 19, TOKENS[40:]),
-    )
-    compared = [(path, row, alone[path][0]) for log in ways for path in log.keys() & alone.keys() for row in log[path]]
-    assert len(compared) > 2 * len(TOKENS)
-    for path, row, expected in compared:
-        assert torch.equal(row, expected), (name, len(path))
 
 
 @pytest.mark.parametrize("name", list(MIXTURES))
 def test_a_mixture_has_the_logits_of_transformers_and_the_same_bits_in_any_company(name: str, tmp_path: Path) -> None:
-    check(name, tmp_path, "on")
+    check_exactness(MIXTURES[name](), tmp_path, native="on")
 
 
 @pytest.mark.parametrize("name", IN_TORCH)
 def test_a_mixture_in_torch_has_them_too(name: str, tmp_path: Path) -> None:
-    check(name, tmp_path, "off")
+    check_exactness(MIXTURES[name](), tmp_path, native="off")
 
 
 def test_mixtures_have_a_numerics_id_of_their_own(tmp_path: Path) -> None:

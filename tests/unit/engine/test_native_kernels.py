@@ -48,9 +48,9 @@ def test_packed_product_of_a_row_has_the_same_bits_for_any_rows_and_threads(
 @for_each("options", OPTIONS.values())
 @for_each("geometry", GEOMETRIES)
 def test_attention_is_that_of_torch(
-    teams: list[NativeKernels], geometry: tuple[int, int, int], options: AttentionOptions
+    teams: list[NativeKernels], geometry: LayerGeometry, options: AttentionOptions
 ) -> None:
-    paged = Paged(LayerGeometry(*geometry), num_heads=6)
+    paged = Paged(geometry, num_heads=6)
     expected = paged.run(TiledAttention(), options)
     results = [paged.run(NativeAttention(kernels), options) for kernels in teams]
     torch.testing.assert_close(results[0], expected, rtol=2e-5, atol=2e-5)

@@ -24,9 +24,9 @@ def test_gathering_attention_of_other_devices_is_the_same(options: AttentionOpti
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_a_row_attends_alone_and_in_any_company_with_the_same_bits(
-    geometry: tuple[int, int, int], options: AttentionOptions
+    geometry: LayerGeometry, options: AttentionOptions
 ) -> None:
-    paged = Paged(LayerGeometry(*geometry), num_heads=6)
+    paged = Paged(geometry, num_heads=6)
     cache = paged.empty_cache()
     rows = range(len(paged.query))
     together = paged.run_rows(TiledAttention(), options, rows, cache)
