@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from bench.delay_proxy import DelayProxy
 from bench.pairs import Pair, PairMember
 from specdec.commands.measuring.progress import Progress
-from specdec.commands.up.cluster import Cluster
+from specdec.commands.up.cluster import Cluster, free_port
 from specdec.commands.up.cores import assign_cores, share_cores
 from specdec.commands.up.mps import shared_by_mps
 from specdec.commands.up.plan import LocalPlan, Placement, plan_services
@@ -47,16 +47,26 @@ class MeasuredDeployment:
 
 
 @contextmanager
-def running(deployment: MeasuredDeployment, progress: Progress, proxy: DelayProxy | None = None) -> Iterator[Cluster]:
+def running(
+    deployment: MeasuredDeployment, progress: Progress, proxy: DelayProxy | None = None, second: str = ""
+) -> Iterator[Cluster]:
     """Run a deployment within the context; meanwhile this thread, the client's, is pinned to `client_cores`.
 
-    The coordinator reaches its drafts through the proxy, if there is one.
+    The coordinator reaches its drafts through the proxy, if there is one. `second`: name of a second coordinator for
+    the same replicas, which relays all proposals.
 
     Raises ClusterFailed.
     """
     specs = plan_services(_plan(deployment), cores=deployment.cores)
     if deployment.is_plain and deployment.device == "cpu":
         specs = [dataclasses.replace(spec, cores=deployment.cores) for spec in specs]
+    if second:
+        first = next(spec for spec in specs if spec.role == "coordinator")
+        port = first.address.rpartition(":")[2]
+        address = first.address.replace(port, str(free_port()))
+        arguments = [text.replace(f"--port={port}", f"--port={address.rpartition(':')[2]}") for text in first.arguments]
+        relaying = (*arguments, "--proposal-path=relayed")
+        specs.append(dataclasses.replace(first, name=second, address=address, arguments=relaying))
     if proxy is not None:
         specs = [_through(spec, proxy) for spec in specs]
     with (

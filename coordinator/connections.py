@@ -12,12 +12,12 @@ from specdec.coordinator.links.draft_link import DraftLink
 from specdec.coordinator.links.link_events import LinkSettings
 from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.recovery import DraftRecovery, TargetRecovery
-from specdec.coordinator.replicas.discovery import Discovery, ReplicaAddress, keep_finding
 from specdec.coordinator.replicas.registry_view import RegistryView
 from specdec.coordinator.replicas.roster import Roster
 from specdec.coordinator.tasks import end_tasks
 from specdec.coordinator.timings import Timings
 from specdec.wire.channel import ReplicaChannel
+from specdec.wire.discovery import Discovery, ReplicaAddress, keep_finding
 from specdec.wire.tls import replica_tls_files
 from specdec.wire.tls_files import TlsFiles
 
@@ -59,6 +59,7 @@ class Connections:
             backoff_min_s=timings.reconnect_first_s,
             backoff_max_s=settings.reconnect_backoff_max_s,
             max_message_bytes=settings.max_message_bytes,
+            grants_links=settings.proposal_path != "relayed",
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.rosters: dict[str, Roster[TargetLink] | Roster[DraftLink]] = {}

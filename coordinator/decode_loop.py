@@ -1,11 +1,11 @@
 """Read this first: what happens between a target's verdict and the client.
 
     open            a session starts on its target and its draft at once; both prefill
-    on_proposal     draft   -> target    relayed without parsing
+    on_proposal     draft   -> target    relayed without parsing, unless both have a direct link (`draft_relay.py`)
     on_prompt_logprobs
                     target  -> client    before the first verdict, if the client wants them
     on_verdict      target  -> client    the tokens that survive the stop check, as text
-                            -> draft     the same tokens, as a commit
+                            -> draft     the same tokens, as a commit, unless the target has sent them directly
     on_written      client  -> target    credit: how far it may run ahead of the client
     finish          both sides close; the client learns why
 
@@ -19,31 +19,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from specdec.coordinator.draft_relay import DraftRelay
 from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.journal import Journal
 from specdec.coordinator.observer import Observer
 from specdec.coordinator.sessions.client_stream import prompt_chunks
-from specdec.coordinator.sessions.drafting import DraftFault, DraftSide
+from specdec.coordinator.sessions.drafting import DraftSide
 from specdec.coordinator.sessions.session import DraftHost, Session, TargetHost
 from specdec.coordinator.sessions.step_told import step_told
 from specdec.coordinator.sessions.table import SessionTable
 from specdec.coordinator.sessions.verdict_check import fault_of
 from specdec.coordinator.text.choice_output import Finish
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.message_sizes import MAX_PROPOSAL_BYTES
 
 _CREDIT_STEPS = 4
 """Credit messages per window: a target is sent new credit long before it has used up the old."""
-
-_MOST_DOUBLINGS = 6
-"""Doublings, at most, of a draft's stall time-out: each missed time-out doubles it."""
-
-_MOST_PROPOSALS = 256
-"""Proposals of a draft between two commits: it drafts at most 64 tokens ahead, with a few messages for each."""
-_MOST_PROPOSED_BYTES = 4 * 2**20
-"""Bytes of a draft's proposals between two commits; the largest (64 distributions over 64 tokens) has 40 KB."""
-_FLOOD = 4
-"""Multiple of these limits above which the draft is taken for faulty."""
 
 
 class DecodeLoop:
@@ -60,9 +50,7 @@ class DecodeLoop:
         on_progress: Callable[[Session], None],
         on_desync: Callable[[Session, str], None],
         on_bad_draft: Callable[[Session, str, DraftHost | None], None],
-        draft_stall_s: float,
-        on_draft: Callable[[Session, DraftSide, DraftFault], None],
-        on_hedged: Callable[[Session], None],
+        drafts: DraftRelay,
         on_verified: Callable[[Session, int], None],
     ) -> None:
         """Move nothing yet.
@@ -75,11 +63,8 @@ class DecodeLoop:
             credit_window_tokens: how far a target may run ahead of its client.
             on_progress: called when a session that was suspected of a target's crash has passed the crash's position.
             on_desync: called, with the cause, when a target's position differs from the client's.
-            on_bad_draft: called, with the cause, when a proposal is refused; the host is None if the target refused
-                it, as the target does not name the draft.
-            draft_stall_s: how long a draft may receive commits without sending a proposal that knows of them.
-            on_draft: called when a draft stalls, is slow, or proposes far more than anyone can verify.
-            on_hedged: called after each step of a session that has two drafts.
+            on_bad_draft: called, with the cause, when the target refuses a proposal; it does not name the draft.
+            drafts: sends tokens to the drafts, and takes their proposals.
             on_verified: called when a proposal was verified, with the number of accepted tokens.
         """
         self._sessions = sessions
@@ -90,9 +75,7 @@ class DecodeLoop:
         self._on_progress = on_progress
         self._on_desync = on_desync
         self._on_bad_draft = on_bad_draft
-        self._draft_stall_s = draft_stall_s
-        self._on_draft = on_draft
-        self._on_hedged = on_hedged
+        self._drafts = drafts
         self._on_verified = on_verified
 
     def open_session(self, session: Session, target: TargetHost, draft: DraftHost | None) -> None:
@@ -129,7 +112,9 @@ class DecodeLoop:
 
         if step.finish is None and kept:
             is_plain = not (verdict.verified_by_depth or verdict.is_partial)
-            self._commit(session, start, kept, now_s, is_plain=is_plain, suspend=verdict.suspends_draft)
+            linked = verdict.linked if verdict.HasField("linked") else None
+            suspend = verdict.suspends_draft
+            self._drafts.commit(session, start, kept, now_s, is_plain=is_plain, suspend=suspend, linked=linked)
         if kept:
             self._journal.append(session, origins)
         if is_first and session.choice == 0 and verdict.num_cached_tokens:
@@ -169,20 +154,11 @@ class DecodeLoop:
 
     def on_proposal(self, session: Session, side: DraftSide, proposal: bytes) -> None:
         """A draft of the session offers tokens: pass them on without parsing."""
-        side.num_proposals += 1
-        side.num_proposed_bytes += len(proposal)
-        excess = max(side.num_proposals / _MOST_PROPOSALS, side.num_proposed_bytes / _MOST_PROPOSED_BYTES)
-        if len(proposal) > MAX_PROPOSAL_BYTES:
-            cause = f"proposal: {len(proposal)} bytes exceed the limit of {MAX_PROPOSAL_BYTES}"
-            self._on_bad_draft(session, cause, side.host)
-            return
-        if excess > 1:  # a target could not use it
-            if excess > _FLOOD:
-                self._on_draft(session, side, DraftFault.FLOOD)
-        elif session.target.host is not None:
-            session.drafting.num_stalls, now_s = 0, time.monotonic()
-            self._observer.proposal(session, now_s, side.proposed(proposal, now_s))
-            session.target.host.relay(session, proposal)
+        self._drafts.on_proposal(session, side, proposal)
+
+    def on_link(self, session: Session, side: DraftSide, state: pb.LinkState) -> None:
+        """A draft of the session has joined it at the target, or has left it there."""
+        self._drafts.on_link(session, side, state)
 
     def on_proposal_rejected(self, session: Session, rejected: pb.ProposalRejected) -> None:
         """The target refused a draft's proposal as malformed: go on without it."""
@@ -209,42 +185,6 @@ class DecodeLoop:
             if was_starved:
                 side.heard_s = time.monotonic()
             side.host.give_credit(session)
-
-    def _commit(
-        self,
-        session: Session,
-        start: int,
-        token_ids: Sequence[int],
-        now_s: float,
-        *,
-        is_plain: bool,
-        suspend: bool,
-    ) -> None:
-        """Commit tokens to the drafts. A suspended draft gets all at once when it resumes."""
-        drafting = session.drafting
-        for side in tuple(drafting.sides):
-            draft = side.host
-            if draft.identity is not None and session.position >= draft.identity.max_model_len:
-                draft.close_session(session, "past the draft's context")
-                continue
-            if side.is_suspended and suspend:
-                continue
-            unknown = token_ids if side.told == start else session.token_ids[side.told :]
-            draft.commit(session, side.epoch, session.position - len(unknown), unknown, suspend=suspend)
-            side.told = session.position
-            if suspend:
-                side.suspended()
-                continue
-            side.is_suspended = False
-            waited_s = side.committed(session.position, now_s, is_plain=is_plain)
-            if waited_s is None:
-                continue
-            if waited_s >= self._draft_stall_s * 2 ** min(drafting.num_stalls, _MOST_DOUBLINGS):
-                self._on_draft(session, side, DraftFault.STALL)
-            elif drafting.is_slow(side):
-                self._on_draft(session, side, DraftFault.SLOW)
-        if len(drafting.sides) > 1:
-            self._on_hedged(session)
 
     def _note_output(self, session: Session, now_s: float) -> None:
         request = session.request

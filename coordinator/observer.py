@@ -71,11 +71,16 @@ class Observer:
         if verdict.num_cached_tokens:
             metrics.cached_tokens.inc(verdict.num_cached_tokens)
 
-    def proposal(self, session: Session, now_s: float, answer_s: float | None) -> None:
+    def proposal(self, session: Session, now_s: float, answer_s: float | None, *, is_direct: bool) -> None:
         """A draft proposed, `answer_s` after a commit that waited for it; None: no commit waited."""
         if answer_s is not None:
-            self.metrics.draft_latency_seconds.observe(answer_s)
-        self._relayed_s.setdefault(session.session_id, now_s)
+            self.metrics.draft_latency_seconds.labels("direct" if is_direct else "relayed").observe(answer_s)
+        if not is_direct:
+            self._relayed_s.setdefault(session.session_id, now_s)
+
+    def linked(self, draft: str, session: Session, state: pb.LinkState) -> None:
+        """A draft has joined a session at its target, or has left it there, or cannot join it."""
+        self.metrics.link_changes.labels("joined" if state.is_direct else "left").inc()
 
     def draft_dropped(self, cause: str) -> None:
         """A session goes on without its draft, for a time or for good."""

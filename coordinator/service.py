@@ -16,6 +16,7 @@ from specdec import __version__
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.connections import Connections
 from specdec.coordinator.decode_loop import DecodeLoop
+from specdec.coordinator.draft_relay import DraftRelay
 from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.generation import GenerateCalls
 from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding
@@ -132,9 +133,14 @@ class CoordinatorService:
             on_progress=targets.on_progress,
             on_desync=targets.on_desync,
             on_bad_draft=drafts.on_bad_draft,
-            draft_stall_s=timings.draft_stall_s,
-            on_draft=drafts.on_draft,
-            on_hedged=drafts.on_hedged,
+            drafts=DraftRelay(
+                observer=observer,
+                path=settings.proposal_path,
+                stall_s=timings.draft_stall_s,
+                on_bad_draft=drafts.on_bad_draft,
+                on_draft=drafts.on_draft,
+                on_hedged=drafts.on_hedged,
+            ),
             on_verified=drafts.on_verified,
         )
         self._watchdog = Watchdog(

@@ -13,6 +13,7 @@ ROLE = ReplicaRole(
     stream_method="Verify",
     engine_entry="specdec.target_service.worker:run_engine",
     serves_tokenizer=True,
+    link_method="Link",
     engine_method="SetDrafters",
 )
 

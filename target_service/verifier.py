@@ -150,6 +150,10 @@ class Verifier(Role[TargetSession], PassObserver):
         """Number of committed tokens."""
         return session.num_tokens
 
+    def token_ids(self, session: TargetSession) -> list[int]:
+        """The committed tokens, prompt included."""
+        return session.token_ids
+
     def entry(self, session: TargetSession, kind: str, body: Any) -> None:
         """Take a proposal, or more credit."""
         if kind == "proposal":

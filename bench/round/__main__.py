@@ -34,7 +34,7 @@ from bench.deployment import MeasuredDeployment, client_cores, running
 from bench.pairs import resolve_pair
 from bench.prompts import held_out_prompts
 from bench.report import file_name, versions
-from bench.round.stamps import STAGES, Key, between, read_stamps, rounds
+from bench.round.stamps import DIRECT_STAGES, STAGES, Key, between, read_stamps, rounds
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report, machine
 from specdec.commands.measuring.requests import Sampling, run_group
@@ -45,6 +45,8 @@ from specdec.commands.up.cluster import Cluster
 RESULTS = Path(__file__).parents[1] / "results"
 _PROBE = Path(__file__).parent / "probe"
 _BURN = "while True: pass"
+_RELAYING = "coordinator-relayed"
+"""A second coordinator in front of the same replicas, which relays."""
 
 
 def main(
@@ -55,6 +57,7 @@ def main(
     loads: Annotated[
         str, typer.Option("--machine", help="Comma-separated: idle, full (a busy loop per core).")
     ] = "idle",
+    paths: Annotated[str, typer.Option(help="Comma-separated: direct, relayed.")] = "direct,relayed",
     temperature: Annotated[float, typer.Option(min=0)] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=16)] = 96,
     repeats: Annotated[int, typer.Option(help="Groups of requests for each figure.", min=1)] = 4,
@@ -66,6 +69,8 @@ def main(
     made = resolve_pair(pair, "cpu")
     facts = {"machine": machine(cores), "versions": versions()}
     found = Report(pair=made.description, facts=facts, console=console)
+    if any(float(text) for text in delays.split(",")) and paths != "relayed":
+        raise typer.BadParameter("the proxy that delays is between coordinator and draft: give --paths relayed")
     delays_ms, numbers = [float(text) for text in delays.split(",")], [int(text) for text in sessions.split(",")]
     prompts = held_out_prompts(made.target.folder, max(numbers))
     cases: list[Case] = []
@@ -76,15 +81,16 @@ def main(
             proxy = stack.enter_context(DelayProxy(client_cores(cores)))
             through = proxy if any(delays_ms) else None
             deployment = MeasuredDeployment(pair=made, cores=cores, target={"adaptive_speculation": False})
-            cluster = stack.enter_context(running(deployment, progress, through))  # a suspended draft has no rounds
+            # A suspended draft has no rounds.
+            cluster = stack.enter_context(running(deployment, progress, through, second=_RELAYING))
             for load, delay_ms, mode, number in product(loads.split(","), delays_ms, modes.split(","), numbers):
-                case = Case(load, delay_ms, mode, number)
-                progress.tell(case.name)
+                beside = [Case(load, delay_ms, mode, number, path) for path in paths.split(",")]
+                progress.tell(beside[0].name)
                 proxy.delay(delay_ms)
                 sampling = Sampling(temperature=temperature, max_tokens=max_tokens, verify_mode=mode)
                 with _busy(len(cores) if load == "full" else 0):
-                    _measure(case, cluster, prompts[:number], sampling, repeats)
-                cases.append(case)
+                    _measure(beside, cluster, prompts[:number], sampling, repeats)
+                cases += beside
         reached = read_stamps(folder)
     finally:
         shutil.rmtree(folder)
@@ -102,8 +108,9 @@ class Case:
     delay_ms: float
     mode: str
     num_sessions: int
-    began_ns: int = 0
-    ended_ns: int = 0
+    path: str
+    spans_ns: list[tuple[int, int]] = field(default_factory=list)
+    """Beginning and end of each group."""
     speeds: list[float] = field(default_factory=list)
     """Tokens per second of each group."""
     used: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -112,13 +119,14 @@ class Case:
     @property
     def name(self) -> str:
         """Column name of the case."""
-        return f"{self.machine}, {self.delay_ms:g} ms, {self.mode}, {self.num_sessions}"
+        return f"{self.machine}, {self.delay_ms:g} ms, {self.mode}, {self.num_sessions}, {self.path}"
 
     def figures(self, reached: Mapping[str, Mapping[Key, int]]) -> dict[str, Any]:
         """Figures of the case, from the stamps within its time."""
-        times, num_begun = rounds(reached, self.began_ns, self.ended_ns)
-        last = len(STAGES) - 1
-        stages = {STAGES[stage]: spread(between(times, stage - 1, stage)) for stage in range(1, last + 1)}
+        names = DIRECT_STAGES if self.path == "direct" else STAGES
+        times, num_begun = rounds(reached, self.spans_ns, names)
+        last = len(names) - 1
+        stages = {names[stage]: spread(between(times, stage - 1, stage)) for stage in range(1, last + 1)}
         per_verdict = {
             name: {key: value / max(1, num_begun) for key, value in used.items()} for name, used in self.used.items()
         }
@@ -127,6 +135,7 @@ class Case:
             "delay_ms": self.delay_ms,
             "mode": self.mode,
             "num_sessions": self.num_sessions,
+            "path": self.path,
             "tokens_per_s": statistics.median(self.speeds),
             "num_verdicts": num_begun,
             "num_answered": len(times),
@@ -137,15 +146,23 @@ class Case:
 
 
 def _measure(
-    case: Case, cluster: Cluster, prompts: Sequence[tuple[int, ...] | str], sampling: Sampling, repeats: int
+    cases: Sequence[Case], cluster: Cluster, prompts: Sequence[tuple[int, ...] | str], sampling: Sampling, repeats: int
 ) -> None:
-    asyncio.run(run_group(cluster.address, prompts, sampling, speculate=True))  # warms up caches and cost models
-    before, case.began_ns = _usage(cluster), time.monotonic_ns()
-    for _ in range(repeats):
-        run = asyncio.run(run_group(cluster.address, prompts, sampling, speculate=True))
-        case.speeds.append(run.tokens_per_s)
-    after, case.ended_ns = _usage(cluster), time.monotonic_ns()
-    case.used = {name: {key: after[name][key] - before[name][key] for key in before[name]} for name in before}
+    """Measure the cases in turns: the first group of each, then the second of each, and so on."""
+    for number in range(repeats + 1):
+        for case in cases:
+            address = cluster.services["coordinator" if case.path == "direct" else _RELAYING].spec.address
+            before, began_ns = _usage(cluster), time.monotonic_ns()
+            run = asyncio.run(run_group(address, prompts, sampling, speculate=True))
+            after, ended_ns = _usage(cluster), time.monotonic_ns()
+            if number == 0:
+                continue  # it warmed up caches and cost models
+            case.speeds.append(run.tokens_per_s)
+            case.spans_ns.append((began_ns, ended_ns))
+            for name, used in after.items():
+                told = case.used.setdefault(name, dict.fromkeys(used, 0.0))
+                for key, value in used.items():
+                    told[key] += value - before[name][key]
 
 
 @contextmanager
@@ -200,7 +217,7 @@ def _tables(cases: Sequence[Case], figures: Sequence[Mapping[str, Any]]) -> Iter
     names = [case.name for case in cases]
     times = Table("Milliseconds of a round by stage, medians", ["until", *names])
     for stage in STAGES[1:]:
-        times.add(stage, *(_median(each["stages_ms"][stage]) for each in figures))
+        times.add(stage, *(_median(each["stages_ms"].get(stage, {})) for each in figures))
     times.add("all", *(_median(each["round_ms"]) for each in figures))
     times.add("rounds answered", *(f"{each['num_answered']} of {each['num_verdicts']}" for each in figures))
     times.add("tokens/s", *(f"{each['tokens_per_s']:.0f}" for each in figures))

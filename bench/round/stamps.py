@@ -23,6 +23,8 @@ STAGES = (
     "in the tree",
 )
 """Stages in the order of a round."""
+DIRECT_STAGES = tuple(stage for stage in STAGES if not stage.startswith("coordinator"))
+"""Stages of a round on a direct link."""
 Key = tuple[str, int]
 """A session and the position at which the next token stands."""
 
@@ -39,16 +41,18 @@ def read_stamps(folder: Path) -> dict[str, dict[Key, int]]:
     return reached
 
 
-def rounds(reached: Mapping[str, Mapping[Key, int]], from_ns: int, until_ns: int) -> tuple[list[list[int]], int]:
-    """Times of the complete rounds that began within the interval, and the number of all rounds that began in it."""
+def rounds(
+    reached: Mapping[str, Mapping[Key, int]], spans_ns: Sequence[tuple[int, int]], stages: Sequence[str]
+) -> tuple[list[list[int]], int]:
+    """Times of the complete rounds that began within the intervals, and the number of all rounds that began in them."""
     complete: list[list[int]] = []
-    began = reached[STAGES[0]]
+    began = reached[stages[0]]
     num_begun = 0
     for key, at_ns in began.items():
-        if not from_ns <= at_ns < until_ns:
+        if not any(from_ns <= at_ns < until_ns for from_ns, until_ns in spans_ns):
             continue
         num_begun += 1
-        times = [reached[stage].get(key) for stage in STAGES]
+        times = [reached[stage].get(key) for stage in stages]
         known = [time for time in times if time is not None]
         if len(known) == len(times) and known == sorted(known):
             complete.append(known)
@@ -57,26 +61,39 @@ def rounds(reached: Mapping[str, Mapping[Key, int]], from_ns: int, until_ns: int
 
 def _keys(stage: str, body: Any) -> Iterator[Key]:
     match stage:
+        case "target servicer has answer" | "draft servicer has answer" if body[0]:
+            yield from _link_keys(body[1])
+        case "target servicer has request" | "draft servicer has request" if body[0]:
+            yield from _link_keys(body[1])
         case "target servicer has answer":
-            for result in target_pb2.VerifyResponse.FromString(body).results:
+            for result in target_pb2.VerifyResponse.FromString(body[1]).results:
                 if result.WhichOneof("result") == "verdict":
                     yield result.session_id, _end(result.verdict)
         case "draft servicer has request":
-            for entry in draft_pb2.DraftRequest.FromString(body).entries:
+            for entry in draft_pb2.DraftRequest.FromString(body[1]).entries:
                 if entry.WhichOneof("entry") == "commit":
                     yield entry.session_id, _end(entry.commit)
         case "draft servicer has answer":
-            for answer in draft_pb2.DraftResponse.FromString(body).results:
+            for answer in draft_pb2.DraftResponse.FromString(body[1]).results:
                 if answer.WhichOneof("result") == "proposal":
                     yield answer.session_id, _start(answer.proposal)
         case "coordinator has proposal":
             yield body[0], _start(body[1])
         case "target servicer has request":
-            for target_entry in target_pb2.VerifyRequest.FromString(body).entries:
+            for target_entry in target_pb2.VerifyRequest.FromString(body[1]).entries:
                 if target_entry.WhichOneof("entry") == "proposal":
                     yield target_entry.session_id, _start(target_entry.proposal)
         case _:
             yield from body
+
+
+def _link_keys(frame: bytes) -> Iterator[Key]:
+    for entry in pb.LinkFrame.FromString(frame).entries:
+        match entry.WhichOneof("entry"):
+            case "commit":
+                yield entry.session_id, _end(entry.commit)
+            case "proposal":
+                yield entry.session_id, _start(entry.proposal)
 
 
 def _end(said: pb.Verdict | pb.Commit) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Awaitable, Sequence
 from typing import Protocol, Self
 
@@ -25,6 +26,8 @@ many, or four per session if it had more than a thousand. Strays are normal whil
 proposals."""
 _PROOF_TOKENS = 64
 """Tokens for which a session that a draft died under is stepped alone at its next draft."""
+_KEY_BYTES = 16
+"""Bytes of a grant's key."""
 _MOST_LOADS_BYTES = 900
 """Bytes of target loads in one frame besides its entries: some ten targets; the others go with the next frame."""
 
@@ -34,6 +37,9 @@ class ProposalHandler(Protocol):
 
     def on_proposal(self, session: Session, side: DraftSide, proposal: bytes) -> None:
         """A draft of the session offers tokens; the bytes are an encoded Proposal, to be passed on without parsing."""
+
+    def on_link(self, session: Session, side: DraftSide, state: pb.LinkState) -> None:
+        """A draft of the session has joined it at the target, or has left it there."""
 
 
 class DraftWire:
@@ -138,6 +144,21 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
         if session.target.host is not None:
             body.target = session.target.host.address
         self.send(draft_pb2.DraftEntry(session_id=session.session_id, epoch=side.epoch, open=body))
+        self.grant_link(session)
+
+    def grant_link(self, session: Session) -> None:
+        """See `DraftHost.grant_link`."""
+        side, target = session.drafting.at(self), session.target
+        is_first = side is not None and session.drafting.sides[0] is side
+        if side is None or not is_first or target.host is None or not target.is_open or not self._settings.grants_links:
+            return
+        if side.granted_for == target.epoch:
+            return
+        side.granted_for = target.epoch
+        grant = pb.LinkGrant(key=secrets.token_bytes(_KEY_BYTES), epoch=side.epoch)
+        target.host.grant_link(session, grant)
+        grant.target = target.host.address
+        self.send(draft_pb2.DraftEntry(session_id=session.session_id, epoch=side.epoch, link=grant))
 
     def commit(
         self, session: Session, epoch: int, start_position: int, token_ids: Sequence[int], *, suspend: bool
@@ -154,6 +175,8 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
         self.send(self._wire.close_entry(session.session_id, session.drafting.epoch_at(self), reason))
         self._events.on_closed(self, session, reason)
         session.drafting.closed(self)
+        if session.finish is None and session.drafting.sides:
+            session.drafting.sides[0].host.grant_link(session)
 
     def tell_target_load(self, target: str, load: pb.LoadReport) -> None:
         """Send a target's load, which bounds how far to draft for its sessions, with one of the next frames."""
@@ -164,6 +187,8 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
         side = session.drafting.at(self)
         if side is not None and kind == "proposal":
             self._proposals.on_proposal(session, side, result.proposal)
+        elif side is not None and kind == "link":
+            self._proposals.on_link(session, side, result.link)
         elif kind == "error":
             self._events.on_session_error(self, session, result.error)
         elif side is not None and kind == "opened" and not side.is_open:

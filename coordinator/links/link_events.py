@@ -40,6 +40,8 @@ class LinkSettings:
     backoff_max_s: float
     max_message_bytes: int = 16 * 2**20
     """This coordinator's message limit, assumed also of replicas that report none."""
+    grants_links: bool = True
+    """Whether drafts and targets may talk directly."""
 
 
 class LinkEvents(Protocol[Link]):

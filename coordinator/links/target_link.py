@@ -131,6 +131,10 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         side.was_relayed = True
         self.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=side.epoch, proposal=proposal))
 
+    def grant_link(self, session: Session, grant: pb.LinkGrant) -> None:
+        """Let a draft join the session."""
+        self.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=session.target.epoch, link=grant))
+
     def give_credit(self, session: Session) -> None:
         """Send the position up to which the target may run, and acknowledge the arrived tokens."""
         side = session.target

@@ -140,6 +140,12 @@ class TargetMoves:
             return
         self._observer.session_reopened(target.role)
         target.open_session(session)
+        for side in session.drafting.sides[:]:
+            if side.is_linked:  # it may have tokens that never arrived here
+                self._observer.session_reopened(side.host.role)
+                side.host.open_session(session)
+            else:
+                side.host.grant_link(session)
 
     def try_elsewhere(self, session: Session, error: SpecdecError) -> None:
         """Open a session now at another target that takes new sessions and has room; otherwise after a wait."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import structlog
 
-from specdec.coordinator.replicas.discovery import ReplicaAddress
 from specdec.store.announcer import AnnouncedState
 from specdec.store.interface import ReplicaRecord, Store, StoreUnavailable
+from specdec.wire.discovery import ReplicaAddress
 from specdec.wire.settings import check_address
 
 _log = structlog.get_logger(__name__)

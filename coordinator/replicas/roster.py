@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from specdec.coordinator.links.replica_link import ReplicaLink
-from specdec.coordinator.replicas.discovery import ReplicaAddress
+from specdec.wire.discovery import ReplicaAddress
 
 _GOODBYE_S = 1.0
 """Seconds to wait for a replica that does not read its stream to the end."""

@@ -8,6 +8,8 @@ from enum import Enum, auto
 from typing import Any
 
 from specdec.coordinator.sessions.hosts import DraftHost
+from specdec.v1 import common_pb2 as pb
+from specdec.wire.proposals import start_position
 
 _SLOW_STEPS = 16
 """Late steps, each timely one counting -2, after which a draft is slow. A draft that is late for two thirds of the
@@ -15,12 +17,13 @@ steps or fewer never becomes slow."""
 _CATCH_UP_STEPS = 2
 """Late steps that one timely step cancels."""
 _MOST_DOUBLINGS = 6
+_DEAF_S = 0.25
+"""Seconds without an answer, at least, after which a draft with a direct link gets its tokens from the coordinator
+too."""
+_DEAF_ANSWERS = 4
+"""The same in mean times to answer; the longer one counts."""
 _ANSWER_WEIGHT = 0.125
 """Weight of the last answer in the mean: about eight answers count."""
-_START_TAG = 1 << 3
-"""Tag byte of `Proposal.start_position`: field 1, a varint."""
-_MOST_VARINT_BYTES = 5
-"""Bytes of a varint of 32 bits."""
 
 
 class DraftFault(Enum):
@@ -44,6 +47,10 @@ class DraftSide:
     """Position up to which it knows the session's tokens."""
     is_suspended: bool = False
     """It was told to stop drafting; it gets the tokens when it is to resume."""
+    is_linked: bool = False
+    """It has joined the session at the target, which sends it the tokens."""
+    granted_for: int | None = None
+    """Epoch of the target's opening for which it was granted a link; None: for none."""
     is_open: bool = False
     """The host has confirmed the opening."""
     unanswered_s: float | None = None
@@ -85,17 +92,35 @@ class DraftSide:
 
     def proposed(self, proposal: bytes, now_s: float) -> float | None:
         """A proposal came; returns the seconds that a commit waited for it, None if none did."""
-        had_proposed, self.has_proposed = self.has_proposed, True
-        if self.unanswered_s is None:
-            return None
         start = start_position(proposal)
-        if start is not None and start < self.unanswered_position:
-            return None  # made before it knew of the commit
-        took_s, self.unanswered_s = now_s - self.unanswered_s, None
+        return self._answered(start is None or start >= self.unanswered_position, now_s, None)
+
+    def answered_directly(self, linked: pb.LinkedDraft, position: int, now_s: float) -> float | None:
+        """The target reports how far the draft has answered; as `proposed`. `position`: the session's."""
+        if not linked.position:
+            return None
+        self.told = min(position, max(self.told, linked.position))
+        took_s = linked.answer_us * 1e-6 if linked.answer_us else None
+        return self._answered(linked.position >= self.unanswered_position, now_s, took_s)
+
+    def _answered(self, covers: bool, now_s: float, took_s: float | None) -> float | None:
+        """A proposal came, or is known to have come after `took_s`; `covers`: it was made after the awaited commit."""
+        had_proposed, self.has_proposed = self.has_proposed, True
+        if self.unanswered_s is None or not covers:
+            return None
+        if took_s is None:
+            took_s = now_s - self.unanswered_s
+        self.unanswered_s = None
         if had_proposed:
             self.num_answers += 1
             self.answer_s += (took_s - self.answer_s) * max(_ANSWER_WEIGHT, 1 / self.num_answers)
         return took_s
+
+    def seems_deaf(self, now_s: float) -> bool:
+        """Whether a draft that takes tokens from the target has not answered for so long that they may not arrive."""
+        if self.unanswered_s is None:
+            return False
+        return now_s - self.unanswered_s >= max(_DEAF_S, _DEAF_ANSWERS * self.answer_s)
 
     def suspended(self) -> None:
         """The draft is told to stop: no proposal is due, and measuring begins anew."""
@@ -185,19 +210,3 @@ class Drafting:
         if self.retry is not None:
             self.retry.cancel()
             self.retry = None
-
-
-def start_position(proposal: bytes) -> int | None:
-    """Start position of an encoded Proposal; None if it is not the first field. Nothing else is parsed.
-
-    It equals the end of the last commit that the draft knows.
-    """
-    if not proposal or proposal[0] != _START_TAG:
-        return None
-    value = shift = 0
-    for byte in proposal[1 : 1 + _MOST_VARINT_BYTES]:
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value
-        shift += 7
-    return None

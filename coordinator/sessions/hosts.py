@@ -53,6 +53,9 @@ class TargetHost(SessionReplica[SessionT_contra], Protocol[SessionT_contra]):
     def relay(self, session: SessionT_contra, proposal: bytes) -> None:
         """Pass on an encoded Proposal."""
 
+    def grant_link(self, session: SessionT_contra, grant: pb.LinkGrant) -> None:
+        """Let a draft join the session."""
+
     def give_credit(self, session: SessionT_contra) -> None:
         """Send the position up to which the target may run, and acknowledge the arrived tokens."""
 
@@ -70,3 +73,6 @@ class DraftHost(SessionReplica[SessionT_contra], Protocol[SessionT_contra]):
         self, session: SessionT_contra, epoch: int, start_position: int, token_ids: Sequence[int], *, suspend: bool
     ) -> None:
         """Send tokens that are final, to the opening with this epoch; `suspend`: stop drafting."""
+
+    def grant_link(self, session: SessionT_contra) -> None:
+        """Let the session's first draft talk to its open target directly; once for each pair of openings."""

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import (
-    BeforeValidator,
     Field,
     SecretStr,
     model_validator,
 )
-from pydantic_settings import NoDecode
 
 from specdec.config.replica import RejectionMethodName, VerifyModeName
 from specdec.config.retired import REMOVED_FROM_COORDINATOR
 from specdec.service.settings import ServiceSettings
 from specdec.wire.sampling_limits import MAX_LOGPROBS
-from specdec.wire.settings import Address, PeerSettings, WireSettings
+from specdec.wire.settings import Addresses, PeerSettings, WireSettings
 
+ProposalPath = Literal["auto", "direct", "relayed"]
 _MAX_SHARED_OWNER_CHARS = 61
 """Characters of an owner_id, with room for the number of a process, such as "-63"."""
-
-
-def _split_commas(value: Any) -> Any:
-    if isinstance(value, str):
-        return [item.strip() for item in value.split(",") if item.strip()]
-    return value
-
-
-Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
 
 
 class CoordinatorSettings(ServiceSettings, PeerSettings):
@@ -44,6 +34,12 @@ class CoordinatorSettings(ServiceSettings, PeerSettings):
         "with redis_url those in its registry too, so there may be none.",
     )
     drafts: Addresses = Field(default=(), description="Draft replicas, written alike; none: plain decoding.")
+    proposal_path: ProposalPath = Field(
+        default="auto",
+        description="How tokens reach drafts and proposals reach targets: auto directly, where a draft's link_targets "
+        "names the target and both authenticate each other, else relayed by the coordinator; direct never relays "
+        "proposals; relayed allows no links.",
+    )
     discovery_s: float = Field(
         default=5.0, gt=0, description="Seconds between two look-ups of dns:/// names and of the registry in Redis."
     )

@@ -14,7 +14,7 @@ from pydantic_settings import NoDecode
 
 from specdec.config.drafter_options import ServiceOptions, check_drafters, read_drafters
 from specdec.config.replica import ReplicaSettings
-from specdec.wire.settings import Address, PeerSettings
+from specdec.wire.settings import Address, Addresses, PeerSettings
 
 HeterogeneousVocab = Literal["auto", "intersection", "text"]
 
@@ -45,6 +45,12 @@ class DraftSettings(ReplicaSettings, PeerSettings):
         default=None,
         description="Target, host:port, whose tokenizer and limits the draft takes at its start; for drafters, and for "
         "a model with another tokenizer.",
+    )
+    link_targets: Addresses = Field(
+        default=(),
+        description="Targets that the draft may call to take a session's tokens from them, without the coordinator "
+        "between: host:port as coordinators name them, or dns:///name:port for all addresses of a name; none: all "
+        "proposals are relayed.",
     )
     heterogeneous_vocab: HeterogeneousVocab = Field(
         default="auto",

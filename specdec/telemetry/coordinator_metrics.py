@@ -136,9 +136,19 @@ class CoordinatorMetrics(MetricGroup):
         )
         self.draft_latency_seconds = self._histogram(
             "draft_latency_seconds",
-            "Seconds from a commit to the first proposal that includes it (draft RPC latency).",
+            "Seconds from a commit to the first proposal that includes it (draft RPC latency), by the way of both.",
             FINE_S,
-            promql="histogram_quantile(0.95, sum by (le) (rate($draft_latency_seconds_bucket[5m])))",
+            {"path": "direct (as the target measures it, on average), relayed"},
+            promql="histogram_quantile(0.95, sum by (le, path) (rate($draft_latency_seconds_bucket[5m])))",
+        )
+        for path in ("direct", "relayed"):
+            self.draft_latency_seconds.labels(path)
+        self.link_changes = self._counter(
+            "link_changes_total",
+            "Reports of drafts about direct links to their sessions' targets.",
+            {"change": "joined, left (the link ended, lagged, or could not be had)"},
+            promql="sum by (change) (rate($link_changes_total[5m]))",
+            initial=("joined", "left"),
         )
         self.verify_latency_seconds = self._histogram(
             "verify_latency_seconds",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from specdec.telemetry.registry import MetricGroup
 
-_DIRECTION = {"direction": "in (from coordinators), out"}
+_DIRECTION = {"direction": "in (from callers), out"}
 
 
 class RelayMetrics(MetricGroup):
@@ -17,6 +17,11 @@ class RelayMetrics(MetricGroup):
         super().__init__(registry)
         self.streams = self._gauge(
             "open_streams", "Open streams of coordinators.", promql="sum by (instance) ($open_streams)"
+        )
+        self.links = self._gauge(
+            "open_links",
+            "Open direct links between this replica and replicas of the other role.",
+            promql="sum by (instance) ($open_links)",
         )
         self.stream_ends = self._counter(
             "streams_total",
@@ -60,3 +65,7 @@ class RelayMetrics(MetricGroup):
             "Seconds since the engine process's last sign of life; it gives four a second.",
             promql="max by (instance) ($engine_silence_seconds)",
         )
+
+    def num_open(self, *, is_link: bool) -> Gauge:
+        """The gauge of open streams or links."""
+        return self.links if is_link else self.streams

@@ -1016,6 +1016,7 @@ class Verdict(_message.Message):
     ACCEPTED_BY_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
+    LINKED_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """Position of the first token."""
     finish_reason: Global___FinishReason.ValueType
@@ -1080,6 +1081,10 @@ class Verdict(_message.Message):
     def tree(self) -> Global___StepTree:
         """The proposed tree, if requested by OpenSession.tells_trees and not empty."""
 
+    @_builtins.property
+    def linked(self) -> Global___LinkedDraft:
+        """The draft to which these tokens were sent directly; absent: to none. Older targets do not set it."""
+
     def __init__(
         self,
         *,
@@ -1105,16 +1110,261 @@ class Verdict(_message.Message):
         accepted_by: _abc.Iterable[_builtins.str] | None = ...,
         drafters: _abc.Iterable[Global___DrafterRecord] | None = ...,
         tree: Global___StepTree | None = ...,
+        linked: Global___LinkedDraft | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "tree", b"tree"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "linked", b"linked", "stop_token_id", b"stop_token_id", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "accepted_by", b"accepted_by", "draft_us", b"draft_us", "drafters", b"drafters", "finish_reason", b"finish_reason", "hit", b"hit", "hold_off_us", b"hold_off_us", "is_partial", b"is_partial", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_cached_tokens", b"num_cached_tokens", "num_wasted", b"num_wasted", "origins", b"origins", "prefill_us", b"prefill_us", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us", "start_position", b"start_position", "step_us", b"step_us", "stop_token_id", b"stop_token_id", "suspends_draft", b"suspends_draft", "token_ids", b"token_ids", "tree", b"tree", "verified_by_depth", b"verified_by_depth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "accepted_by", b"accepted_by", "draft_us", b"draft_us", "drafters", b"drafters", "finish_reason", b"finish_reason", "hit", b"hit", "hold_off_us", b"hold_off_us", "is_partial", b"is_partial", "linked", b"linked", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_cached_tokens", b"num_cached_tokens", "num_wasted", b"num_wasted", "origins", b"origins", "prefill_us", b"prefill_us", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us", "start_position", b"start_position", "step_us", b"step_us", "stop_token_id", b"stop_token_id", "suspends_draft", b"suspends_draft", "token_ids", b"token_ids", "tree", b"tree", "verified_by_depth", b"verified_by_depth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+
+@_typing.final
+class LinkedDraft(_message.Message):
+    """A draft that gets a session's tokens from the target itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    ANSWER_US_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch of the opening at the draft, as in LinkGrant."""
+    position: _builtins.int
+    """Start position of the draft's latest proposal on the link: it knows all tokens below. 0: there was none."""
+    answer_us: _builtins.int
+    """Mean time from a commit to the proposal that answers it, as the target sees it, in microseconds; 0: not measured."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        position: _builtins.int = ...,
+        answer_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_us", b"answer_us", "epoch", b"epoch", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkedDraft: _TypeAlias = LinkedDraft  # noqa: Y015
+
+@_typing.final
+class LinkGrant(_message.Message):
+    """From a coordinator to both ends: this draft may join this session at this target. A new grant ends the former one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """Random, new for each grant; the draft shows it to the target. At least 16 bytes; empty: the former grant ends."""
+    epoch: _builtins.int
+    """Epoch of the opening at the draft."""
+    target: _builtins.str
+    """To drafts: address of the target, host:port. The draft calls it only if its settings name it."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        target: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "key", b"key", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkGrant: _TypeAlias = LinkGrant  # noqa: Y015
+
+@_typing.final
+class LinkState(_message.Message):
+    """From a draft to its coordinator: the way of a session's tokens has changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_DIRECT_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    is_direct: _builtins.bool
+    """Commits arrive from the target, and proposals go there. False: the coordinator must relay both."""
+    position: _builtins.int
+    """The draft knows the tokens below this position."""
+    reason: _builtins.str
+    """Why the session is not direct, for people; empty if it is."""
+    def __init__(
+        self,
+        *,
+        is_direct: _builtins.bool = ...,
+        position: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_direct", b"is_direct", "position", b"position", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkState: _TypeAlias = LinkState  # noqa: Y015
+
+@_typing.final
+class LinkFrame(_message.Message):
+    """A frame between a target and a draft, in both directions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> Global___LinkHello:
+        """First frame only."""
+
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkEntry]:
+        """Entries, in order."""
+
+    def __init__(
+        self,
+        *,
+        hello: Global___LinkHello | None = ...,
+        entries: _abc.Iterable[Global___LinkEntry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "hello", b"hello"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkFrame: _TypeAlias = LinkFrame  # noqa: Y015
+
+@_typing.final
+class LinkHello(_message.Message):
+    """Facts of one end of a link."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    SOCKET_PATH_FIELD_NUMBER: _builtins.int
+    max_message_bytes: _builtins.int
+    """The end's message limit, in bytes."""
+    socket_path: _builtins.str
+    """From targets: path of a Unix socket that leads to the engine without its servicer; empty: there is none."""
+    def __init__(
+        self,
+        *,
+        max_message_bytes: _builtins.int = ...,
+        socket_path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_message_bytes", b"max_message_bytes", "socket_path", b"socket_path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkHello: _TypeAlias = LinkHello  # noqa: Y015
+
+@_typing.final
+class LinkEntry(_message.Message):
+    """One session's part of a frame."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    JOIN_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    PROPOSAL_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session."""
+    epoch: _builtins.int
+    """Epoch of the opening at the draft. Entries of another epoch than the granted one are dropped."""
+    proposal: _builtins.bytes
+    """From drafts: an encoded Proposal."""
+    @_builtins.property
+    def join(self) -> Global___LinkJoin:
+        """From drafts: send me this session's commits. The target answers with a commit, or with a leave."""
+
+    @_builtins.property
+    def commit(self) -> Global___Commit:
+        """From targets: final tokens."""
+
+    @_builtins.property
+    def leave(self) -> Global___LinkLeave:
+        """From both: the session leaves the link. Its coordinator relays."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        join: Global___LinkJoin | None = ...,
+        commit: Global___Commit | None = ...,
+        proposal: _builtins.bytes = ...,
+        leave: Global___LinkLeave | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "entry", b"entry", "join", b"join", "leave", b"leave", "proposal", b"proposal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "entry", b"entry", "epoch", b"epoch", "join", b"join", "leave", b"leave", "proposal", b"proposal", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["join", "commit", "proposal", "leave"]  # noqa: Y015
+    _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
+
+Global___LinkEntry: _TypeAlias = LinkEntry  # noqa: Y015
+
+@_typing.final
+class LinkJoin(_message.Message):
+    """A draft joins a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """The key of its grant."""
+    position: _builtins.int
+    """Position from which it needs tokens."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkJoin: _TypeAlias = LinkJoin  # noqa: Y015
+
+@_typing.final
+class LinkLeave(_message.Message):
+    """A session leaves the link."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why, for people."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkLeave: _TypeAlias = LinkLeave  # noqa: Y015
 
 @_typing.final
 class Commit(_message.Message):

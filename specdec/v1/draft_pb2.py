@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import common_pb2 as specdec_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/draft.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"\xb6\x01\n\x0c\x44raftRequest\x12\"\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x12.specdec.v1.Attach\x12\'\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x16.specdec.v1.DraftEntry\x12+\n\x0btarget_load\x18\x03 \x01(\x0b\x32\x16.specdec.v1.LoadReport\x12,\n\x0ctarget_loads\x18\x04 \x03(\x0b\x32\x16.specdec.v1.TargetLoad\"B\n\nTargetLoad\x12\x0e\n\x06target\x18\x01 \x01(\t\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.specdec.v1.LoadReport\"\xb2\x01\n\nDraftEntry\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\'\n\x04open\x18\x03 \x01(\x0b\x32\x17.specdec.v1.OpenSessionH\x00\x12$\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x12.specdec.v1.CommitH\x00\x12)\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x18.specdec.v1.CloseSessionH\x00\x42\x07\n\x05\x65ntry\"\x87\x01\n\rDraftResponse\x12&\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x14.specdec.v1.Attached\x12(\n\x07results\x18\x02 \x03(\x0b\x32\x17.specdec.v1.DraftResult\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.specdec.v1.LoadReport\"\xa6\x01\n\x0b\x44raftResult\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12+\n\x06opened\x18\x03 \x01(\x0b\x32\x19.specdec.v1.SessionOpenedH\x00\x12\x12\n\x08proposal\x18\x04 \x01(\x0cH\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.specdec.v1.SessionErrorH\x00\x42\x08\n\x06result2\xa9\x01\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.specdec.v1.DraftRequest\x1a\x19.specdec.v1.DraftResponse(\x01\x30\x01\x12W\n\x0eGetReplicaInfo\x12!.specdec.v1.GetReplicaInfoRequest\x1a\".specdec.v1.GetReplicaInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/draft.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"\xb6\x01\n\x0c\x44raftRequest\x12\"\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x12.specdec.v1.Attach\x12\'\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x16.specdec.v1.DraftEntry\x12+\n\x0btarget_load\x18\x03 \x01(\x0b\x32\x16.specdec.v1.LoadReport\x12,\n\x0ctarget_loads\x18\x04 \x03(\x0b\x32\x16.specdec.v1.TargetLoad\"B\n\nTargetLoad\x12\x0e\n\x06target\x18\x01 \x01(\t\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.specdec.v1.LoadReport\"\xd9\x01\n\nDraftEntry\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\'\n\x04open\x18\x03 \x01(\x0b\x32\x17.specdec.v1.OpenSessionH\x00\x12$\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x12.specdec.v1.CommitH\x00\x12)\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x18.specdec.v1.CloseSessionH\x00\x12%\n\x04link\x18\x06 \x01(\x0b\x32\x15.specdec.v1.LinkGrantH\x00\x42\x07\n\x05\x65ntry\"\x87\x01\n\rDraftResponse\x12&\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x14.specdec.v1.Attached\x12(\n\x07results\x18\x02 \x03(\x0b\x32\x17.specdec.v1.DraftResult\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.specdec.v1.LoadReport\"\xcd\x01\n\x0b\x44raftResult\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12+\n\x06opened\x18\x03 \x01(\x0b\x32\x19.specdec.v1.SessionOpenedH\x00\x12\x12\n\x08proposal\x18\x04 \x01(\x0cH\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.specdec.v1.SessionErrorH\x00\x12%\n\x04link\x18\x06 \x01(\x0b\x32\x15.specdec.v1.LinkStateH\x00\x42\x08\n\x06result2\xa9\x01\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.specdec.v1.DraftRequest\x1a\x19.specdec.v1.DraftResponse(\x01\x30\x01\x12W\n\x0eGetReplicaInfo\x12!.specdec.v1.GetReplicaInfoRequest\x1a\".specdec.v1.GetReplicaInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,11 +37,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TARGETLOAD']._serialized_start=248
   _globals['_TARGETLOAD']._serialized_end=314
   _globals['_DRAFTENTRY']._serialized_start=317
-  _globals['_DRAFTENTRY']._serialized_end=495
-  _globals['_DRAFTRESPONSE']._serialized_start=498
-  _globals['_DRAFTRESPONSE']._serialized_end=633
-  _globals['_DRAFTRESULT']._serialized_start=636
-  _globals['_DRAFTRESULT']._serialized_end=802
-  _globals['_DRAFTSERVICE']._serialized_start=805
-  _globals['_DRAFTSERVICE']._serialized_end=974
+  _globals['_DRAFTENTRY']._serialized_end=534
+  _globals['_DRAFTRESPONSE']._serialized_start=537
+  _globals['_DRAFTRESPONSE']._serialized_end=672
+  _globals['_DRAFTRESULT']._serialized_start=675
+  _globals['_DRAFTRESULT']._serialized_end=880
+  _globals['_DRAFTSERVICE']._serialized_start=883
+  _globals['_DRAFTSERVICE']._serialized_end=1052
 # @@protoc_insertion_point(module_scope)

@@ -100,6 +100,7 @@ class DraftEntry(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     epoch: _builtins.int
@@ -116,6 +117,10 @@ class DraftEntry(_message.Message):
     def close(self) -> _common_pb2.CloseSession:
         """End the session."""
 
+    @_builtins.property
+    def link(self) -> _common_pb2.LinkGrant:
+        """Join the session at its target. Older drafts ignore it."""
+
     def __init__(
         self,
         *,
@@ -124,12 +129,13 @@ class DraftEntry(_message.Message):
         open: _common_pb2.OpenSession | None = ...,
         commit: _common_pb2.Commit | None = ...,
         close: _common_pb2.CloseSession | None = ...,
+        link: _common_pb2.LinkGrant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "commit", b"commit", "entry", b"entry", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "commit", b"commit", "entry", b"entry", "link", b"link", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "commit", b"commit", "entry", b"entry", "epoch", b"epoch", "open", b"open", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "commit", b"commit", "entry", b"entry", "epoch", b"epoch", "link", b"link", "open", b"open", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["open", "commit", "close"]  # noqa: Y015
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["open", "commit", "close", "link"]  # noqa: Y015
     _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
 
@@ -182,6 +188,7 @@ class DraftResult(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     PROPOSAL_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     epoch: _builtins.int
@@ -196,6 +203,10 @@ class DraftResult(_message.Message):
     def error(self) -> _common_pb2.SessionError:
         """The session has ended with an error."""
 
+    @_builtins.property
+    def link(self) -> _common_pb2.LinkState:
+        """The session has joined or left a link."""
+
     def __init__(
         self,
         *,
@@ -204,12 +215,13 @@ class DraftResult(_message.Message):
         opened: _common_pb2.SessionOpened | None = ...,
         proposal: _builtins.bytes = ...,
         error: _common_pb2.SessionError | None = ...,
+        link: _common_pb2.LinkState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "opened", b"opened", "proposal", b"proposal", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "link", b"link", "opened", b"opened", "proposal", b"proposal", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "opened", b"opened", "proposal", b"proposal", "result", b"result", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "link", b"link", "opened", b"opened", "proposal", b"proposal", "result", b"result", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["opened", "proposal", "error"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["opened", "proposal", "error", "link"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

@@ -121,6 +121,7 @@ class TargetEntry(_message.Message):
     PROPOSAL_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     epoch: _builtins.int
@@ -139,6 +140,10 @@ class TargetEntry(_message.Message):
     def close(self) -> _common_pb2.CloseSession:
         """End the session."""
 
+    @_builtins.property
+    def link(self) -> _common_pb2.LinkGrant:
+        """A draft may join the session. Older targets ignore it."""
+
     def __init__(
         self,
         *,
@@ -148,12 +153,13 @@ class TargetEntry(_message.Message):
         proposal: _builtins.bytes = ...,
         credit: _common_pb2.Credit | None = ...,
         close: _common_pb2.CloseSession | None = ...,
+        link: _common_pb2.LinkGrant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "credit", b"credit", "entry", b"entry", "open", b"open", "proposal", b"proposal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "credit", b"credit", "entry", b"entry", "link", b"link", "open", b"open", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "credit", b"credit", "entry", b"entry", "epoch", b"epoch", "open", b"open", "proposal", b"proposal", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "credit", b"credit", "entry", b"entry", "epoch", b"epoch", "link", b"link", "open", b"open", "proposal", b"proposal", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["open", "proposal", "credit", "close"]  # noqa: Y015
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["open", "proposal", "credit", "close", "link"]  # noqa: Y015
     _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
 

@@ -41,6 +41,11 @@ class TargetServiceStub:
                 request_serializer=specdec_dot_v1_dot_target__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_target__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.Link = channel.stream_stream(
+                '/specdec.v1.TargetService/Link',
+                request_serializer=specdec_dot_v1_dot_common__pb2.LinkFrame.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_common__pb2.LinkFrame.FromString,
+                _registered_method=True)
         self.GetReplicaInfo = channel.unary_unary(
                 '/specdec.v1.TargetService/GetReplicaInfo',
                 request_serializer=specdec_dot_v1_dot_common__pb2.GetReplicaInfoRequest.SerializeToString,
@@ -64,6 +69,14 @@ class TargetServiceServicer:
 
     def Verify(self, request_iterator, context):
         """One stream per (coordinator, target). Frames carry entries of many sessions. The first request is an Attach.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Link(self, request_iterator, context):
+        """One stream per (draft, target), called by drafts. Both send a LinkHello first; frames carry entries of many sessions. A session joins
+        with the key that its coordinator gave to both ends, and may leave at any time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,6 +110,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=specdec_dot_v1_dot_target__pb2.VerifyRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_target__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Link': grpc.stream_stream_rpc_method_handler(
+                    servicer.Link,
+                    request_deserializer=specdec_dot_v1_dot_common__pb2.LinkFrame.FromString,
+                    response_serializer=specdec_dot_v1_dot_common__pb2.LinkFrame.SerializeToString,
             ),
             'GetReplicaInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetReplicaInfo,
@@ -142,6 +160,33 @@ class TargetService:
             '/specdec.v1.TargetService/Verify',
             specdec_dot_v1_dot_target__pb2.VerifyRequest.SerializeToString,
             specdec_dot_v1_dot_target__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Link(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/specdec.v1.TargetService/Link',
+            specdec_dot_v1_dot_common__pb2.LinkFrame.SerializeToString,
+            specdec_dot_v1_dot_common__pb2.LinkFrame.FromString,
             options,
             channel_credentials,
             insecure,

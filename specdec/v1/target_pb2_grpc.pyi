@@ -36,6 +36,10 @@ class TargetServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TargetServiceAsyncStub: ...
     Verify: _grpc.StreamStreamMultiCallable[_target_pb2.VerifyRequest, _target_pb2.VerifyResponse]
     """One stream per (coordinator, target). Frames carry entries of many sessions. The first request is an Attach."""
+    Link: _grpc.StreamStreamMultiCallable[_common_pb2.LinkFrame, _common_pb2.LinkFrame]
+    """One stream per (draft, target), called by drafts. Both send a LinkHello first; frames carry entries of many sessions. A session joins
+    with the key that its coordinator gave to both ends, and may leave at any time.
+    """
     GetReplicaInfo: _grpc.UnaryUnaryMultiCallable[_common_pb2.GetReplicaInfoRequest, _common_pb2.GetReplicaInfoResponse]
     """The replica's model and load."""
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_common_pb2.GetTokenizerRequest, _common_pb2.GetTokenizerResponse]
@@ -50,6 +54,10 @@ class TargetServiceAsyncStub(TargetServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Verify: _aio.StreamStreamMultiCallable[_target_pb2.VerifyRequest, _target_pb2.VerifyResponse]  # type: ignore[assignment]
     """One stream per (coordinator, target). Frames carry entries of many sessions. The first request is an Attach."""
+    Link: _aio.StreamStreamMultiCallable[_common_pb2.LinkFrame, _common_pb2.LinkFrame]  # type: ignore[assignment]
+    """One stream per (draft, target), called by drafts. Both send a LinkHello first; frames carry entries of many sessions. A session joins
+    with the key that its coordinator gave to both ends, and may leave at any time.
+    """
     GetReplicaInfo: _aio.UnaryUnaryMultiCallable[_common_pb2.GetReplicaInfoRequest, _common_pb2.GetReplicaInfoResponse]  # type: ignore[assignment]
     """The replica's model and load."""
     GetTokenizer: _aio.UnaryStreamMultiCallable[_common_pb2.GetTokenizerRequest, _common_pb2.GetTokenizerResponse]  # type: ignore[assignment]
@@ -67,6 +75,16 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_pb2.VerifyResponse], _abc.AsyncIterator[_target_pb2.VerifyResponse]]:
         """One stream per (coordinator, target). Frames carry entries of many sessions. The first request is an Attach."""
+
+    @_abc_1.abstractmethod
+    def Link(
+        self,
+        request_iterator: _MaybeAsyncIterator[_common_pb2.LinkFrame],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_common_pb2.LinkFrame], _abc.AsyncIterator[_common_pb2.LinkFrame]]:
+        """One stream per (draft, target), called by drafts. Both send a LinkHello first; frames carry entries of many sessions. A session joins
+        with the key that its coordinator gave to both ends, and may leave at any time.
+        """
 
     @_abc_1.abstractmethod
     def GetReplicaInfo(

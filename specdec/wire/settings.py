@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_settings import NoDecode
 
 from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
 from specdec.wire.tls_files import FOLDER_FILES, TlsFile, TlsPaths
@@ -26,8 +27,16 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def _split_commas(value: Any) -> Any:
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",") if item.strip()]
+    return value
+
+
 Address = Annotated[str, BeforeValidator(check_address)]
 """host:port, or dns:///name:port where a setting allows it."""
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
+"""Addresses, in text separated by commas."""
 
 
 class WireSettings(BaseModel):

@@ -113,6 +113,10 @@ class ApiTarget(Role[ApiSession]):
         """Number of committed tokens."""
         return session.num_tokens
 
+    def token_ids(self, session: ApiSession) -> list[int]:
+        """The committed tokens, prompt included."""
+        return session.token_ids
+
     def entry(self, session: ApiSession, kind: str, body: Any) -> None:
         """Take a proposal, or more credit."""
         if kind == "credit":

@@ -8,10 +8,10 @@ import pytest
 
 from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.recovery import TargetRecovery
-from specdec.coordinator.replicas.discovery import ReplicaAddress
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import target_pb2
+from specdec.wire.discovery import ReplicaAddress
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.model import identity
 from tests.support.scripted.target import ScriptedTarget

@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
 from specdec.coordinator.links.link_events import LinkState
-from specdec.coordinator.replicas.discovery import ReplicaAddress
 from specdec.coordinator.sessions.session import Session
+from specdec.wire.discovery import ReplicaAddress
 from specdec.wire.errors import Internal
 from tests.support.scripted.replica import ScriptedSession
 from tests.support.scripted.target import ScriptedTarget

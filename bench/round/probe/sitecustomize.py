@@ -54,14 +54,15 @@ def _host(module: ModuleType) -> None:
 
 def _relay(module: ModuleType) -> None:
     def came(stream: Any, payload: bytes) -> tuple[str, Any]:
-        return f"{_role(stream._engine)} servicer has answer", payload
+        return f"{_role(stream._engine)} servicer has answer", (stream.is_link, payload)
 
-    _before(module._RelayedStream, "on_message", came)
+    _before(module.RelayedStream, "on_message", came)
 
 
 def _engine_process(module: ModuleType) -> None:
-    def went(engine: Any, _stream_id: int, payload: bytes) -> tuple[str, Any]:
-        return f"{_role(engine)} servicer has request", payload
+    def went(engine: Any, stream_id: int, payload: bytes) -> tuple[str, Any]:
+        is_link = getattr(engine._sinks.get(stream_id), "is_link", False)
+        return f"{_role(engine)} servicer has request", (is_link, payload)
 
     _before(module.EngineProcess, "send_message", went)
 

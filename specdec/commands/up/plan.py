@@ -102,7 +102,8 @@ def plan_services(
     elif _runs_drafts(plan) and may_differ(plan.target_model, plan.draft_model):
         own = {"target": specs[0].address, **plan.draft_settings}
         plan = dataclasses.replace(plan, draft_settings=own)
-    specs += _replicas(plan, "draft", devices.drafts[: plan.num_drafts], assignment, environment)
+    targets = [spec.address for spec in specs]
+    specs += _replicas(plan, "draft", devices.drafts[: plan.num_drafts], assignment, environment, targets)
     addresses = {role: [spec.address for spec in specs if spec.role == role] for role in PORTS}
     replicas = {"targets": addresses["target"], "drafts": addresses["draft"]} if plan.redis_url is None else {}
     settings = RoleSettings(
@@ -187,6 +188,7 @@ def _replicas(
     places: Sequence[EnginePlace],
     assignment: CoreAssignment,
     environment: Mapping[str, str],
+    link_targets: Sequence[str] = (),
 ) -> list[ServiceSpec]:
     is_target = role == "target"
     engine_cores = assignment.target_engine if is_target else assignment.draft_engine
@@ -198,6 +200,8 @@ def _replicas(
         defaults |= {"device": place.device, "engine_cores": cores}
         own = plan.target_settings if is_target else plan.draft_settings
         model = plan.target_model if is_target else plan.draft_model
+        if link_targets:
+            defaults["link_targets"] = list(link_targets)
         if on_cpu:
             defaults["num_threads"] = max(1, len(cores) // place.num_ranks)
         if place.kv_bytes is not None:

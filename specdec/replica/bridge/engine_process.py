@@ -18,7 +18,7 @@ from google.rpc import status_pb2
 
 from specdec.replica.bridge.engine_launch import describe_exit, launch_engine
 from specdec.replica.bridge.engine_watch import END_REASONS, SILENCE_S, EndCause, EngineWatch
-from specdec.replica.bridge.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
+from specdec.replica.bridge.frame_codec import FIRST_DIALLED, NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
 from specdec.replica.bridge.frame_writer import FrameWriter
 from specdec.replica.bridge.pulse import BEAT_INTERVAL_S, Pulse, new_pulse_file
 from specdec.replica.bridge.step_memory import StepMemory, new_step_file
@@ -62,11 +62,14 @@ class EngineProcess:
         cores: frozenset[int] | None = None,
         on_session_span: Callable[[bytes], None] | None = None,
         on_look: Callable[[float], None] | None = None,
+        on_dial: Callable[[EngineProcess, int, str], None] | None = None,
     ) -> None:
         """Prepare the process; see `launch_engine`.
 
         `on_session_span` is called with the encoded SessionSpan of each traced session that has ended; it must not
-        block. `on_look` is called a few times a second with the seconds for which the engine has been silent.
+        block. `on_look` is called a few times a second with the seconds for which the engine has been silent. `on_dial`
+        is called when the engine opens a stream to a target, with its id and the address; it answers by `adopt` or
+        `refuse`.
         """
         self.instance_id = secrets.token_hex(8)
         """New for each start."""
@@ -102,6 +105,7 @@ class EngineProcess:
         self.tokenizer_config = ""
         self._on_session_span = on_session_span
         self._on_look = on_look
+        self._on_dial = on_dial
         self._watch_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -195,9 +199,17 @@ class EngineProcess:
             self._process.kill()
             await self._exited.wait()
 
-    def open_stream(self, sink: StreamSink, peer: str) -> int:
-        """Open a stream, whose frames go to `sink`; returns its id."""
-        return self._open(sink, FrameKind.STREAM_OPENED, peer.encode())
+    def open_stream(self, sink: StreamSink, peer: str, kind: FrameKind = FrameKind.STREAM_OPENED) -> int:
+        """Open a stream, whose frames go to `sink`; returns its id. `kind`: LINK_OPENED for a draft's link."""
+        return self._open(sink, kind, peer.encode())
+
+    def adopt(self, stream_id: int, sink: StreamSink) -> None:
+        """Send the frames of a stream that the engine has opened to `sink`."""
+        self._sinks[stream_id] = sink
+
+    def refuse(self, stream_id: int, reason: str) -> None:
+        """Tell the engine that a stream that it has opened cannot be had."""
+        self._write(FrameKind.STREAM_CLOSED, stream_id, reason.encode())
 
     def open_call(self, sink: StreamSink, request: bytes) -> int:
         """Send the engine a unary request, answered to `sink`; returns its id. Close it like a stream."""
@@ -210,10 +222,10 @@ class EngineProcess:
         self._write(kind, stream_id, payload)
         return stream_id
 
-    def close_stream(self, stream_id: int) -> None:
-        """Tell the engine that the peer is gone. A second call does nothing."""
+    def close_stream(self, stream_id: int, reason: str = "") -> None:
+        """Tell the engine that the peer is gone, and why. A second call does nothing."""
         if self._sinks.pop(stream_id, None) is not None:
-            self._write(FrameKind.STREAM_CLOSED, stream_id, b"")
+            self._write(FrameKind.STREAM_CLOSED, stream_id, reason.encode())
 
     def tell_taken(self, stream_id: int, num_bytes: int) -> None:
         """Tell the engine that the peer has read `num_bytes` more of its responses."""
@@ -284,6 +296,8 @@ class EngineProcess:
             case FrameKind.STREAM_ABORT:
                 if (sink := self._sinks.get(frame.stream_id)) is not None:
                     sink.on_abort(abort_status(frame.payload))
+            case FrameKind.LINK_DIAL if self._on_dial is not None and frame.stream_id >= FIRST_DIALLED:
+                self._on_dial(self, frame.stream_id, frame.payload.decode(errors="replace"))
             case FrameKind.LOAD:
                 if self.info is not None:
                     self._take_load(frame.payload)

@@ -15,6 +15,8 @@ HEADER = struct.Struct("<IBI")
 MAX_PAYLOAD_BYTES = 256 * 1024 * 1024
 # Stream id of frames that belong to no stream; stream ids start at 1.
 NO_STREAM = 0
+# Lowest id of the streams that an engine opens; those that its servicer opens have lower ones.
+FIRST_DIALLED = 1 << 31
 # Reports of read bytes per stream buffer: an engine that waits for room resumes before the buffer is empty.
 _REPORTS_PER_BUFFER = 16
 # Bytes of a payload that is joined with its header; copying a larger one costs more than a second buffer.
@@ -54,6 +56,11 @@ class FrameKind(enum.IntEnum):
     CALL = 14
     """Servicer to engine: the encoded request of a unary call, answered by one MESSAGE or STREAM_ABORT. It has an id
     like a stream, and STREAM_CLOSED follows."""
+    LINK_OPENED = 15
+    """Servicer to engine: a draft opened a stream of LinkFrames; payload: its address."""
+    LINK_DIAL = 16
+    """Engine to servicer: open a stream of LinkFrames to the target in the payload, under this id, which is at least
+    FIRST_DIALLED. STREAM_CLOSED, with the reason in its payload, tells its end."""
 
 
 class Frame(NamedTuple):

@@ -12,8 +12,10 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from specdec import __version__
+from specdec.config import DraftSettings
 from specdec.replica.bridge.engine_keeper import EngineKeeper
 from specdec.replica.bridge.engine_process import EngineProcess
+from specdec.replica.bridge.link_dialer import LinkDialer
 from specdec.replica.bridge.stream_relay import RelayedCall, StreamRelay
 from specdec.service.listening import StartupFailed
 from specdec.service.process import split_cores
@@ -56,6 +58,8 @@ class ReplicaRole:
     """module:function that the engine process runs."""
     serves_tokenizer: bool
     """Whether the service has GetTokenizer."""
+    link_method: str | None = None
+    """Its bidirectional method for drafts; None: it has none."""
     engine_method: str | None = None
     """Its unary method that the engine answers, relayed without parsing; None: it has none."""
 
@@ -74,6 +78,9 @@ class ReplicaService:
             raise StartupFailed(str(error)) from error
         self._tracing = Tracing(settings, role.name)
         metrics = RelayMetrics(registry, role.name)
+        self._dialer: LinkDialer | None = None
+        if isinstance(settings, DraftSettings) and settings.link_targets:
+            self._dialer = LinkDialer(settings, metrics)
         self._keeper = EngineKeeper(
             lambda: EngineProcess(
                 role.engine_entry,
@@ -82,6 +89,7 @@ class ReplicaService:
                 cores=engine_cores,
                 on_session_span=self._tracing.record,
                 on_look=metrics.engine_silence.set,
+                on_dial=None if self._dialer is None else self._dialer.dial,
             ),
             load_timeout_s=settings.load_timeout_s,
             max_restarts=settings.engine_restarts,
@@ -91,6 +99,9 @@ class ReplicaService:
         )
         self._set_serving: SetServing | None = None
         self._relay = StreamRelay(lambda: self._keeper.engine, metrics, settings.stream_buffer_bytes, self._not_ready)
+        self._links = StreamRelay(
+            lambda: self._keeper.engine, metrics, settings.stream_buffer_bytes, self._not_ready, is_link=True
+        )
         self._store: GuardedStore | None = None
         self.announcer: Announcer | None = None
         """Registers this process; None without redis_url."""
@@ -117,6 +128,8 @@ class ReplicaService:
                 request_deserializer=common_pb2.GetTokenizerRequest.FromString,
                 response_serializer=common_pb2.GetTokenizerResponse.SerializeToString,
             )
+        if self._role.link_method is not None:
+            handlers[self._role.link_method] = grpc.stream_stream_rpc_method_handler(self._links.handle)
         if self._role.engine_method is not None:
             handlers[self._role.engine_method] = grpc.unary_unary_rpc_method_handler(self._call_engine)
         generic = grpc.method_handlers_generic_handler(self._role.grpc_name, handlers)
@@ -147,11 +160,14 @@ class ReplicaService:
         """Wait until no session is left, then end the streams, so that coordinators move on."""
         is_empty = await self._keeper.drain(timeout_s)
         _log.info("drained" if is_empty else "drain_timed_out")
-        self._relay.end_streams(NotReady("the replica is shutting down", reason="DRAINING"))
+        for relay in (self._relay, self._links):
+            relay.end_streams(NotReady("the replica is shutting down", reason="DRAINING"))
 
     async def stop(self) -> None:
         """Stop the engine process, and export the remaining traces."""
         await self._keeper.stop(_ENGINE_STOP_S)
+        if self._dialer is not None:
+            await self._dialer.close()
         await self._tracing.close()
         if self._store is not None:
             await self._store.close()

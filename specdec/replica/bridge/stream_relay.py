@@ -17,11 +17,19 @@ import structlog
 from google.rpc import status_pb2
 
 from specdec.replica.bridge.engine_process import EngineProcess
-from specdec.replica.bridge.frame_codec import NO_STREAM, report_unit
+from specdec.replica.bridge.frame_codec import NO_STREAM, FrameKind, report_unit
 from specdec.telemetry import RelayMetrics
 from specdec.v1 import common_pb2
 from specdec.wire.abort import abort_with_status, write_to
-from specdec.wire.errors import InvalidRequest, NotReady, Overloaded, SpecdecError, Unavailable, to_status
+from specdec.wire.errors import (
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    SpecdecError,
+    Unavailable,
+    from_rpc_error,
+    to_status,
+)
 
 _MOST_CALL_BYTES = 64 * 1024
 """Bytes of a unary call's request, at most: the engine reads it between two steps."""
@@ -37,27 +45,33 @@ class StreamRelay:
         metrics: RelayMetrics,
         stream_buffer_bytes: int,
         not_ready: Callable[[], NotReady] = lambda: NotReady("the model is loading"),
+        is_link: bool = False,
     ) -> None:
-        """`engine` returns the engine of new streams, `not_ready` the error while it is not ready."""
+        """`engine` returns the engine of new streams, `not_ready` the error while it is not ready.
+
+        `is_link`: the callers are drafts.
+        """
         self._engine = engine
         self._not_ready = not_ready
         self._metrics = metrics
         self._stream_buffer_bytes = stream_buffer_bytes
-        self._streams: set[_RelayedStream] = set()
+        self._is_link = is_link
+        self._streams: set[RelayedStream] = set()
 
     async def handle(self, _requests: Any, context: grpc.aio.ServicerContext) -> None:
         """Relay one stream until either side ends it. Raises NotReady before the engine is ready."""
         engine = self._engine()
         if not engine.is_ready:
             raise self._not_ready()
-        stream = _RelayedStream(engine, context, self._metrics, self._stream_buffer_bytes)
+        stream = RelayedStream(engine, context, self._metrics, self._stream_buffer_bytes, is_link=self._is_link)
         self._streams.add(stream)
-        self._metrics.streams.inc()
+        num_open = self._metrics.num_open(is_link=self._is_link)
+        num_open.inc()
         try:
-            await stream.run()
+            await stream.serve()
         finally:
             self._streams.discard(stream)
-            self._metrics.streams.dec()
+            num_open.dec()
 
     def end_streams(self, error: SpecdecError) -> None:
         """End all open streams with an error, after their queued responses."""
@@ -65,16 +79,23 @@ class StreamRelay:
             stream.on_abort(to_status(error))
 
 
-class _RelayedStream:
-    """One stream: the calling task writes, another one reads."""
+class RelayedStream:
+    """One stream, to a caller or to a service that we call: the running task writes, another one reads."""
 
     def __init__(
         self,
         engine: EngineProcess,
-        context: grpc.aio.ServicerContext,
+        context: Any,
         metrics: RelayMetrics,
         buffer_bytes: int,
+        *,
+        is_link: bool,
     ) -> None:
+        """`context`: a ServicerContext of grpc.aio, or a call that streams in both directions.
+
+        `is_link`: between a draft and a target.
+        """
+        self.is_link = is_link
         self._engine = engine
         self._context = context
         self._metrics = metrics
@@ -84,24 +105,45 @@ class _RelayedStream:
         self._num_queued_bytes = 0
         self._wake: asyncio.Future[None] | None = None
         self._is_ending = False
+        self._broken = ""
+        """Why the peer ended the stream, for people; empty if it just ended."""
         self._status: status_pb2.Status | None = None
 
-    async def run(self) -> None:
-        """Relay until the peer, the engine or an error ends the stream."""
-        self._stream_id = self._engine.open_stream(self, self._context.peer())
+    async def serve(self) -> None:
+        """Relay a caller's stream until the caller, the engine or an error ends it."""
+        kind = FrameKind.LINK_OPENED if self.is_link else FrameKind.STREAM_OPENED
+        self._stream_id = self._engine.open_stream(self, self._context.peer(), kind)
+        await self._relay()
+        if self._status is not None:
+            await abort_with_status(self._context, self._status)
+
+    async def call(self, stream_id: int) -> None:
+        """Relay a stream that the engine has opened to a service, until the service, the engine or an error ends it."""
+        self._stream_id, call = stream_id, self._context
+        self._engine.adopt(stream_id, self)
+        try:
+            await self._relay()
+        except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+        finally:
+            call.cancel()
+
+    async def _relay(self) -> None:
         reader = asyncio.create_task(self._read())
         outcome = "cancelled"
         try:
             await self._write()
             outcome = "closed" if self._status is None else "aborted"
+        except grpc.RpcError as error:
+            self._note(error)
+            raise
         finally:
-            self._engine.close_stream(self._stream_id)
+            self._engine.close_stream(self._stream_id, self._broken)
             reader.cancel()
             self._metrics.stream_ends.labels(outcome).inc()
         with contextlib.suppress(asyncio.CancelledError):
             await reader
-        if self._status is not None:
-            await abort_with_status(self._context, self._status)
 
     def on_message(self, payload: bytes) -> None:
         """Queue a response; if the peer is too far behind, abort the stream instead.
@@ -144,6 +186,10 @@ class _RelayedStream:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
+    def _note(self, error: grpc.RpcError) -> None:
+        if isinstance(error, grpc.aio.AioRpcError):
+            self._broken = self._broken or from_rpc_error(error).message
+
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         queue = self._queue
@@ -180,6 +226,7 @@ class _RelayedStream:
                 count.inc()
                 count_bytes.inc(len(payload))
         except grpc.RpcError as error:
+            self._note(error)
             _log.info("stream_broken", stream_id=self._stream_id, error=str(error))
         finally:
             self._end()

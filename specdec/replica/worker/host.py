@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic
+from typing import Any, Generic, Protocol
 
 import structlog
 
@@ -18,6 +18,16 @@ from specdec.wire.message_sizes import most_entry_bytes
 
 _MAX_PIECE_BYTES = 256 * 1024
 """Bytes of a piece of a large result: results of other sessions must not wait long behind it."""
+
+
+class DirectWay(Protocol):
+    """Takes results that need not go to the owner; see `specdec.replica.worker.links`."""
+
+    def takes(self, session: Any, body: dict[str, Any]) -> bool:
+        """Look at a result before it goes to the owner; True: it went another way."""
+
+    def ended(self, session: Any) -> None:
+        """The session is removed."""
 
 
 class SessionHost(Generic[SessionT]):
@@ -46,6 +56,8 @@ class SessionHost(Generic[SessionT]):
         """Set by the role: the last step's results are sent when the next step, due at once, is launched."""
         self.gpu_busy = False
         """Set by the loop: a device computes a step, and arriving frames are for the next one."""
+        self.links: DirectWay | None = None
+        """The direct links of sessions; set once, by the loop."""
         self._port = port
         self._wire = wire
         self._identity = identity
@@ -53,6 +65,8 @@ class SessionHost(Generic[SessionT]):
 
     def emit(self, session: SessionT, **body: Any) -> None:
         """Queue a result for the session's owner; dropped if its stream is broken (attaching resends)."""
+        if self.links is not None and self.links.takes(session, body):
+            return
         if session.owner.stream_id is not None:
             self.responses.add(session.owner.stream_id, session.session_id, session.epoch, **body)
 
@@ -67,6 +81,8 @@ class SessionHost(Generic[SessionT]):
     def ended(self, session: SessionT, reason: str) -> None:
         """Remove a session that its role has closed; `reason` is for its trace."""
         self.sessions.remove(session)
+        if self.links is not None:
+            self.links.ended(session)
         self.tell_trace(session, reason)
 
     def failed(self, session: SessionT, failure: SessionFailure) -> None:

@@ -32,6 +32,7 @@ from specdec.replica.bridge.frames import EnginePort, Frame, FrameKind, PeerGone
 from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.worker.errors import SessionFailure
 from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.links import DraftEnd, LinkEnd, TargetEnd
 from specdec.replica.worker.pending_responses import TooLarge
 from specdec.replica.worker.role import Role, Wire
 from specdec.replica.worker.sessions import Owner, SessionT, StaleLease, may_replace
@@ -94,6 +95,12 @@ class EngineWorker(Generic[SessionT]):
         self._draining = False
         self._leaving = False
         self._stopping = False
+        self._links: LinkEnd[SessionT]
+        if wire.joins_links:
+            most = info.identity.max_model_len
+            self._links = DraftEnd(port, host, role, self._fail, clock, max_model_len=most)
+        else:
+            self._links = TargetEnd(port, host, role, self._fail, clock)
         self._log = structlog.get_logger("specdec.replica.worker")
 
     def run(self) -> None:
@@ -158,6 +165,9 @@ class EngineWorker(Generic[SessionT]):
     def _handled(self, frames: Iterable[Frame]) -> Iterator[None]:
         """Handle frames, entry by entry."""
         for frame in frames:
+            if frame.kind is FrameKind.MESSAGE and frame.stream_id in self._links.streams:
+                yield from self._links.message(frame.stream_id, frame.payload)
+                continue
             if frame.kind is FrameKind.MESSAGE:
                 yield from self._handle_message(frame.stream_id, frame.payload)
                 continue
@@ -201,7 +211,8 @@ class EngineWorker(Generic[SessionT]):
         return max(0.0, min(waits))
 
     def send_results(self) -> None:
-        """See `DuringPass`; also loads, answers and that a drain is over."""
+        """See `DuringPass`; also loads, answers and that a drain is over. Drafts come first: they compute meanwhile."""
+        self._links.flush()
         self._role.before_send()
         now_s = self._clock()
         load = None
@@ -252,6 +263,12 @@ class EngineWorker(Generic[SessionT]):
 
     def _handle(self, frame: Frame) -> None:
         match frame.kind:
+            case FrameKind.LINK_OPENED:
+                self._links.streams.opened(frame.stream_id)
+            case FrameKind.STREAM_CLOSED if frame.stream_id in self._links.streams:
+                self._links.closed(frame.stream_id, frame.payload.decode(errors="replace"))
+            case FrameKind.STREAM_TAKEN if frame.stream_id in self._links.streams:
+                self._links.streams.taken(frame.stream_id, int.from_bytes(frame.payload, "little"))
             case FrameKind.STREAM_CLOSED:
                 self._responses.drop(frame.stream_id)
                 self._detach(frame.stream_id)
@@ -378,7 +395,12 @@ class EngineWorker(Generic[SessionT]):
             self._end(session, entry.close.reason)
             return
         try:
+            if kind == "link":
+                self._links.granted(session, entry.link)
+                return
+            position = self._links.before_entry(session)
             self._role.entry(session, kind, getattr(entry, kind))
+            self._links.after_entry(session, position)
         except Exception as error:
             self._fail(session, self._host.faults.failure(error))
 

@@ -69,7 +69,7 @@ class PendingResponses:
         """Streams whose coordinators must read before more is sent."""
         self._port = port
         self._wire = wire
-        self._limits = limits
+        self.limits = limits
         self._window_bytes = limits.stream_buffer_bytes // 2
         self._unit_bytes = report_unit(limits.stream_buffer_bytes)
         self._streams: dict[int, _Stream] = {}
@@ -77,7 +77,7 @@ class PendingResponses:
     def opened(self, stream_id: int, told_bytes: int) -> int:
         """A coordinator attached with a message limit (0: none reported); returns the limit that applies."""
         stream = self._stream(stream_id)
-        stream.message_bytes = most_bytes(told_bytes, self._limits.max_message_bytes)
+        stream.message_bytes = most_bytes(told_bytes, self.limits.max_message_bytes)
         return stream.message_bytes
 
     def add(self, stream_id: int, session_id: str, epoch: int, **body: Any) -> None:
@@ -218,5 +218,5 @@ class PendingResponses:
     def _stream(self, stream_id: int) -> _Stream:
         stream = self._streams.get(stream_id)
         if stream is None:
-            stream = self._streams[stream_id] = _Stream(self._limits.max_message_bytes)
+            stream = self._streams[stream_id] = _Stream(self.limits.max_message_bytes)
         return stream

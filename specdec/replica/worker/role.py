@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +32,10 @@ class Role(Protocol[SessionT]):
 
     def position(self, session: SessionT) -> int:
         """Number of tokens held."""
+
+    def token_ids(self, session: SessionT) -> Sequence[int]:
+        """A target's committed tokens, prompt included; drafts are not asked."""
+        return ()
 
     def entry(self, session: SessionT, kind: str, body: Any) -> None:
         """Any entry but open and close; raises SessionFailure."""
@@ -76,3 +80,5 @@ class Wire:
     """Name of a traced session's span."""
     last_phase: str = "decode"
     """Name of the span's last phase, after queue and prefill."""
+    joins_links: bool = False
+    """Whether the role joins sessions at targets, as drafts do; targets let drafts join."""

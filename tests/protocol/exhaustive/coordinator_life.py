@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from specdec.coordinator.decode_loop import DecodeLoop
+from specdec.coordinator.draft_relay import DraftRelay
 from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.intake.resume import HeldChoice
 from specdec.coordinator.journal import Journal, JournalSettings
@@ -119,9 +120,14 @@ class CoordinatorLife:
             on_progress=self.targets.on_progress,
             on_desync=self.targets.on_desync,
             on_bad_draft=drafts.on_bad_draft,
-            draft_stall_s=60.0,
-            on_draft=drafts.on_draft,
-            on_hedged=drafts.on_hedged,
+            drafts=DraftRelay(
+                observer=observer,
+                path="auto",
+                stall_s=60.0,
+                on_bad_draft=drafts.on_bad_draft,
+                on_draft=drafts.on_draft,
+                on_hedged=drafts.on_hedged,
+            ),
             on_verified=drafts.on_verified,
         )
         settings = LinkSettings(_NAME, 1, 5.0, 0.1, 0.1)

@@ -22,7 +22,7 @@ _PAUSES_S = (0.0, 0.001, 0.004, 0.01, 0.02, 0.05, 0.1, 0.3, 1.0)
 _SHAPES = (
     Shape(coordinators=2, targets=2, drafts=2, clients=4),
     Shape(coordinators=2, targets=2, drafts=1, clients=3, keeps_names=True),
-    Shape(coordinators=2, targets=1, drafts=1, clients=3),
+    Shape(coordinators=2, targets=1, drafts=1, clients=3, options={"proposal_path": "relayed"}),
     Shape(coordinators=3, targets=3, drafts=2, clients=5, options={"credit_window_tokens": 3}),
 )
 

@@ -41,7 +41,7 @@ _FORWARD_S = 2e-5
 _LEAST_WAIT_S = 1e-4
 _WIRES = {
     "target": Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult),
-    "draft": Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult),
+    "draft": Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult, joins_links=True),
 }
 
 
@@ -65,6 +65,8 @@ class TurnPort:
         self.pulse = _pulse()
         self.inbox: deque[Frame] = deque()
         self.outbox: list[Frame] = []
+        self.links: set[int] = set()
+        """All streams between drafts and targets so far."""
         self.waits_s: float | None = None
         """None: the turn ran a step, and the next one is due."""
 
@@ -75,6 +77,7 @@ class TurnPort:
             return []
         frames = list(self.inbox)
         self.inbox.clear()
+        self.links.update(frame.stream_id for frame in frames if frame.kind is FrameKind.LINK_OPENED)
         return frames
 
     def send(self, kind: FrameKind, stream_id: int = NO_STREAM, payload: bytes = b"") -> None:
@@ -131,6 +134,7 @@ class SimulatedEngine:
         instance_id: str,
         step_s: Callable[[], float],
         session_ttl_s: float = _SESSION_TTL_S,
+        on_dial: Callable[[Any, int, str], None] | None = None,
     ) -> None:
         servicer = current_process()
         assert servicer is not None
@@ -145,6 +149,7 @@ class SimulatedEngine:
         self.core: EngineCore | None = None
         self.spy: Callable[[SimulatedEngine, list[Frame], list[Frame]], None] = lambda engine, taken, sent: None
         """Told of each turn: what it took, and what it sent."""
+        self._on_dial = on_dial
         self._role = role
         self._settings = settings
         self._session_ttl_s = session_ttl_s
@@ -198,18 +203,26 @@ class SimulatedEngine:
         """As EngineProcess."""
         self.end(EndCause.KILLED, "stopped")
 
-    def open_stream(self, sink: StreamSink, peer: str) -> int:
+    def open_stream(self, sink: StreamSink, peer: str, kind: FrameKind = FrameKind.STREAM_OPENED) -> int:
         """As EngineProcess."""
         stream_id = self._next_stream_id
         self._next_stream_id += 1
         self._sinks[stream_id] = sink
-        self._put(FrameKind.STREAM_OPENED, stream_id, peer.encode())
+        self._put(kind, stream_id, peer.encode())
         return stream_id
 
-    def close_stream(self, stream_id: int) -> None:
+    def adopt(self, stream_id: int, sink: StreamSink) -> None:
+        """As EngineProcess."""
+        self._sinks[stream_id] = sink
+
+    def refuse(self, stream_id: int, reason: str) -> None:
+        """As EngineProcess."""
+        self._put(FrameKind.STREAM_CLOSED, stream_id, reason.encode())
+
+    def close_stream(self, stream_id: int, reason: str = "") -> None:
         """As EngineProcess."""
         if self._sinks.pop(stream_id, None) is not None:
-            self._put(FrameKind.STREAM_CLOSED, stream_id, b"")
+            self._put(FrameKind.STREAM_CLOSED, stream_id, reason.encode())
 
     async def send_message(self, stream_id: int, payload: bytes) -> None:
         """As EngineProcess."""
@@ -284,6 +297,8 @@ class SimulatedEngine:
         sink = self._sinks.get(frame.stream_id)
         if frame.kind is FrameKind.LOAD and self.info is not None:
             self.info.load.ParseFromString(frame.payload)
+        elif frame.kind is FrameKind.LINK_DIAL and self._on_dial is not None:
+            self._on_dial(self, frame.stream_id, frame.payload.decode())
         elif frame.kind is FrameKind.DRAINED:
             self._has_drained.set()
         elif sink is not None and frame.kind is FrameKind.MESSAGE:

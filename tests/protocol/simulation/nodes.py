@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -132,7 +132,7 @@ class ReplicaNode(Node[ReplicaService]):
     STEP_S = 0.005
     """How long a step takes."""
 
-    def __init__(self, network: Network, role: str, number: int) -> None:
+    def __init__(self, network: Network, role: str, number: int, link_targets: Sequence[str] = ()) -> None:
         super().__init__(network, f"{role}-{number}")
         self.role = role
         common: dict[str, Any] = {
@@ -142,7 +142,9 @@ class ReplicaNode(Node[ReplicaService]):
             "load_timeout_s": 60.0,
             "engine_restarts": 1000,
         }
-        self.settings = TargetSettings(**common) if role == "target" else DraftSettings(**common)
+        self.settings = (
+            TargetSettings(**common) if role == "target" else DraftSettings(**common, link_targets=link_targets)
+        )
         self.step_s = self.STEP_S
 
     @property

@@ -60,7 +60,8 @@ class EngineSafety:
         """Check everything that there is to see."""
         check, sessions = self._violations.check, self._core.host.sessions
         for frame in sent:
-            if frame.kind is FrameKind.MESSAGE and self._name.startswith("target"):
+            is_result = frame.kind is FrameKind.MESSAGE and frame.stream_id not in self._core.port.links
+            if is_result and self._name.startswith("target"):
                 for result in target_pb2.VerifyResponse.FromString(frame.payload).results:
                     if result.HasField("verdict"):
                         self._check_verdict(result)

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import specdec.coordinator.connections
 import specdec.coordinator.service
+import specdec.replica.bridge.link_dialer
 import specdec.replica.bridge.replica_service
 import specdec.wire.backoff
 from tests.protocol.simulation.virtual_loop import VirtualLoop
@@ -81,6 +82,7 @@ class Seams:
             (uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
             (specdec.wire.backoff, "random", rng),
             (specdec.coordinator.connections, "ReplicaChannel", open_channel),
+            (specdec.replica.bridge.link_dialer, "ReplicaChannel", open_channel),
             (specdec.coordinator.service, "open_store", open_store),
             (specdec.replica.bridge.replica_service, "EngineProcess", make_engine),
         ]

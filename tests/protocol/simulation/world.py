@@ -66,7 +66,8 @@ class World:
         )
         shape = self.shape
         self.targets = [ReplicaNode(self.network, "target", i + 1) for i in range(shape.targets)]
-        self.drafts = [ReplicaNode(self.network, "draft", i + 1) for i in range(shape.drafts)]
+        targets = tuple(address_of(node.name) for node in self.targets)
+        self.drafts = [ReplicaNode(self.network, "draft", i + 1, targets) for i in range(shape.drafts)]
         self.coordinators = [
             CoordinatorNode(
                 self.network,
@@ -160,13 +161,13 @@ class World:
     def _open_store(self, settings: Any, observe: Any = None, on_change: Any = None) -> GuardedStore:
         return GuardedStore(StoreClient(self.store), observe, on_change)  # type: ignore[arg-type]
 
-    def _make_engine(self, entry: str, settings: Any, **_: Any) -> Any:
+    def _make_engine(self, entry: str, settings: Any, *, on_dial: Any = None, **_: Any) -> Any:
         process = current_process()
         assert process is not None
         node = self._replicas[process.name]
         self._num_engines += 1
         engine = SimulatedEngine(
-            node.role, settings, self.loop, f"{node.name}#{self._num_engines}", lambda: node.step_s
+            node.role, settings, self.loop, f"{node.name}#{self._num_engines}", lambda: node.step_s, on_dial=on_dial
         )
         engine.spy = lambda *told: self.on_turn_of_engine(*told)
         return engine

@@ -92,6 +92,10 @@ class ScriptedTarget(ScriptedReplica):
             stream.send(target_pb2.VerifyResponse(load=pb.LoadReport(drafters=pb.DrafterNames(names=names))))
         return target_pb2.SetDraftersResponse(drafters=names)
 
+    async def Link(self, requests: Any, context: Any) -> None:
+        """As a target of a release without links."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED)
+
     def num_output(self, session_id_end: str = "/0") -> int:
         """Number of output tokens of the session whose id has this end."""
         for session in self.sessions.values():

@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from specdec.coordinator.decode_loop import DecodeLoop
+from specdec.coordinator.draft_relay import DraftRelay
 from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.journal import Journal, JournalSettings
 from specdec.coordinator.links.draft_link import DraftLink
@@ -94,6 +95,8 @@ class SimulatedTarget:
         end = pb.Proposal.FromString(proposal).start_position + NUM_AHEAD
         self.ends[session.session_id] = max(end, self.ends.get(session.session_id, 0))
 
+    def grant_link(self, session: Session, grant: pb.LinkGrant) -> None: ...
+
     def give_credit(self, session: Session) -> None: ...
 
     def release(self, session: Session) -> None: ...
@@ -141,9 +144,14 @@ class World:
             on_progress=ignore,
             on_desync=ignore,
             on_bad_draft=self.recovery.on_bad_draft,
-            draft_stall_s=2.0,
-            on_draft=self.recovery.on_draft,
-            on_hedged=self.recovery.on_hedged,
+            drafts=DraftRelay(
+                observer=observer,
+                path="auto",
+                stall_s=2.0,
+                on_bad_draft=self.recovery.on_bad_draft,
+                on_draft=self.recovery.on_draft,
+                on_hedged=self.recovery.on_hedged,
+            ),
             on_verified=self.recovery.on_verified,
         )
         self.target = SimulatedTarget()

@@ -8,12 +8,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+from google.protobuf.message import Message
+
 import bench.round
-from bench.round.stamps import STAGES, read_stamps, rounds
+from bench.round.stamps import DIRECT_STAGES, STAGES, read_stamps, rounds
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
 
 NUM_STAGES = len(STAGES)
+
+
+def relayed(message: Message) -> tuple[bool, bytes]:
+    """A message on a coordinator's stream."""
+    return False, message.SerializeToString()
+
+
+def linked(entry: pb.LinkEntry) -> tuple[bool, bytes]:
+    """An entry on a direct link."""
+    return True, pb.LinkFrame(entries=[entry]).SerializeToString()
 
 
 def stamps_of_a_round(session: str, end: int, began_ns: int) -> list[tuple[str, int, object]]:
@@ -23,20 +35,14 @@ def stamps_of_a_round(session: str, end: int, began_ns: int) -> list[tuple[str, 
     commit = draft_pb2.DraftEntry(session_id=session, commit=pb.Commit(start_position=end - 1, token_ids=[8]))
     bodies = [
         [(session, end)],
-        target_pb2.VerifyResponse(
-            results=[target_pb2.TargetResult(session_id=session, verdict=verdict)]
-        ).SerializeToString(),
+        relayed(target_pb2.VerifyResponse(results=[target_pb2.TargetResult(session_id=session, verdict=verdict)])),
         [(session, end)],
-        draft_pb2.DraftRequest(entries=[commit]).SerializeToString(),
+        relayed(draft_pb2.DraftRequest(entries=[commit])),
         [(session, end)],
         [(session, end)],
-        draft_pb2.DraftResponse(
-            results=[draft_pb2.DraftResult(session_id=session, proposal=proposal)]
-        ).SerializeToString(),
+        relayed(draft_pb2.DraftResponse(results=[draft_pb2.DraftResult(session_id=session, proposal=proposal)])),
         (session, proposal),
-        target_pb2.VerifyRequest(
-            entries=[target_pb2.TargetEntry(session_id=session, proposal=proposal)]
-        ).SerializeToString(),
+        relayed(target_pb2.VerifyRequest(entries=[target_pb2.TargetEntry(session_id=session, proposal=proposal)])),
         [(session, end)],
     ]
     return [(stage, began_ns + index, body) for index, (stage, body) in enumerate(zip(STAGES, bodies, strict=True))]
@@ -50,21 +56,32 @@ def write(folder: Path, *processes: list[tuple[str, int, object]]) -> None:
 def test_a_round_is_joined_from_the_stamps_of_all_processes(tmp_path: Path) -> None:
     both = stamps_of_a_round("a", 20, 100) + stamps_of_a_round("b", 20, 200)
     write(tmp_path, both[::2], both[1::2])
-    times, num_begun = rounds(read_stamps(tmp_path), 0, 1000)
+    times, num_begun = rounds(read_stamps(tmp_path), [(0, 1000)], STAGES)
     assert num_begun == 2
     assert sorted(times) == [list(range(100, 100 + NUM_STAGES)), list(range(200, 200 + NUM_STAGES))]
 
 
 def test_a_round_that_another_verdict_overtook_has_begun_but_has_no_times(tmp_path: Path) -> None:
     write(tmp_path, stamps_of_a_round("a", 20, 100), stamps_of_a_round("a", 22, 150)[:5])
-    times, num_begun = rounds(read_stamps(tmp_path), 0, 1000)
+    times, num_begun = rounds(read_stamps(tmp_path), [(0, 1000)], STAGES)
     assert num_begun == 2
     assert len(times) == 1
 
 
+def test_a_round_on_a_direct_link_needs_no_coordinator(tmp_path: Path) -> None:
+    commit = linked(pb.LinkEntry(session_id="a", commit=pb.Commit(start_position=18, token_ids=[7, 8])))
+    proposal = pb.Proposal(start_position=20, token_ids=[9]).SerializeToString()
+    answer = linked(pb.LinkEntry(session_id="a", proposal=proposal))
+    here = [("a", 20)]
+    bodies = [here, commit, commit, here, here, answer, answer, here]
+    write(tmp_path, [(stage, 100 + n, body) for n, (stage, body) in enumerate(zip(DIRECT_STAGES, bodies, strict=True))])
+    times, num_begun = rounds(read_stamps(tmp_path), [(0, 1000)], DIRECT_STAGES)
+    assert (times, num_begun) == ([list(range(100, 108))], 1)
+
+
 def test_only_rounds_of_the_wanted_time_count(tmp_path: Path) -> None:
     write(tmp_path, stamps_of_a_round("a", 20, 100), stamps_of_a_round("a", 22, 150))
-    assert rounds(read_stamps(tmp_path), 120, 1000) == ([list(range(150, 150 + NUM_STAGES))], 1)
+    assert rounds(read_stamps(tmp_path), [(120, 1000)], STAGES) == ([list(range(150, 150 + NUM_STAGES))], 1)
 
 
 def test_every_method_that_the_probe_stamps_is_there(tmp_path: Path) -> None:

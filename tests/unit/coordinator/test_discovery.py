@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry
 
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.links.replica_link import ReplicaLink
-from specdec.coordinator.replicas.discovery import Discovery, ReplicaAddress, keep_finding
 from specdec.coordinator.replicas.roster import Roster
 from specdec.coordinator.service import CoordinatorService
 from specdec.wire.channel import ReplicaChannel
+from specdec.wire.discovery import Discovery, ReplicaAddress, keep_finding
 from specdec.wire.settings import PeerSettings
 from specdec.wire.tls_files import TlsFilesBroken
 from tests.support.scripted.draft import ScriptedDraft

@@ -43,9 +43,9 @@ def session() -> Session:
     )
 
 
-def measured(registry: CollectorRegistry, name: str) -> tuple[float, float]:
+def measured(registry: CollectorRegistry, name: str, **labels: str) -> tuple[float, float]:
     """How often a time was measured, and the sum of what it was, in seconds."""
-    count, total = (registry.get_sample_value(f"specdec_coordinator_{name}_{of}") for of in ("count", "sum"))
+    count, total = (registry.get_sample_value(f"specdec_coordinator_{name}_{of}", labels) for of in ("count", "sum"))
     assert count is not None
     assert total is not None
     return count, total
@@ -54,16 +54,18 @@ def measured(registry: CollectorRegistry, name: str) -> tuple[float, float]:
 async def test_a_drafts_time_is_what_its_answer_took_and_what_answers_nothing_took_none(
     observer: Observer, registry: CollectorRegistry, session: Session
 ) -> None:
-    observer.proposal(session, 3.0, 2.0)
-    observer.proposal(session, 4.0, None)
-    assert measured(registry, "draft_latency_seconds") == (1, 2.0)
+    observer.proposal(session, 3.0, 2.0, is_direct=False)
+    observer.proposal(session, 4.0, None, is_direct=False)
+    observer.proposal(session, 5.0, 0.5, is_direct=True)
+    assert measured(registry, "draft_latency_seconds", path="relayed") == (1, 2.0)
+    assert measured(registry, "draft_latency_seconds", path="direct") == (1, 0.5)
 
 
 async def test_a_targets_time_is_from_the_first_proposal_since_its_last_verdict_to_the_one_that_verified(
     observer: Observer, registry: CollectorRegistry, session: Session
 ) -> None:
     for now_s in (1.0, 2.0):
-        observer.proposal(session, now_s, None)
+        observer.proposal(session, now_s, None, is_direct=False)
     observer.verdict(session, pb.Verdict(verified_by_depth=[1], num_accepted=1), 2, False, 4.0)
     observer.verdict(session, pb.Verdict(verified_by_depth=[1], num_accepted=1), 2, False, 8.0)
     assert measured(registry, "verify_latency_seconds") == (1, 3.0)
@@ -72,7 +74,7 @@ async def test_a_targets_time_is_from_the_first_proposal_since_its_last_verdict_
 async def test_what_was_under_way_when_a_session_ended_is_forgotten(
     observer: Observer, registry: CollectorRegistry, session: Session
 ) -> None:
-    observer.proposal(session, 1.0, None)
+    observer.proposal(session, 1.0, None, is_direct=False)
     observer.session_ended(session)
     observer.verdict(session, pb.Verdict(verified_by_depth=[1], num_accepted=1), 2, False, 4.0)
     assert measured(registry, "verify_latency_seconds") == (0, 0.0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from specdec.coordinator.replicas.discovery import ReplicaAddress
 from specdec.coordinator.replicas.registry_view import RegistryView
 from specdec.store.interface import ReplicaRecord, StoreUnavailable
 from specdec.store.memory import MemoryStore
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.discovery import ReplicaAddress
 
 TTL_S = 60.0
 

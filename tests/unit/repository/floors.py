@@ -101,7 +101,7 @@ FLOORS = {
         sessions tenants
         journal links
         observer replicas
-        finishing intake timings
+        draft_relay finishing intake timings
         decode_loop recovery replay
         connections generation
         open_inference servicer
@@ -229,6 +229,7 @@ FLOORS = {
         engine_launch
         engine_process
         engine_keeper stream_relay
+        link_dialer
         replica_service
     """,
     "specdec.replica.worker": """
@@ -237,6 +238,7 @@ FLOORS = {
         isolation role
         pending_responses
         host
+        links
         loop
         entry
         build
@@ -284,8 +286,8 @@ FLOORS = {
     """,
     "specdec.wire": """
         backoff chat_template_files error_details message_sizes sampling_limits sampling_params tls_files
-        errors settings
-        abort reading
+        errors proposals settings
+        abort discovery reading
         tls
         channel
     """,
