@@ -81,6 +81,9 @@ async def _on_http(request: Request, error: Exception) -> Response:
     """Answer the router's refusals."""
     if not isinstance(error, HTTPException):
         raise error
+    if request.method == "OPTIONS" and error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})
     path = f"{request.method[:_MOST_SHOWN_CHARS]} {request.url.path[:_MOST_SHOWN_CHARS]}"
     message = f"Unknown request URL: {path}." if error.status_code == 404 else f"Method not allowed: {path}."
     codes = {404: "unknown_url", 405: "method_not_allowed"}

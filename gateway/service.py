@@ -19,6 +19,7 @@ from specdec.client import Client, ClientSettings
 from specdec.gateway.app import build_app, build_health_app
 from specdec.gateway.http.body import BodyLimits, BodyReader
 from specdec.gateway.http.edge import Edge
+from specdec.gateway.http.methods import answering_head, with_origins
 from specdec.gateway.http.server import HttpServer
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import error_response
@@ -62,7 +63,7 @@ class Gateway:
             vllm=VllmMetrics(registry),
         )
         self.edge = Edge(
-            build_app(self.parts),
+            answering_head(build_app(self.parts)),
             metrics=metrics,
             health=self._health,
             tracing=self._tracing,
@@ -71,8 +72,9 @@ class Gateway:
             answer=error_response,
         )
         header_s = settings.header_read_s
-        self._server = HttpServer(self.edge, tls=self._server_tls, header_s=header_s)
-        self._probed = HttpServer(build_health_app(self.parts), tls=None, header_s=header_s)
+        served = with_origins(self.edge, settings.cors_origins)
+        self._server = HttpServer(served, tls=self._server_tls, header_s=header_s)
+        self._probed = HttpServer(answering_head(build_health_app(self.parts)), tls=None, header_s=header_s)
         self._endpoints = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self.port = 0

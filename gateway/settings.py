@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -23,6 +24,18 @@ def _split_commas(value: Any) -> Any:
 
 Addresses = Annotated[
     tuple[Annotated[str, BeforeValidator(check_address)], ...], NoDecode, BeforeValidator(_split_commas)
+]
+
+
+def _checked_origin(origin: str) -> str:
+    if origin != "*" and not _ORIGIN.fullmatch(origin):
+        raise ValueError(f"{origin!r} is no origin: write scheme://host or scheme://host:port, or *")
+    return origin
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+Origins = Annotated[
+    tuple[Annotated[str, AfterValidator(_checked_origin)], ...], NoDecode, BeforeValidator(_split_commas)
 ]
 
 
@@ -71,6 +84,11 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
     access_log: bool = Field(default=False, description="Log each request that ended.")
     page: bool = Field(default=True, description="Show the page at `/`.")
 
+    cors_origins: Origins = Field(
+        default=(),
+        description="Origins whose pages browsers let call the gateway, such as https://app.example.com, separated by "
+        "commas; * is all. The gateway's own page needs none.",
+    )
     drain_s: float = Field(
         default=30.0, ge=0, description="Seconds that running requests may go on after SIGTERM before they are cut off."
     )

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from specdec.gateway.api.errors import ApiError
+from specdec.gateway.api.errors import ApiError, cut
 from specdec.gateway.api.fields import RequestModel
 from specdec.gateway.api.problems import validated
 from specdec.gateway.http.json_reader import parsed
@@ -51,6 +51,10 @@ class BodyReader:
         content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if content_type != "application/json" and not content_type.endswith("+json"):
             raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.strip().lower() not in ("", "identity"):
+            message = f"content-encoding {cut(encoding)!r} is not supported: send the body uncompressed"
+            raise ApiError(415, message, param="content-encoding", code="unsupported_media_type")
         try:
             async with asyncio.timeout(self._limits.read_s):
                 data = await self._bytes(request)

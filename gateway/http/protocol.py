@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MOST_HEADER_BYTES = 64 * 1024
 _BYTES_PER_HEADER = 128
@@ -26,6 +27,19 @@ _NOT_HTTP = (
 
 class _TooManyHeaders(Exception):
     """Ends the parsing of a refused request."""
+
+
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """Send an answer of unknown length as HTTP/1.0 knows it: without chunks, up to the connection's end."""
+    send = cycle.send
+
+    async def send_plain(message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.chunked_encoding = False
+    cycle.send = send_plain  # type: ignore[method-assign]
 
 
 def protocol_class(header_s: float) -> type[HttpToolsProtocol]:
@@ -82,6 +96,8 @@ def protocol_class(header_s: float) -> type[HttpToolsProtocol]:
                 raise _TooManyHeaders
             self._in_headers, self._num_bytes = False, 0
             super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                _end_by_closing(self.cycle)
 
         def send_400_response(self, msg: str) -> None:
             if not self.transport.is_closing():

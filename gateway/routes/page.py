@@ -80,7 +80,6 @@ def page_routes() -> APIRouter:
         """The page."""
         return _answer(page, request)
 
-    router.add_api_route("/", show_page, methods=["HEAD"], include_in_schema=False)
     return router
 
 
