@@ -52,7 +52,7 @@ def build_app(parts: Parts) -> FastAPI:
     if parts.settings.page:
         app.include_router(page_routes())
     _answer_errors(app)
-    described = _openapi(app)
+    described = _openapi(app, ignores_unknown=parts.settings.unknown_fields == "ignore")
     app.openapi = lambda: described  # type: ignore[method-assign]
     return app
 
@@ -97,13 +97,16 @@ async def _on_gone(request: Request, _error: Exception) -> Response:
     return Response(status_code=499)
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
+def _openapi(app: FastAPI, *, ignores_unknown: bool) -> dict[str, Any]:
     """The OpenAPI description, with the bodies that routes read themselves, without FastAPI's own error answers."""
     described = FastAPI.openapi(app)
     _, schemas = models_json_schema([(model, "validation") for model in _DESCRIBED], ref_template=_COMPONENT)
     components = described.setdefault("components", {}).setdefault("schemas", {})
     for name, schema in schemas.get("$defs", {}).items():
         components.setdefault(name, schema)
+    for schema in components.values():
+        if ignores_unknown and schema.get("additionalProperties") is False:
+            del schema["additionalProperties"]
     for made_up in ("HTTPValidationError", "ValidationError"):
         components.pop(made_up, None)
     for path in described["paths"].values():

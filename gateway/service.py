@@ -57,7 +57,10 @@ class Gateway:
             settings=settings,
             coordinators=self._coordinators,
             health=self._health,
-            reader=BodyReader(BodyLimits(settings.max_body_bytes, settings.body_read_s)),
+            reader=BodyReader(
+                BodyLimits(settings.max_body_bytes, settings.body_read_s),
+                ignores_unknown=settings.unknown_fields == "ignore",
+            ),
             registry=registry,
             metrics=metrics,
             vllm=VllmMetrics(registry),

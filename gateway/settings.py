@@ -96,6 +96,11 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
         default=2.0, ge=0, description="Seconds that connections may take to close after draining."
     )
 
+    unknown_fields: Literal["ignore", "refuse"] = Field(
+        default="ignore",
+        description="Fields of requests that the gateway does not know: ignore, and name them in the header "
+        "specdec-ignored-fields of the answer, or refuse with 400.",
+    )
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest body of a request, in bytes.")
     body_read_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to send a body.")
     header_read_s: float = Field(default=20.0, gt=0, description="Seconds that a client may take to send headers.")

@@ -73,7 +73,6 @@ class ChatRequest(SamplingFields):
     include_reasoning: bool | None = Field(None, description="Return a reasoning model's reasoning; default true.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    add_special_tokens: Literal[False] | None = None
     prediction: Prediction | None = Field(None, description="Text that most of the output is expected to repeat.")
     echo: bool | None = Field(None, description="Begin the answer with the last message, if it is the assistant's.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from specdec.gateway.api.fields import (
     UNSUPPORTED_IN_ALL,
-    Count,
     Items,
     NumLogprobs,
     PackedIds,
@@ -34,12 +33,14 @@ class CompletionRequest(SamplingFields):
         *("add_special_tokens", "length_penalty", "prompt_embeds", "suffix"),
     }
 
+    meaningful: ClassVar[frozenset[str]] = frozenset({"add_special_tokens", "best_of", "max_tokens"})
     token_fields: ClassVar[frozenset[str]] = frozenset({"prompt"})
 
     prompt: Prompts = Field(description="A text, a list of texts, token ids, or a list of lists of token ids.")
-    max_tokens: Count | None = Field(
+    max_tokens: Annotated[int, Field(ge=-1, lt=2**32)] | None = Field(
         None,
-        description="Default 16; otherwise as in chats. 0 generates nothing, for log-probabilities of the prompt.",
+        description="Default 16; otherwise as in chats. 0 generates nothing, for log-probabilities of the prompt; "
+        "-1 generates as many as fit.",
     )
     logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; absent: no log-probabilities.")
     echo: bool | None = Field(None, description="Begin the answer with the prompt and its log-probabilities.")
@@ -59,6 +60,7 @@ class CompletionRequest(SamplingFields):
         return list(prompt)
 
     @property
-    def most_tokens(self) -> int:
-        """Most output tokens of a choice."""
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+    def most_tokens(self) -> int | None:
+        """Most output tokens of a choice; None: as many as fit the context."""
+        wanted = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return None if wanted < 0 else wanted

@@ -120,6 +120,8 @@ class RequestModel(BaseModel):
     """Unsupported fields, accepted only with the value that asks for nothing."""
     token_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that may have millions of token ids."""
+    meaningful: ClassVar[frozenset[str]] = frozenset({"add_special_tokens"})
+    """Fields whose values mean something here, also those that ask for nothing at other servers."""
     large_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that may have hundreds of thousands of other values."""
 

@@ -9,27 +9,58 @@ import pydantic
 
 from specdec.gateway.api.errors import MOST_SHOWN_CHARS, ApiError, cut, invalid, unsupported
 from specdec.gateway.api.fields import RequestModel
+from specdec.gateway.api.foreign_fields import adapted
 
 M = TypeVar("M", bound=RequestModel)
+_MOST_INNER = 16
+"""Unknown fields inside of others that are ignored, at most: each costs one more validation of the body."""
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = MOST_SHOWN_CHARS
 
 
-def validated(model: type[M], body: Any) -> M:
-    """The request in a JSON value. Raises ApiError for the first faulty field."""
+def validated(model: type[M], body: Any, ignored: list[str] | None = None) -> M:
+    """The request in a JSON value. Raises ApiError for the first faulty field.
+
+    Args:
+        model: the request's type.
+        body: the JSON value; unknown fields that are ignored are taken out of it.
+        ignored: gets the paths of unknown fields; None: they are refused.
+    """
     if not isinstance(body, dict):
         raise invalid(None, "the body must be a JSON object", "invalid_type")
-    try:
-        return model.model_validate(body)
-    except pydantic.ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False)
-    raise _first_error(model, body, problems)
+    body = adapted(model, body)
+    if ignored is not None:
+        known = {field.alias or name for name, field in model.model_fields.items()}
+        unknown = [name for name in body if name not in known]
+        ignored += unknown
+        body = {name: value for name, value in body.items() if name in known} if unknown else body
+    num_left = 0 if ignored is None else _MOST_INNER
+    while True:
+        try:
+            return model.model_validate(body)
+        except pydantic.ValidationError as error:
+            problem = _first(body, error.errors(include_url=False, include_context=False))
+        path = _path(body, problem)
+        if ignored is None or problem["type"] != "extra_forbidden" or not num_left:
+            raise _error_of(model, problem, path)
+        ignored.append(_written(path))
+        _remove(body, path)
+        num_left -= 1
 
 
-def _first_error(model: type[RequestModel], body: dict[str, Any], problems: list[Any]) -> ApiError:
+def _first(body: dict[str, Any], problems: list[Any]) -> Any:
     # A union gives a problem per type: the deepest path says most.
-    problem = max(problems, key=lambda one: (one["loc"][0] == problems[0]["loc"][0], len(_path(body, one))))
-    path = _path(body, problem)
+    return max(problems, key=lambda one: (one["loc"][0] == problems[0]["loc"][0], len(_path(body, one))))
+
+
+def _remove(body: dict[str, Any], path: list[str | int]) -> None:
+    at: Any = body
+    for step in path[:-1]:
+        at = at[step]
+    del at[path[-1]]
+
+
+def _error_of(model: type[RequestModel], problem: Any, path: list[str | int]) -> ApiError:
     head, name = str(problem["loc"][0]), _written(path)
     if problem["type"] == "extra_forbidden":
         return invalid_argument(name)

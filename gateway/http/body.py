@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from specdec.gateway.api.errors import ApiError, cut
 from specdec.gateway.api.fields import RequestModel
 from specdec.gateway.api.problems import validated
+from specdec.gateway.http.edge import IGNORED, tell_names
 from specdec.gateway.http.json_reader import parsed
 
 M = TypeVar("M", bound=RequestModel)
@@ -34,8 +35,10 @@ class BodyLimits:
 class BodyReader:
     """Turns the bodies of requests into checked models."""
 
-    def __init__(self, limits: BodyLimits) -> None:
+    def __init__(self, limits: BodyLimits, *, ignores_unknown: bool) -> None:
+        """`ignores_unknown`: unknown fields are ignored and named in the answer; else they are refused."""
         self._limits = limits
+        self._ignores_unknown = ignores_unknown
         # One thread: the interpreter runs one at a time, and waiting bodies are not parsed yet.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
@@ -65,8 +68,11 @@ class BodyReader:
         is_short = len(data) <= _INLINE_BYTES
         del data
 
+        ignored: list[str] | None = [] if self._ignores_unknown else None
+
         def work() -> tuple[M, T]:
-            asked = validated(model, parsed(held.pop(), model.token_fields, model.large_fields))
+            asked = validated(model, parsed(held.pop(), model.token_fields, model.large_fields), ignored)
+            tell_names(request, IGNORED, ignored or ())
             return asked, translate(asked)
 
         if is_short:

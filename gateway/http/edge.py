@@ -6,20 +6,31 @@ import asyncio
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
 from opentelemetry.trace import Span, SpanKind
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.gateway.api.errors import SERVER_ERROR, ApiError
+from specdec.gateway.api.errors import SERVER_ERROR, ApiError, cut
 from specdec.gateway.upstream.coordinators import Health, Metadata
 from specdec.telemetry import GatewayMetrics
 from specdec.telemetry.tracing import Tracing, traceparent_of
 
 _ID_HEADER = "x-request-id"
+IGNORED = "specdec-ignored-fields"
+"""Fields that the gateway does not know."""
+NOT_ENFORCED = "specdec-not-enforced"
+"""Keywords of the request's schemas that are not enforced."""
+_MOST_CHARS = 1024
+"""Characters of a header's value, at most."""
+_MOST_NAME_CHARS = 256
+_SEPARATORS = re.compile(r"[^!-+\--~]")
+"""Characters that a name in a list must not have."""
 _ID = re.compile(r"[!-~]{1,128}")
 _PRINTABLE = re.compile(r"[ -~]*")
 _PASSED_ON = ("authorization", "specdec-tenant")
@@ -188,3 +199,11 @@ class _Sent:
             self.status = message["status"]
             MutableHeaders(scope=message).update(self.headers)
         await self._send(message)
+
+
+def tell_names(request: Request, header: str, names: Sequence[str]) -> None:
+    """Name these fields; without any there is no header."""
+    if names:
+        shown = [name[:_MOST_NAME_CHARS].encode("ascii", "backslashreplace").decode() for name in names[:_MOST_CHARS]]
+        value = cut(", ".join(_SEPARATORS.sub("?", name) for name in shown), _MOST_CHARS)
+        request.scope.setdefault("state", {}).setdefault("headers", {})[header] = value

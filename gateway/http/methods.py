@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specdec.gateway.http.edge import IGNORED, NOT_ENFORCED
+
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
-_SHOWN_HEADERS = ("x-request-id", "retry-after", "specdec-ignored-fields")
+_SHOWN_HEADERS = ("x-request-id", "retry-after", IGNORED, NOT_ENFORCED)
 """Headers of answers that pages may read."""
 _BELIEVED_S = 600
 """Seconds that a browser may keep the answer to its question."""

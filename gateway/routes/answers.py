@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import orjson
 from pydantic import BaseModel
-from starlette.requests import Request
 from starlette.responses import Response
 
-from specdec.gateway.api.errors import ApiError, ErrorAnswer, cut
+from specdec.gateway.api.errors import ApiError, ErrorAnswer
 
 
 class JsonResponse(Response):
@@ -21,20 +19,6 @@ class JsonResponse(Response):
     def render(self, content: Any) -> bytes:
         """Encode the body."""
         return orjson.dumps(content)
-
-
-_MOST_HEADER_CHARS = 1024
-"""Characters of a header's value, at most."""
-
-
-def tell_unenforced(request: Request, paths: Sequence[str]) -> None:
-    """Name the keywords of the request's schemas that are not enforced in the answer's header specdec-not-enforced."""
-    if paths:
-        value = ", ".join(path.encode("ascii", "backslashreplace").decode() for path in paths[:_MOST_HEADER_CHARS])
-        value = "".join(character if character.isprintable() else "?" for character in value)
-        request.scope.setdefault("state", {}).setdefault("headers", {})["specdec-not-enforced"] = cut(
-            value, _MOST_HEADER_CHARS
-        )
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JsonResponse:

@@ -12,9 +12,10 @@ from starlette.responses import Response
 from specdec.gateway.api.answers import ChatCompletion, ChatCompletionChunk
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.chat.deltas import StreamingParser
+from specdec.gateway.http.edge import NOT_ENFORCED, tell_names
 from specdec.gateway.http.events import BegunStream, EventStream, begun, while_connected
 from specdec.gateway.parts import Parts
-from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams, tell_unenforced
+from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.output import new_id, output, stream_error, whole_output
 from specdec.gateway.translation.chat_answer import ChatEvents, ChatWhole
 from specdec.gateway.translation.chat_request import (
@@ -48,7 +49,7 @@ def chat_routes(parts: Parts) -> APIRouter:
             return make_parser, chat_to_generate(asked, tool_parser, reasoning_parser, unenforced)
 
         asked, (make_parser, body) = await parts.reader.read(request, ChatRequest, translated)
-        tell_unenforced(request, unenforced)
+        tell_names(request, NOT_ENFORCED, unenforced)
         body.request_id = new_id(asked.request_id)
         head = AnswerHead(f"chatcmpl-{body.request_id}", int(time.time()))
         caller = parts.caller(request)

@@ -13,9 +13,10 @@ from starlette.responses import Response
 
 from specdec.gateway.api.answers import TextCompletion
 from specdec.gateway.api.completions import CompletionRequest
+from specdec.gateway.http.edge import NOT_ENFORCED, tell_names
 from specdec.gateway.http.events import Event, EventStream, begun, while_connected
 from specdec.gateway.parts import Parts
-from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams, tell_unenforced
+from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.merging import all_of, merged
 from specdec.gateway.routes.output import WholeOutput, new_id, output, stream_error, whole_output
 from specdec.gateway.translation.completion_answer import (
@@ -54,7 +55,7 @@ def completion_routes(parts: Parts) -> APIRouter:
             return completion_to_generate(asked, parts.settings.max_prompts, unenforced)
 
         asked, bodies = await parts.reader.read(request, CompletionRequest, translated)
-        tell_unenforced(request, unenforced)
+        tell_names(request, NOT_ENFORCED, unenforced)
         bodies.request_id = id_ = new_id(asked.request_id)
         run = _Run(parts, parts.caller(request), asked, bodies, AnswerHead(f"cmpl-{id_}", int(time.time())))
         if asked.stream:

@@ -14,9 +14,10 @@ from starlette.responses import Response
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.responses import ResponseAnswer, ResponseEvent, ResponsesRequest
+from specdec.gateway.http.edge import NOT_ENFORCED, tell_names
 from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name, while_connected
 from specdec.gateway.parts import Parts
-from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams, tell_unenforced
+from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.output import new_id, output, stream_error
 from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, parsers
 from specdec.gateway.translation.head import AnswerHead
@@ -51,7 +52,7 @@ def response_routes(parts: Parts) -> APIRouter:
             return chat, response_to_generate(asked, chat, parts.settings.reasoning_parser, unenforced)
 
         asked, (chat, body) = await parts.reader.read(request, ResponsesRequest, translated)
-        tell_unenforced(request, unenforced)
+        tell_names(request, NOT_ENFORCED, unenforced)
         body.request_id = new_id(None)
         make_parser = parsers(chat, parts.settings.reasoning_parser, "none")
         events = ResponseEvents(asked, AnswerHead(f"resp_{body.request_id}", int(time.time())), make_parser())

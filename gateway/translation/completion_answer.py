@@ -51,7 +51,7 @@ class _PromptAnswer:
         self._base = number * request.num_choices
         self._told = told
         # Computed once, not per token.
-        self._has_output = request.most_tokens > 0
+        self._has_output = request.most_tokens != 0
         self._has_details = bool(request.return_token_ids or request.return_token_origins or request.return_steps)
 
     def _texts(self, texts: TokenTexts) -> TokenTexts:
@@ -222,6 +222,6 @@ class CompletionEvents(_PromptAnswer):
 def completion_usage(request: CompletionRequest, finished: list[api.GenerateFinished]) -> dict[str, Any]:
     """The usage and metrics of all prompts, as fields of `TextCompletion`."""
     usages = [one.usage for one in finished]
-    if not request.most_tokens:
+    if request.most_tokens == 0:
         usages = [api.Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens) for usage in usages]
     return {"usage": usage_of(usages), "metrics": metrics_of([one.stats for one in finished])}

@@ -44,7 +44,8 @@ def completion_to_generate(
         raise invalid("truncate_prompt_tokens", "conflicts with echo: send one of them")
     check_stream(request)
     # max_tokens 0 asks for one token, which is not returned.
-    sampling = sampling_params(request, max_tokens=max(1, request.most_tokens), logprobs=request.logprobs)
+    most = None if request.most_tokens is None else max(1, request.most_tokens)
+    sampling = sampling_params(request, max_tokens=most, logprobs=request.logprobs)
     if request.most_tokens == 0:
         sampling.min_tokens = 0
     if tells_prompt_logprobs(request):

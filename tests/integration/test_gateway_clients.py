@@ -154,8 +154,10 @@ def test_errors_name_the_field(client: openai.OpenAI) -> None:
     assert (caught.value.param, caught.value.type) == ("stop", "invalid_request_error")
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="nothing", prompt=PROMPT)
-    with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: temprature"):
-        client.completions.create(model="target", prompt=PROMPT, extra_body={"temprature": 1})
+    told = client.completions.with_raw_response.create(
+        model="target", prompt=PROMPT, max_tokens=1, extra_body={"temprature": 1}
+    )
+    assert told.headers["specdec-ignored-fields"] == "temprature"
 
 
 def test_the_description_has_every_path_and_every_error(url: str) -> None:

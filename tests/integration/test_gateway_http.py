@@ -118,3 +118,25 @@ async def test_http_1_0_gets_no_chunks_and_the_end_of_the_connection(stream: boo
         assert events[-2:] == [b"data: [DONE]", b""]
     else:
         assert json.loads(told)["object"] == "text_completion"
+
+
+async def test_unknown_fields_are_named_in_the_answer_or_refused_as_the_operator_chooses() -> None:
+    unknown = {"temprature": 1, "stream_options": {"a, b": 1}, "é\r\nx-evil: 1": 2}
+    body = {"prompt": [5], "max_tokens": 2, **unknown}
+    async with running([ScriptedTarget()]) as harness:
+        async with gateway(harness.address) as one, one.http() as client:
+            answer = await client.post("/v1/completions", json={**body, "stream": True})
+            assert answer.status_code == 200
+            told = "temprature, \\xe9??x-evil:?1, stream_options.a??b"
+            assert answer.headers["specdec-ignored-fields"] == told
+            plain = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2, "cache_prompt": True})
+            assert "specdec-ignored-fields" not in plain.headers
+            schema = (await client.get("/openapi.json")).json()["components"]["schemas"]["CompletionRequest"]
+            assert "additionalProperties" not in schema
+        async with gateway(harness.address, unknown_fields="refuse") as one, one.http() as client:
+            refused = await client.post("/v1/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unknown_parameter")
+            taken = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2.0, "cache_prompt": True})
+            assert taken.status_code == 200
+            schema = (await client.get("/openapi.json")).json()["components"]["schemas"]["CompletionRequest"]
+            assert schema["additionalProperties"] is False

@@ -42,7 +42,7 @@ def refusal(model: type[RequestModel], /, **fields: Any) -> ApiError:
     "name, allowed, refused",
     [
         ("temperature", [0, 0.7, 100], [-0.1, 100.5, "1", True, [1]]),
-        ("top_p", [0.01, 1], [0, -1, 1.01, "a"]),
+        ("top_p", [0, 0.01, 1], [-1, 1.01, "a"]),
         ("min_p", [0, 1], [-0.1, 1.1]),
         ("top_k", [-1, 0, 40], [-2, 2**32, 1.5]),
         ("repetition_penalty", [0.01, 10], [0, 10.1]),

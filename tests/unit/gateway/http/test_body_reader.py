@@ -28,7 +28,7 @@ class Sent:
 
 def read(body: dict[str, Any], translate: Callable[[TokenizeBody], object]) -> object:
     async def run() -> object:
-        reader = BodyReader(BodyLimits(2**20, 60))
+        reader = BodyReader(BodyLimits(2**20, 60), ignores_unknown=False)
         request: Any = Sent(orjson.dumps(body))
         try:
             return (await reader.read(request, TokenizeBody, translate))[1]
