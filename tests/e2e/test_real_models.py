@@ -127,7 +127,8 @@ async def test_chats_structures_and_calls_are_the_same_without_speculation(clust
     if AutoTokenizer.from_pretrained(model).chat_template is None:
         async with Client(cluster.address) as client:
             body = api.GenerateRequest(prompt="A person as JSON: ")
-            body.sampling.max_tokens, body.sampling.constraint.json_schema = 60, json.dumps(SCHEMA)
+            body.sampling.max_tokens, body.sampling.seed = 60, 1
+            body.sampling.constraint.json_schema = json.dumps(SCHEMA)
             guessed, alone = await client.complete(body), await client.complete(plain(body))
         assert guessed.identity == alone.identity
         assert json.loads(guessed.choices[0].text)["age"] <= 120
