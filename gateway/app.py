@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from specdec import __version__
+from specdec.gateway.anthropic.request import CountTokensRequest, MessagesRequest
 from specdec.gateway.api.answers import ChatCompletionChunk
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.completions import CompletionRequest
@@ -24,6 +25,7 @@ from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import error_response
 from specdec.gateway.routes.chat import chat_routes
 from specdec.gateway.routes.completions import completion_routes
+from specdec.gateway.routes.messages import MessageEvent, message_routes
 from specdec.gateway.routes.models import model_routes
 from specdec.gateway.routes.operations import health_routes, metrics_routes
 from specdec.gateway.routes.output import as_api_error
@@ -35,7 +37,7 @@ from specdec.wire.errors import SpecdecError
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _DESCRIBED: tuple[type[BaseModel], ...] = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, TokenizeBody, DetokenizeBody),
-    *(ChatCompletionChunk, ResponseEvent),
+    *(MessagesRequest, CountTokensRequest, ChatCompletionChunk, ResponseEvent, MessageEvent),
 )
 """Models that FastAPI's routes do not name: bodies, which our reader parses, and events."""
 _MOST_SHOWN_CHARS = 200
@@ -45,7 +47,8 @@ _COMPONENT = "#/components/schemas/{model}"
 def build_app(parts: Parts) -> FastAPI:
     """Build the application of a gateway."""
     app = FastAPI(title="specdec gateway", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    for routes in (chat_routes, completion_routes, response_routes, model_routes, token_routes, health_routes):
+    own = (chat_routes, completion_routes, response_routes, message_routes, model_routes, token_routes, health_routes)
+    for routes in own:
         app.include_router(routes(parts))
     if parts.settings.public_metrics:
         app.include_router(metrics_routes(parts))
@@ -74,7 +77,8 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(as_api_error(error, getattr(request.state, "field_names", _NO_NAMES)))
+    told = as_api_error(error, getattr(request.state, "field_names", _NO_NAMES))
+    return error_response(told, path=request.url.path)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
@@ -88,7 +92,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     message = f"Unknown request URL: {path}." if error.status_code == 404 else f"Method not allowed: {path}."
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     told = ApiError(error.status_code, message, code=codes.get(error.status_code))
-    return error_response(told, dict(error.headers or {}))
+    return error_response(told, dict(error.headers or {}), path=request.url.path)
 
 
 async def _on_gone(request: Request, _error: Exception) -> Response:

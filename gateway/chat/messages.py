@@ -17,9 +17,9 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _KEPT = ("name", "tool_call_id", *_REASONING)
 """Further text fields of a message that templates may read."""
 _MOST_NAME_CHARS = 256
-_VALUES_PER_PART = 3
+VALUES_PER_PART = 3
 """Values of a part: itself, its type and its text."""
-_VALUES_PER_TOOL = 4
+VALUES_PER_TOOL = 4
 """Values of a tool, at least: itself, its type, its function and the function's name."""
 
 ToolChoice = str | Mapping[str, Any] | None
@@ -57,7 +57,7 @@ def to_chat_messages(
     """
     if not _list("messages", messages):
         raise InvalidRequest("messages", "must not be empty")
-    _check_num_values("messages", _VALUES_PER_PART * sum(map(_num_parts, messages)))
+    check_num_values("messages", VALUES_PER_PART * sum(map(_num_parts, messages)))
     read = [_message(f"messages[{index}]", _fields(f"messages[{index}]", m)) for index, m in enumerate(messages)]
     return chat_messages(
         read,
@@ -75,7 +75,7 @@ def check_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     if tools is None:
         return []
     read = _list("tools", tools)
-    _check_num_values("tools", _VALUES_PER_TOOL * len(read))
+    check_num_values("tools", VALUES_PER_TOOL * len(read))
     return [_tool(f"tools[{index}]", _fields(f"tools[{index}]", tool)) for index, tool in enumerate(read)]
 
 
@@ -182,8 +182,11 @@ def _num_parts(message: Any) -> int:
     return len(content) if isinstance(content, list) else 0
 
 
-def _check_num_values(field: str, num_values: int) -> None:
-    """Refuse early what coordinators would refuse, before each value takes several times its memory."""
+def check_num_values(field: str, num_values: int) -> None:
+    """Refuse early what coordinators would refuse, before each value takes several times its memory.
+
+    Raises InvalidRequest.
+    """
     if num_values > MOST_CONVERSATION_VALUES:
         raise InvalidRequest(field, f"the conversation has more than {MOST_CONVERSATION_VALUES} values")
 

@@ -34,6 +34,8 @@ _SEPARATORS = re.compile(r"[^!-+\--~]")
 _ID = re.compile(r"[!-~]{1,128}")
 _PRINTABLE = re.compile(r"[ -~]*")
 _PASSED_ON = ("authorization", "specdec-tenant")
+_ANTHROPIC_KEY = "x-api-key"
+"""Header in which Anthropic's clients send their key."""
 _TRACE = ("traceparent", "tracestate")
 _UNCOUNTED = ("/health", "/ping", "/metrics", "/version")
 _GONE = 499
@@ -63,7 +65,7 @@ class Edge:
             tracing: where spans go.
             max_concurrent: most requests at once, without those to operators' paths.
             logs_access: log each request that ended.
-            answer: makes a response of an ApiError.
+            answer: makes a response of an ApiError for a path.
         """
         self._app = app
         self._metrics = metrics
@@ -110,7 +112,7 @@ class Edge:
             await self._answered(scope, receive, sent)
             return
         if (refusal := self._refusal()) is not None:
-            response: Response = self._answer(refusal)
+            response: Response = self._answer(refusal, path=scope["path"])
             await response(scope, receive, sent)
             return
         task = asyncio.current_task()
@@ -142,7 +144,8 @@ class Edge:
         except asyncio.CancelledError:
             # Cut off by a drain that took too long, or by the server.
             if not sent.status:
-                await self._answer(self._refusal() or ApiError(503, "cut off", type=SERVER_ERROR))(scope, receive, sent)
+                refusal = self._refusal() or ApiError(503, "cut off", type=SERVER_ERROR)
+                await self._answer(refusal, path=scope["path"])(scope, receive, sent)
         except Exception as error:  # it has been answered and logged (gateway.app)
             _log.debug("request_failed", error=repr(error))
 
@@ -154,6 +157,8 @@ class Edge:
     def _metadata(self, headers: Headers, span: Span) -> Metadata:
         """Metadata of the calls: the client's key and tenant, and the request's trace."""
         told = [(name, headers[name]) for name in _PASSED_ON if name in headers and _PRINTABLE.fullmatch(headers[name])]
+        if "authorization" not in headers and _PRINTABLE.fullmatch(key := headers.get(_ANTHROPIC_KEY, "\n")):
+            told.append(("authorization", f"Bearer {key}"))
         if own := traceparent_of(span):
             return (*told, ("traceparent", own))
         return (*told, *((name, headers[name]) for name in _TRACE if _PRINTABLE.fullmatch(headers.get(name, "\n"))))

@@ -21,9 +21,31 @@ class JsonResponse(Response):
         return orjson.dumps(content)
 
 
-def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JsonResponse:
-    """The answer for an error."""
-    return JsonResponse(error.body, status_code=error.status, headers={**(headers or {}), **error.headers})
+_ANTHROPIC_PATHS = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Types of errors by status; others are invalid_request_error below 500, and api_error above."""
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """The body of an error as Anthropic's clients read it."""
+    usual = "invalid_request_error" if error.status < 500 else "api_error"
+    too_long = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+    told = {"type": _ANTHROPIC_TYPES.get(error.status, usual), "message": too_long + error.message}
+    return {"type": "error", "error": told}
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None, *, path: str = "") -> JsonResponse:
+    """The answer for an error, in the form of the API that the path belongs to."""
+    body = anthropic_error(error) if path.startswith(_ANTHROPIC_PATHS) else error.body
+    return JsonResponse(body, status_code=error.status, headers={**(headers or {}), **error.headers})
 
 
 _CAUSES = {

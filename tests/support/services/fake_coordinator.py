@@ -125,11 +125,11 @@ def _abort(context: grpc.ServicerContext, error: SpecdecError) -> None:
 
 @contextmanager
 def running_fake_coordinator(
-    credentials: grpc.ServerCredentials | None = None,
+    credentials: grpc.ServerCredentials | None = None, *, servicer: FakeCoordinator | None = None
 ) -> Iterator[tuple[FakeCoordinator, str]]:
-    """Run one; yields the servicer and its address. With credentials it speaks TLS."""
+    """Run one, or `servicer`; yields the servicer and its address. With credentials it speaks TLS."""
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
-    servicer = FakeCoordinator()
+    servicer = servicer or FakeCoordinator()
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
     anywhere = "127.0.0.1:0"
     port = server.add_insecure_port(anywhere) if credentials is None else server.add_secure_port(anywhere, credentials)

@@ -13,6 +13,7 @@ import pydantic
 import pytest
 
 from specdec.constraints.limits import MAX_CONSTRAINT_BYTES
+from specdec.gateway.anthropic.request import CountTokensRequest, MessagesRequest
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.completions import CompletionRequest
 from specdec.gateway.api.errors import ApiError
@@ -47,6 +48,8 @@ SMALL: dict[type[RequestModel], dict[str, Any]] = {
     ResponsesRequest: {"input": "x"},
     TokenizeBody: {"prompt": "x"},
     DetokenizeBody: {"tokens": [1]},
+    MessagesRequest: {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]},
+    CountTokensRequest: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
 }
 MODELS = {model.__name__: model for model in SMALL}
 ITEMS = (b"1", b"-1", b'"a"', b"{}", b"[1]", b"1.5")
@@ -76,6 +79,17 @@ CONVERSATIONS = {
     "tools of which one is called": b'{"messages":[{"role":"user","content":"a"}],"tool_choice":"required","tools":'
     + grown(TOOL, 90 * (len(TOOL) + 1))
     + b"}",
+}
+CALLS = b'{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{}}]}'
+RESULTS = b'{"role":"user","content":[{"type":"tool_result","tool_use_id":"a"}]}'
+TURNS = {
+    "turns": grown(b'{"role":"user","content":"a"}', ROOM - 80),
+    "blocks": b'[{"role":"user","content":' + grown(b'{"type":"text","text":"a"}', ROOM - 120) + b"}]",
+    "as many blocks as may be": b'[{"role":"user","content":' + grown(b'{"type":"text","text":"a"}', 27 * 300) + b"}]",
+    "calls and results": grown(CALLS + b"," + RESULTS, ROOM - 80),
+    "results of blocks": b'[{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":'
+    + grown(b'{"type":"text","text":"a"}', ROOM - 160)
+    + b"}]}]",
 }
 VALUES = {
     "list of ids": grown(b"1", ROOM),
@@ -167,6 +181,8 @@ def bodies(described: dict[str, Any]) -> Iterator[tuple[str, str, bytes]]:
                     yield route, f"{'.'.join(path)}: {kind}", body_with(model, path, value)
     for kind, body in CONVERSATIONS.items():
         yield "/v1/chat/completions", kind, body
+    for kind, turns in TURNS.items():
+        yield "/v1/messages", kind, b'{"model":"m","max_tokens":1,"messages":' + turns + b"}"
 
 
 @pytest.fixture

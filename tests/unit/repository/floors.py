@@ -205,11 +205,15 @@ FLOORS = {
     "specdec.gateway": """
         api chat page schemas upstream
         http settings translation
-        parts
+        anthropic parts
         routes
         app
         service
         __main__
+    """,
+    "specdec.gateway.anthropic": """
+        answer request
+        to_chat
     """,
     "specdec.gateway.chat": """
         deltas messages

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: a request becomes a chat, its answer becomes content blocks. See routes/messages.py."""

@@ -1,0 +1,131 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specdec.gateway.anthropic.answer import MessageEvents, whole_message
+from specdec.gateway.anthropic.request import CountTokensRequest, MessagesRequest
+from specdec.gateway.anthropic.to_chat import SCHEMA_FIELD, to_chat
+from specdec.gateway.api.errors import ApiError
+from specdec.gateway.chat.deltas import StreamingParser
+from specdec.gateway.http.edge import NOT_ENFORCED, tell_names
+from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name, while_connected
+from specdec.gateway.parts import Parts
+from specdec.gateway.routes.answers import JsonResponse, anthropic_error, body_of, errors, streams
+from specdec.gateway.routes.output import new_id, output, stream_error
+from specdec.gateway.translation.chat_request import chat_field_names, chat_to_generate, parsers
+from specdec.gateway.translation.constraint import SCHEMA_FIELD as CHAT_SCHEMA_FIELD
+from specdec.gateway.translation.head import AnswerHead
+from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
+
+
+class AnthropicMessage(BaseModel):
+    """A message as at Anthropic."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
+    role: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    usage: dict[str, int]
+
+
+class MessageEvent(BaseModel):
+    """An event of a streamed message; more fields depend on the type, as at Anthropic."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+class CountedTokens(BaseModel):
+    """The length of a conversation."""
+
+    input_tokens: int
+
+
+def message_routes(parts: Parts) -> APIRouter:
+    """The routes of messages."""
+    router = APIRouter(tags=["messages"])
+
+    @router.post(
+        "/v1/messages",
+        responses={**streams(AnthropicMessage, MessageEvent), **errors(has_body=True)},
+        openapi_extra=body_of(MessagesRequest),
+    )
+    async def create_message(request: Request) -> Response:
+        """Continue a conversation."""
+        settings = parts.settings
+        unenforced: list[str] = []
+
+        def translated(asked: MessagesRequest) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
+            chat = to_chat(asked)
+            names = {**chat_field_names(chat.request, settings.tool_parser), "stop": "stop_sequences"}
+            request.state.field_names = {**names, "constraint.json_schema": SCHEMA_FIELD}
+            try:
+                make_parser = parsers(chat.request, settings.reasoning_parser, settings.tool_parser)
+                return make_parser, chat_to_generate(
+                    chat.request, settings.tool_parser, settings.reasoning_parser, unenforced
+                )
+            except InvalidRequest as error:
+                raise chat.as_written(error) from None
+
+        asked, (make_parser, body) = await parts.reader.read(request, MessagesRequest, translated)
+        tell_names(request, NOT_ENFORCED, [path.replace(CHAT_SCHEMA_FIELD, SCHEMA_FIELD, 1) for path in unenforced])
+        body.request_id = new_id(None)
+        events = MessageEvents(AnswerHead(f"msg_{body.request_id}", int(time.time())), make_parser())
+        batches = output(parts, parts.caller(request), body, events.add)
+        if not asked.stream:
+            return JsonResponse(await while_connected(request.receive, _whole(batches)))
+
+        def framed_error(error: ApiError) -> bytes:
+            return framed_by_name(anthropic_error(error))
+
+        return EventStream(
+            await while_connected(request.receive, begun(batches)),
+            on_error=stream_error(parts, request.state.field_names),
+            keep_alive_s=settings.keep_alive_s,
+            frame=framed_by_name,
+            frame_error=framed_error,
+            last=b"",
+        )
+
+    @router.post(
+        "/v1/messages/count_tokens",
+        responses={200: {"model": CountedTokens}, **errors(has_body=True)},
+        openapi_extra=body_of(CountTokensRequest),
+    )
+    async def count_tokens(request: Request) -> Response:
+        """Length of a conversation in tokens."""
+
+        def translated(asked: CountTokensRequest) -> api.TokenizeRequest:
+            chat = to_chat(asked)
+            try:
+                generate = chat_to_generate(chat.request, parts.settings.tool_parser, parts.settings.reasoning_parser)
+            except InvalidRequest as error:
+                raise chat.as_written(error) from None
+            return api.TokenizeRequest(model=asked.model, messages=generate.messages)
+
+        _, body = await parts.reader.read(request, CountTokensRequest, translated)
+        answer = await while_connected(request.receive, parts.caller(request).call("Tokenize", body))
+        return JsonResponse({"input_tokens": len(answer.token_ids)})
+
+    return router
+
+
+async def _whole(batches: AsyncGenerator[Sequence[Event], None]) -> object:
+    async with aclosing(batches) as all_of:
+        return whole_message([dict(event) async for events in all_of for event in events])
