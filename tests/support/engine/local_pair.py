@@ -290,7 +290,7 @@ class LocalPair:
             drafts = [draft_pb2.DraftEntry(session_id=s, epoch=1, open=b) for s, b in self.opens.items() if b.speculate]
             self.send_draft(draft_pb2.DraftRequest(entries=drafts))
 
-    def _relay_proposals(self, rng: random.Random | None, late_turns: int) -> None:
+    def _relay_proposals(self, rng: random.Random | None, late_turns: int = 0) -> None:
         made: list[target_pb2.TargetEntry] = []
         for frame in self.draft_port.outbox:
             if frame.kind is not FrameKind.MESSAGE:
