@@ -15,11 +15,14 @@ from bench.gpu_slot.models import BLOCK_SIZE, COPIES, Found, StepSetup
 from specdec.drafting.heads.cache import HeadCache
 from specdec.drafting.heads.config import HeadConfig, read_config
 from specdec.drafting.heads.methods.eagle3 import CAPABILITIES, Eagle3Model
+from specdec.drafting.heads.parts import head_sizes
 from specdec.drafting.heads.serial import SerialHead
 from specdec.drafting.heads.session import Features, HeadAsk, HeadSession
 from specdec.drafting.heads.target import HeadTarget
 from specdec.drafting.heads.vocabulary import DraftVocabulary
 from specdec.drafting.interface import Room
+from specdec.engine.attention.kv_cache import LayerGeometry
+from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.cuda.buckets import BucketedSteps
 from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.engine.sequence import Sequence as EngineSequence
@@ -90,7 +93,9 @@ def _made(place: StepSetup, config: HeadConfig, shape: dict[str, int]) -> tuple[
 
 def _cache(place: StepSetup, config: HeadConfig, num_sessions: int, context: int, target: HeadTarget) -> HeadCache:
     num_blocks = num_sessions * _blocks_of(context)
-    cache = HeadCache(config.layers, 1, num_blocks, BLOCK_SIZE, place.dtype, place.device, target.attention)
+    _, num_kv_heads, head_dim = head_sizes(config.layers)
+    layers, options = [LayerGeometry(num_kv_heads, head_dim, head_dim)], AttentionOptions(head_dim**-0.5)
+    cache = HeadCache(layers, options, num_blocks, BLOCK_SIZE, place.dtype, place.device, target.attention)
     cache.keep(range(num_blocks * BLOCK_SIZE))
     return cache
 

@@ -160,6 +160,14 @@ class DSparkOptions(HeadOptions):
     method: Literal["dspark"] = "dspark"
 
 
+class MtpOptions(HeadOptions):
+    """Multi-token prediction: the module that the target's own checkpoint carries for the token after the next."""
+
+    method: Literal["mtp"] = "mtp"
+    model: str = ""
+    """Folder with the module's weights and the target's config; "": the target's own."""
+
+
 class OpenAiApiOptions(EndpointOptions):
     """A draft behind an OpenAI-compatible endpoint."""
 
@@ -198,14 +206,15 @@ DrafterOptions = Annotated[
     | Eagle3Options
     | PEagleOptions
     | DFlashOptions
-    | DSparkOptions,
+    | DSparkOptions
+    | MtpOptions,
     Field(discriminator="method"),
 ]
 
 
 DRAFT_MODEL = "draft_model"
 """The draft's name among the names of drafters."""
-HEAD_NAMES = frozenset({"medusa", "eagle", "eagle3", "peagle", "dflash", "dspark"})
+HEAD_NAMES = frozenset({"medusa", "eagle", "eagle3", "peagle", "dflash", "dspark", "mtp"})
 """Names of the drafters that are heads over the target's hidden states."""
 SERVICE_DRAFTER_NAMES = frozenset({"ngram", "suffix", "openai_api"})
 """Names of the drafters that a draft service runs without a model."""

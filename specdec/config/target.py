@@ -99,7 +99,8 @@ class TargetSettings(ReplicaSettings):
         description="Drafters beside the draft: names separated by commas, or JSON with options, "
         '[{"method": "eagle3", "model": "DIR"}, {"method": "ngram", "prompt_lookup_max": 4}, "suffix"]. '
         "Drafters without weights are ngram, suffix, prediction, lookahead and layer_skip (the target without some of "
-        "its layers); heads over the target's hidden states are medusa, eagle, eagle3, peagle, dflash and dspark.",
+        "its layers); heads over the target's hidden states are medusa, eagle, eagle3, peagle, dflash and dspark, "
+        "and mtp is the module that the target's own checkpoint carries.",
     )
 
     api: Annotated[ApiTargetOptions | None, NoDecode, BeforeValidator(_read_json)] = Field(

@@ -13,7 +13,7 @@ from specdec.commands.doctor.findings import Finding, failed, passed, warned
 from specdec.commands.doctor.head_layers import check_head_layers
 from specdec.commands.measuring.requests import Prompt
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
-from specdec.config.drafter_options import HeadOptions, describe_problem
+from specdec.config.drafter_options import HeadOptions, MtpOptions, describe_problem
 from specdec.config.retired import REMOVED, notices
 from specdec.engine.checkpoints.files import find_model_files, read_tokenizer
 from specdec.engine.errors import ModelLoadError
@@ -84,6 +84,9 @@ def _heads(settings: TargetSettings) -> Iterator[Finding]:
         if not isinstance(options, HeadOptions):
             continue
         what = f"{options.method}: its files can be read, and layer ids are explicit"
+        if isinstance(options, MtpOptions):
+            yield passed(what, "it reads the target's last hidden state; loading checks its files")
+            continue
         try:
             config = read_config(json.loads((Path(options.model) / "config.json").read_text("utf-8")))
         except (OSError, ValueError, HeadRefused) as error:

@@ -51,6 +51,8 @@ def _options(name: str, target: str | None) -> dict[str, str]:
         if separator:
             raise typer.BadParameter(f"{method} takes no folder", param_hint="--drafter")
         return {"method": method}
+    if method == "mtp" and not separator:
+        return {"method": method}  # it is in the target's own files
     if not separator:
         shipped = shipped_head(method)
         if shipped is None or not _is_shipped(target):

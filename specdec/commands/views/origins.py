@@ -47,6 +47,7 @@ DRAFTER_STYLES = {
     "peagle": "bright_green",
     "dflash": "bright_green",
     "dspark": "bright_green",
+    "mtp": "bright_cyan",
 }
 """Colours of accepted tokens by the target's own drafter that proposed them."""
 HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import LlamaConfig
 
-from specdec.drafting.heads.parts import Attend, head_sizes
+from specdec.drafting.heads.parts import Attend
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionKernel, AttentionOptions, ForwardContext
 from specdec.engine.batch import Batch, to_device
@@ -76,25 +75,25 @@ class HeadCache:
 
     def __init__(
         self,
-        config: LlamaConfig,
-        num_layers: int,
+        layers: Sequence[LayerGeometry],
+        options: AttentionOptions,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
         kernel: Callable[[Sequence[LayerGeometry]], AttentionKernel],
     ) -> None:
-        """`num_blocks`: the target's number of blocks; `kernel`: makes attention for layers of a geometry."""
-        _, num_kv_heads, head_dim = head_sizes(config)
-        geometry = LayerGeometry(num_kv_heads, head_dim, head_dim)
+        """`options`: of all layers; `num_blocks`: the target's number of blocks; `kernel`: makes attention for
+        layers of a geometry.
+        """
         num_scratch = -(-NUM_SCRATCH_SLOTS // block_size) + 1
         self.block_size = block_size
         self.first_scratch_slot = num_blocks * block_size
         self.spare_block = num_blocks + num_scratch - 1
         """Block that padding rows write to."""
-        self._cache = KVCache([geometry] * num_layers, num_blocks + num_scratch, block_size, dtype, device)
+        self._cache = KVCache(layers, num_blocks + num_scratch, block_size, dtype, device)
         self._kernel = kernel(self._cache.geometries)
-        self._options = AttentionOptions(scaling=head_dim**-0.5)
+        self._options = options
         self._has_entry = np.zeros(num_blocks * block_size, dtype=bool)
 
     @property

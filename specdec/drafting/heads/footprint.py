@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from specdec.config.drafter_options import DrafterOptions, HeadOptions, MedusaOptions
+from specdec.config.drafter_options import DrafterOptions, HeadOptions, MedusaOptions, MtpOptions
 from specdec.drafting.heads.checkpoint import PICKLED, HeadRefused
 from specdec.drafting.heads.config import read_config
 from specdec.drafting.heads.parts import head_sizes
@@ -21,7 +21,7 @@ _SHARED = ("embed_tokens.weight", "lm_head.weight")
 def footprint(drafters: Iterable[DrafterOptions]) -> Beside | None:
     """Memory that the heads among these drafters take; None: there are no heads.
 
-    Unreadable files count as zero: loading reports their errors.
+    Unreadable files count as zero: loading reports their errors. So does `mtp`, whose files are mostly the target's.
     """
     each = [_of(options) for options in drafters if isinstance(options, HeadOptions)]
     return (
@@ -36,6 +36,8 @@ def footprint(drafters: Iterable[DrafterOptions]) -> Beside | None:
 
 
 def _of(options: HeadOptions) -> Beside:
+    if isinstance(options, MtpOptions):
+        return Beside()
     folder = Path(options.model).expanduser()
     try:
         files = sorted(folder.glob("*.safetensors")) or [folder / name for name in PICKLED if (folder / name).is_file()]

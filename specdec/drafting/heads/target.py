@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,14 +14,17 @@ from specdec.drafting.heads.cache import HeadCache
 from specdec.drafting.heads.checkpoint import HeadRefused, read_tensors
 from specdec.drafting.heads.passes import HeadPasses
 from specdec.engine.attention.kv_cache import LayerGeometry
+from specdec.engine.attention.latent import pack_latents
 from specdec.engine.attention.paged import AttentionKernel
 from specdec.engine.attention.torch_kernels import GatherAttention
 from specdec.engine.checkpoints.files import find_model_files
 from specdec.engine.engine import Engine
 from specdec.engine.model.device_choice import device_attention, is_on_gpu
-from specdec.engine.model.linear import make_modules_row_invariant
+from specdec.engine.model.mixtures.blocks import make_model_row_invariant
+from specdec.engine.model.mixtures.weights import native_experts
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.native.kernels import NativeAttention
+from specdec.engine.native.latent import NativeHeads
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.tree import MAX_TREE_NODES
 
@@ -51,8 +55,10 @@ class HeadTarget:
         """Move a head to the target's device and dtype; on a CPU with native kernels it uses them."""
         module.to(self.runner.device, self.runner.dtype)
         module.eval().requires_grad_(False)
-        if self.runner.kernels is not None:
-            make_modules_row_invariant(module, self.runner.kernels.pack)
+        kernels = self.runner.kernels
+        if kernels is not None:
+            pack_latents(module, partial(NativeHeads, kernels))
+            make_model_row_invariant(module, kernels.pack, partial(native_experts, kernels))
 
     def attention(self, geometries: Sequence[LayerGeometry]) -> AttentionKernel:
         """The fastest available kernel for a head's layers."""

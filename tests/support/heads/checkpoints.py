@@ -161,6 +161,17 @@ def eagle(sizes: Sizes, seed: int = 1) -> tuple[dict[str, Any], Tensors]:
     return {**layer_config(sizes), "architectures": ["LlamaForCausalLMEagle"]}, tensors
 
 
+def mtp(sizes: Sizes, seed: int = 1, num_layers: int = 7) -> tuple[dict[str, Any], Tensors]:
+    """A module for multi-token prediction in DeepSeek's format, behind the layers of a Llama as wide as it is."""
+    tensors = Tensors(seed)
+    prefix = f"model.layers.{num_layers}."
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors.norm(f"{prefix}{name}.weight", sizes.width)
+    tensors.matrix(f"{prefix}eh_proj.weight", sizes.width, 2 * sizes.width)
+    tensors.layer(prefix, sizes, sizes.width)
+    return layer_config(sizes, num_layers=num_layers), tensors
+
+
 def dflash(sizes: Sizes, seed: int = 1, **config: Any) -> tuple[dict[str, Any], Tensors]:
     """DFlash in the format of `speculators`."""
     tensors = Tensors(seed)

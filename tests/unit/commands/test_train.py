@@ -80,9 +80,9 @@ def test_the_head_that_ships_is_known_by_its_method() -> None:
     assert pair is not None
     assert shipped_head("eagle3") == pair / "eagle3"
     assert shipped_head("dflash") is None
-    setting = drafter_settings(["eagle3", "ngram", "draft_model"], target=None)
+    setting = drafter_settings(["eagle3", "ngram", "mtp", "draft_model"], target=None)
     drafters = TargetSettings(model="target", **setting).drafters
-    assert [options.method for options in drafters] == ["eagle3", "ngram"]
+    assert [options.method for options in drafters] == ["eagle3", "ngram", "mtp"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from specdec.config.drafter_options import (
     EagleOptions,
     HeadOptions,
     MedusaOptions,
+    MtpOptions,
     NgramOptions,
     PEagleOptions,
     SuffixOptions,
@@ -49,6 +50,7 @@ MAKERS: dict[str, tuple[type[HeadOptions], Callable[[], tuple[dict, checkpoints.
     "eagle3": (Eagle3Options, lambda: checkpoints.eagle3(FEW)),
     "eagle3.1": (Eagle3Options, lambda: checkpoints.eagle3(SIZES, fc_norm=True, norm_output=True, num_layers=2)),
     "peagle": (PEagleOptions, lambda: checkpoints.peagle(FEW)),
+    "mtp": (MtpOptions, lambda: checkpoints.mtp(AS_WIDE)),
     "dflash": (DFlashOptions, lambda: checkpoints.dflash(FEW)),
     "dspark": (DSparkOptions, lambda: checkpoints.dspark(SIZES, kind="rnn")),
 }
@@ -143,7 +145,7 @@ def check_random_set(options: dict[str, HeadOptions], pair: LocalPair, plainly: 
     check(pair, plainly, list(by_method.values()), opens, verify_all=rng.random() < 0.7, **how)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "peagle", "dspark", RIGHT])
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "dspark", "mtp", RIGHT])
 def test_preemption_chunks_of_prompts_and_choices_that_share_one_change_no_token(
     name: str, options: dict[str, HeadOptions], tight_pair: LocalPair, plainly: Plainly
 ) -> None:

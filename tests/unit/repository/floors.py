@@ -159,7 +159,7 @@ FLOORS = {
         methods
     """,
     "specdec.drafting.heads.methods": """
-        dflash eagle3 medusa
+        dflash eagle3 medusa mtp
         dspark eagle peagle
         registry
     """,

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 import structlog
 
-from specdec.config.drafter_options import HeadOptions, MedusaOptions
+from specdec.config.drafter_options import HeadOptions, MedusaOptions, MtpOptions
 from specdec.drafting.heads.cache import HeadCache
 from specdec.drafting.heads.checkpoint import HeadFiles, HeadRefused, read_head_files
 from specdec.drafting.heads.config import HeadConfig, read_config
-from specdec.drafting.heads.methods import dflash, dspark, eagle, eagle3, medusa, peagle
+from specdec.drafting.heads.methods import dflash, dspark, eagle, eagle3, medusa, mtp, peagle
+from specdec.drafting.heads.parts import head_sizes
 from specdec.drafting.heads.serial import SerialHead
 from specdec.drafting.heads.session import Head
 from specdec.drafting.heads.target import HeadTarget
 from specdec.drafting.heads.vocabulary import DraftVocabulary
 from specdec.drafting.interface import Capabilities
+from specdec.engine.attention.kv_cache import LayerGeometry
+from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.tap import FINAL
 
 CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
@@ -28,6 +31,7 @@ CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
         "peagle": peagle.CAPABILITIES,
         "dflash": dflash.CAPABILITIES,
         "dspark": dspark.CAPABILITIES,
+        "mtp": mtp.CAPABILITIES,
     }
 )
 """Capabilities by method. No head gives a distribution: in rejection mode its tokens are point masses."""
@@ -50,6 +54,8 @@ def load_head(options: HeadOptions, target: HeadTarget) -> Head:
     Raises HeadRefused.
     """
     try:
+        if isinstance(options, MtpOptions):
+            return _make_mtp(options, target)
         return _make(options, read_head_files(options.model), target)
     except HeadRefused as error:
         raise HeadRefused(f"drafters: {options.method}: {error}") from error
@@ -100,6 +106,22 @@ def _make(options: HeadOptions, files: HeadFiles, target: HeadTarget) -> Head:
     return head
 
 
+def _make_mtp(options: MtpOptions, target: HeadTarget) -> SerialHead:
+    model, layers, attention = mtp.load_mtp(options.model, target)
+    return SerialHead(
+        options.method,
+        mtp.CAPABILITIES,
+        (FINAL,),
+        model,
+        target,
+        _cache_of(layers, attention, target),
+        DraftVocabulary(None, target.vocab_size, target.vocab_size),
+        depth=options.num_speculative_tokens or mtp.FIRST_DEPTH,
+        top_k=options.speculative_eagle_topk,
+        num_nodes=options.num_draft_tokens,
+    )
+
+
 def _is_spark(name: str) -> bool:
     return name.removeprefix("model.").startswith(dspark.PREFIXES)
 
@@ -128,10 +150,16 @@ def _serial(
 
 
 def _cache(config: HeadConfig, target: HeadTarget) -> HeadCache:
+    _, num_kv_heads, head_dim = head_sizes(config.layers)
+    geometry = LayerGeometry(num_kv_heads, head_dim, head_dim)
+    return _cache_of([geometry] * config.layers.num_hidden_layers, AttentionOptions(head_dim**-0.5), target)
+
+
+def _cache_of(layers: Sequence[LayerGeometry], options: AttentionOptions, target: HeadTarget) -> HeadCache:
     runner = target.runner
     cache = HeadCache(
-        config.layers,
-        config.layers.num_hidden_layers,
+        layers,
+        options,
         target.engine.block_pool.num_blocks,
         runner.block_size,
         runner.dtype,

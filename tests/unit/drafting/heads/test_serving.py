@@ -22,6 +22,7 @@ from specdec.config.drafter_options import (
     EagleOptions,
     HeadOptions,
     MedusaOptions,
+    MtpOptions,
     PEagleOptions,
     PredictionOptions,
 )
@@ -54,6 +55,7 @@ HEADS: dict[str, tuple[type[HeadOptions], Callable[[], tuple[dict[str, Any], che
         Eagle3Options,
         lambda: checkpoints.eagle3(FEW, fc_norm=True, norm_output=True, num_layers=2, norm_before_residual=True),
     ),
+    "mtp": (MtpOptions, lambda: checkpoints.mtp(AS_WIDE)),
     "peagle": (PEagleOptions, lambda: checkpoints.peagle(FEW)),
     "dflash": (DFlashOptions, lambda: checkpoints.dflash(FEW)),
     "dspark": (DSparkOptions, lambda: checkpoints.dspark(FEW, kind="rnn")),
@@ -102,7 +104,7 @@ def check(head: Any, model: PreTrainedModel, tokens: list[int], offer: Offer) ->
 
 @pytest.mark.parametrize(
     ("name", "is_replayed"),
-    [*((name, False) for name in HEADS), ("eagle3.1", True), ("peagle", True), ("dflash", True)],
+    [*((name, False) for name in HEADS), ("eagle3.1", True), ("mtp", True), ("peagle", True), ("dflash", True)],
 )
 @torch.inference_mode()
 def test_offers_are_those_of_the_whole_text_computed_afresh(
