@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 from specdec.gateway.chat.deltas import MessageDelta, split_at_marker
 from specdec.gateway.chat.tool_calls.call_object import CallObject
@@ -14,7 +13,7 @@ from specdec.gateway.chat.tool_calls.json_scan import JsonScan, Scan
 class BufferedParser:
     """A state machine. A state takes text from `_buffer` and returns whether to run the next state at once."""
 
-    starts: ClassVar[tuple[str, ...]] = ()
+    starts: tuple[str, ...] = ()
     """Markers that begin a call."""
 
     def __init__(self) -> None:

@@ -41,12 +41,12 @@ class CallWriter:
         if text:
             self._deltas.append(MessageDelta(reasoning=text))
 
-    def begin_call(self, name: str) -> None:
-        """Begin a call of a function; its arguments follow."""
+    def begin_call(self, name: str, id: str = "") -> None:
+        """Begin a call of a function; its arguments follow. `id` is the model's own, if it has one."""
         self._space = []
         self._after_call = True
         self._index += 1
-        self._deltas.append(MessageDelta(tool_call=ToolCallDelta(self._index, id=self._make_id(), name=name)))
+        self._deltas.append(MessageDelta(tool_call=ToolCallDelta(self._index, id=id or self._make_id(), name=name)))
 
     def arguments(self, text: str) -> None:
         """Add to the arguments of the last call."""

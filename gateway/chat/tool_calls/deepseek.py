@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from specdec.gateway.chat.deltas import may_become, split_at_marker
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
@@ -20,7 +18,7 @@ _FENCE = "```json"
 class DeepSeekParser(BufferedParser):
     """<call begin>function<sep>name, a fence, {...}, a fence<call end>, or <call begin>name<sep>{...}<call end>."""
 
-    starts: ClassVar = (_CALLS_START, _START)
+    starts = (_CALLS_START, _START)
 
     def __init__(self) -> None:
         super().__init__()

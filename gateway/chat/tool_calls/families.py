@@ -7,11 +7,13 @@ from typing import Any, TypeAlias
 
 from specdec.gateway.chat.deltas import PlainParser, StreamingParser
 from specdec.gateway.chat.tool_calls.deepseek import DeepSeekParser
+from specdec.gateway.chat.tool_calls.gemma4 import Gemma4Parser
 from specdec.gateway.chat.tool_calls.harmony import HarmonyParser
+from specdec.gateway.chat.tool_calls.kimi_k2 import KimiParser
 from specdec.gateway.chat.tool_calls.llama3 import Llama3JsonParser
 from specdec.gateway.chat.tool_calls.mistral import MistralParser
+from specdec.gateway.chat.tool_calls.parameter_tags import FORMS, ParameterTagsParser
 from specdec.gateway.chat.tool_calls.pythonic import PythonicParser
-from specdec.gateway.chat.tool_calls.qwen3_coder import Qwen3CoderParser
 from specdec.gateway.chat.tool_calls.tagged import TaggedParser
 
 ToolParser: TypeAlias = StreamingParser
@@ -24,12 +26,13 @@ _PARSERS: dict[str, Callable[[], StreamingParser]] = {
     "mistral": MistralParser,
     "pythonic": PythonicParser,
     "deepseek": DeepSeekParser,
-    "qwen3_coder": Qwen3CoderParser,
+    "kimi_k2": KimiParser,
+    "gemma4": Gemma4Parser,
     "harmony": HarmonyParser,
 }
-TOOL_PARSERS = tuple(_PARSERS)
+TOOL_PARSERS = (*_PARSERS, *FORMS)
 """Names that `make_tool_parser` knows."""
-_WITH_SPECIAL_TOKENS = ("llama3_json", "mistral", "pythonic", "deepseek", "harmony")
+_WITH_SPECIAL_TOKENS = ("llama3_json", "mistral", "pythonic", "deepseek", "harmony", "kimi_k2", "gemma4", *FORMS)
 
 
 def make_tool_parser(name: str, schemas: Mapping[str, Any] | None = None) -> ToolParser:
@@ -42,8 +45,8 @@ def make_tool_parser(name: str, schemas: Mapping[str, Any] | None = None) -> Too
     Raises:
         ValueError: the name is unknown.
     """
-    if name == "qwen3_coder":
-        return Qwen3CoderParser(schemas)
+    if name in FORMS:
+        return ParameterTagsParser(name, schemas)
     make = _PARSERS.get(name)
     if make is None:
         raise ValueError(f"{name!r} is none of {', '.join(TOOL_PARSERS)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
 
 from specdec.gateway.chat.deltas import split_at_marker
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
@@ -28,7 +27,7 @@ class HarmonyParser(BufferedParser):
     a tool that is no function of the request follows its channel.
     """
 
-    starts: ClassVar = (_START, _CHANNEL, _MESSAGE)
+    starts = (_START, _CHANNEL, _MESSAGE)
 
     def __init__(self, *, tells_calls: bool = True) -> None:
         """`tells_calls`: False treats parts for functions as content."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from specdec.gateway.chat.deltas import may_become
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.call_object import CallObject
@@ -14,7 +12,7 @@ _START = "<|python_tag|>"
 class Llama3JsonParser(BufferedParser):
     """Objects at the start of the message or after the tag, with ; or , between them, or in a list."""
 
-    starts: ClassVar = (_START,)
+    starts = (_START,)
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,7 +4,6 @@ call."""
 from __future__ import annotations
 
 import re
-from typing import ClassVar
 
 from specdec.gateway.chat.deltas import split_at_marker
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
@@ -21,7 +20,7 @@ _MOST_HELD_CHARS = 2 * MOST_NAME_CHARS
 class MistralParser(BufferedParser):
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[ARGS]{...} or [TOOL_CALLS]name{...}."""
 
-    starts: ClassVar = (_START,)
+    starts = (_START,)
 
     def __init__(self) -> None:
         super().__init__()

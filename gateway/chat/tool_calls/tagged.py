@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from specdec.gateway.chat.deltas import split_at_marker
 from specdec.gateway.chat.tool_calls.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.call_object import CallObject
@@ -15,7 +13,7 @@ _END = "</tool_call>"
 class TaggedParser(BufferedParser):
     """Each call stands between two tags."""
 
-    starts: ClassVar = (_START,)
+    starts = (_START,)
 
     def _started(self, marker: str) -> bool:
         self._raw = marker

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+ALL_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _MOST_LITERAL_CHARS = 1 << 16
 """Characters of a literal, at most: Python's parser takes memory."""
 _MOST_DEPTH = 8
@@ -44,12 +44,12 @@ def _named(schema: Any, depth: int) -> set[str]:
     if not isinstance(schema, Mapping) or depth > _MOST_DEPTH:
         return set()
     kind = schema.get("type")
-    found = {name for name in (kind if isinstance(kind, list) else [kind]) if name in _TYPES}
+    found = {name for name in (kind if isinstance(kind, list) else [kind]) if name in ALL_TYPES}
     for name in ("anyOf", "oneOf", "allOf"):
         for option in schema.get(name) or () if isinstance(schema.get(name), list) else ():
             found |= _named(option, depth + 1)
     if not found and isinstance(values := schema.get("enum"), list):
-        found = {name for name in _TYPES for value in values if _is_a(value, name)}
+        found = {name for name in ALL_TYPES for value in values if _is_a(value, name)}
     return found
 
 
