@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from specdec.gateway.chat.deltas import may_become, split_at_marker
-from specdec.gateway.chat.tool_calls.buffered import BufferedParser
-from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
-from specdec.gateway.chat.tool_calls.json_scan import JsonScan
+from specdec.gateway.chat.tool_calls.parts.buffered import BufferedParser
+from specdec.gateway.chat.tool_calls.parts.call_object import MOST_NAME_CHARS
+from specdec.gateway.chat.tool_calls.parts.json_scan import JsonScan
 
 _CALLS_START = "<｜tool▁calls▁begin｜>"
 _CALLS_END = "<｜tool▁calls▁end｜>"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from specdec.gateway.chat.deltas import MessageDelta
-from specdec.gateway.chat.tool_calls.call_writer import CallWriter
 from specdec.gateway.chat.tool_calls.llama3 import Llama3JsonParser
+from specdec.gateway.chat.tool_calls.parts.call_writer import CallWriter
 
 
 class ForcedCallsParser:

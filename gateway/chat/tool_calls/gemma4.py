@@ -6,8 +6,8 @@ import json
 import re
 
 from specdec.gateway.chat.deltas import split_at_marker
-from specdec.gateway.chat.tool_calls.buffered import BufferedParser
-from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
+from specdec.gateway.chat.tool_calls.parts.buffered import BufferedParser
+from specdec.gateway.chat.tool_calls.parts.call_object import MOST_NAME_CHARS
 
 _START = "<|tool_call>"
 _END = "<tool_call|>"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from specdec.gateway.chat.deltas import may_become
-from specdec.gateway.chat.tool_calls.buffered import BufferedParser
-from specdec.gateway.chat.tool_calls.call_object import CallObject
+from specdec.gateway.chat.tool_calls.parts.buffered import BufferedParser
+from specdec.gateway.chat.tool_calls.parts.call_object import CallObject
 
 _START = "<|python_tag|>"
 

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from specdec.gateway.chat.deltas import may_become, split_at_marker
-from specdec.gateway.chat.tool_calls.buffered import BufferedParser
-from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
-from specdec.gateway.chat.tool_calls.typed_text import ALL_TYPES, as_json_of_type, types_of
+from specdec.gateway.chat.tool_calls.parts.buffered import BufferedParser
+from specdec.gateway.chat.tool_calls.parts.call_object import MOST_NAME_CHARS
+from specdec.gateway.chat.tool_calls.parts.typed_text import ALL_TYPES, as_json_of_type, types_of
 
 _MOST_SPACE_CHARS = 256
 """Characters of white space between two tags, at most."""

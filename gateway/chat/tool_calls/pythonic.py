@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from specdec.gateway.chat.deltas import may_become
-from specdec.gateway.chat.tool_calls.buffered import BufferedParser
-from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
+from specdec.gateway.chat.tool_calls.parts.buffered import BufferedParser
+from specdec.gateway.chat.tool_calls.parts.call_object import MOST_NAME_CHARS
 
 _START = "<|python_start|>"
 _END = "<|python_end|>"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specdec.gateway.chat.parsing import check_names, make_message_parser
 from specdec.gateway.chat.tool_calls import make_tool_parser
-from specdec.gateway.chat.tool_calls.typed_text import as_json_of_type, types_of
+from specdec.gateway.chat.tool_calls.parts.typed_text import as_json_of_type, types_of
 from tests.support.chat.parsed import Message, cut, parse, told
 from tests.support.for_each import for_each
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from specdec.gateway.chat.deltas import MessageDelta, split_at_marker
-from specdec.gateway.chat.tool_calls.call_object import CallObject
-from specdec.gateway.chat.tool_calls.call_writer import CallWriter
-from specdec.gateway.chat.tool_calls.json_scan import JsonScan, Scan
+from specdec.gateway.chat.tool_calls.parts.call_object import CallObject
+from specdec.gateway.chat.tool_calls.parts.call_writer import CallWriter
+from specdec.gateway.chat.tool_calls.parts.json_scan import JsonScan, Scan
 
 
 class BufferedParser:

@@ -6,8 +6,8 @@ import json
 from enum import Enum, auto
 from typing import Any
 
-from specdec.gateway.chat.tool_calls.call_writer import CallWriter
-from specdec.gateway.chat.tool_calls.json_scan import JsonScan, Scan, skip_space
+from specdec.gateway.chat.tool_calls.parts.call_writer import CallWriter
+from specdec.gateway.chat.tool_calls.parts.json_scan import JsonScan, Scan, skip_space
 
 MOST_NAME_CHARS = 256
 _ARGUMENTS = ("arguments", "parameters")
