@@ -332,6 +332,7 @@ class GenerateCalls:
             notices=[*self._fleet.notices(), *notices],
             is_constrained=plan.request.is_constrained,
             is_salted=plan.request.is_salted,
+            is_thinking=plan.is_thinking,
         )
         return api.GenerateResponse(started=started)
 

@@ -85,6 +85,8 @@ class RequestPlan:
     speculation: CheckedSpeculation
     prediction: list[int]
     """Token ids that the client expects as output."""
+    is_thinking: bool | None
+    """Whether the rendered prompt ends within a think section; None: unknown."""
     max_tokens: int
     """Output limit of each choice."""
     max_model_len: int
@@ -219,6 +221,7 @@ class Planner:
             sampling=sampling,
             speculation=asked.speculation,
             prediction=texts.prediction,
+            is_thinking=texts.is_thinking,
             max_tokens=terms.max_tokens,
             max_model_len=asked.max_model_len,
             seed=asked.seed,

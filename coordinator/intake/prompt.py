@@ -29,6 +29,7 @@ _INLINE_BYTES = 8192
 """Bytes tokenized in the event loop: more would hold up the other streams, and for less a thread costs too much."""
 _INLINE_MESSAGES = 64
 """Messages rendered in the event loop: even empty ones cost a template time."""
+_MOST_MARKER_CHARS = 128
 _MOST_BEHIND = 3
 """Layout tokens that a template may put between an empty think section and the answer."""
 
@@ -41,6 +42,8 @@ class Texts:
     """Truncated if the client asked for it."""
     prediction: list[int]
     """Expected output."""
+    is_thinking: bool | None = None
+    """Whether the rendered prompt ends within a think section; None: unknown."""
 
 
 class PromptReader:
@@ -57,6 +60,8 @@ class PromptReader:
         self._turns = turns
         self._tenant = tenant
         self._weight = weight
+        self._think_markers = api.ThinkMarkers()
+        self._is_thinking: bool | None = None
 
     async def tokenize(self, body: api.GenerateRequest, sampling: CheckedSampling) -> Texts:
         """All texts of a request as tokens: bad words and the start of the constraint go into `sampling`.
@@ -64,13 +69,14 @@ class PromptReader:
         Raises:
             InvalidRequest: names the first bad text, in the order prompt, bad words, prediction, constraint.
         """
+        self._think_markers = _checked_markers(body)
         prompt = await self.read(body, sampling)
         for sequence in await self.bad_words(body.sampling.bad_words):
             sampling.token_sampling.bad_words.add(token_ids=sequence)
         prediction = await self.read_prediction(body)
         if sampling.token_sampling.HasField("constraint"):
-            resolve_start(sampling.token_sampling.constraint, prompt, self._tokenizer)
-        return Texts(prompt, prediction)
+            resolve_start(sampling.token_sampling.constraint, prompt, self._tokenizer, self._is_thinking)
+        return Texts(prompt, prediction, self._is_thinking)
 
     async def read(self, body: api.GenerateRequest, sampling: CheckedSampling) -> list[int]:
         """The prompt, checked and truncated.
@@ -202,24 +208,58 @@ class PromptReader:
             raise context_exceeded("messages", str(error), self._limits) from None
         if not text:
             raise InvalidRequest("messages", "must not be empty once it is rendered")
+        if (markers := self._think_markers).start:
+            self._is_thinking = _ends_in_thoughts(text, markers, messages.continue_final_message)
         return text
 
 
-def resolve_start(constraint: pb.Constraint, prompt: Sequence[int], tokenizer: TextTokenizer) -> None:
-    """Replace the constraint's start text by its token id, or by nothing if the prompt ends with that token.
+def resolve_start(
+    constraint: pb.Constraint, prompt: Sequence[int], tokenizer: TextTokenizer, is_thinking: bool | None = None
+) -> None:
+    """Replace the constraint's start texts by token ids, or by nothing if the prompt ends behind the start.
+
+    Args:
+        constraint: changed.
+        prompt: its token ids.
+        tokenizer: the model's.
+        is_thinking: whether the prompt ends in the text before the constraint; None: its last tokens tell.
 
     Raises:
-        InvalidRequest: the text is not one token.
+        InvalidRequest: the text after which the constraint begins is not one token.
     """
-    if not (text := constraint.after_token):
+    text, opening = constraint.after_token, constraint.opening_token
+    constraint.after_token = constraint.opening_token = ""
+    if not text:
         return
-    token_id = tokenizer.token_id(text)
+    token_id, opening_id = tokenizer.token_id(text), tokenizer.token_id(opening) if opening else None
     if token_id is None:
         message = f"{text[:100]!r} is not one token of the model: name a token of its vocabulary"
         raise InvalidRequest("sampling.constraint.after_token", message)
-    constraint.after_token = ""
-    if token_id not in prompt[-1 - _MOST_BEHIND :]:
-        constraint.after_token_id = token_id
+    markers = [token for token in prompt[-1 - _MOST_BEHIND :] if token in (token_id, opening_id)]
+    if is_thinking is None:
+        is_thinking = bool(markers) and markers[-1] == opening_id
+    if not is_thinking and markers and markers[-1] == token_id:
+        return
+    constraint.after_token_id = token_id
+    if not is_thinking and opening_id is not None:
+        constraint.opening_token_id = opening_id
+
+
+def _checked_markers(body: api.GenerateRequest) -> api.ThinkMarkers:
+    """The request's think markers; empty ones if it has none. Raises InvalidRequest."""
+    markers = body.think_markers
+    if body.HasField("think_markers") and not (
+        0 < len(markers.start) <= _MOST_MARKER_CHARS and 0 < len(markers.end) <= _MOST_MARKER_CHARS
+    ):
+        raise InvalidRequest("think_markers", f"start and end must have 1 to {_MOST_MARKER_CHARS} characters")
+    return markers
+
+
+def _ends_in_thoughts(text: str, markers: api.ThinkMarkers, is_continued: bool) -> bool:
+    """Whether a rendered prompt ends within a think section: its template opened one, or the continued message did."""
+    if is_continued:
+        return text.rfind(markers.start) > text.rfind(markers.end)
+    return text.rstrip().endswith(markers.start)
 
 
 def _check_prediction_length(field: str, num_tokens: int, limits: Limits) -> None:

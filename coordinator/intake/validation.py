@@ -257,11 +257,10 @@ def _check_constraint(constraint: pb.Constraint, limits: Limits) -> None:
     if not limits.knows_constraints:
         message = "the targets of this model do not support constraints: leave it out"
         raise InvalidRequest("sampling.constraint", message, reason="CONSTRAINTS_UNKNOWN")
-    if constraint.HasField("after_token_id") and constraint.after_token_id >= limits.vocab_size:
-        raise InvalidRequest(
-            "sampling.constraint.after_token_id",
-            f"{constraint.after_token_id} is outside the vocabulary of {limits.vocab_size}",
-        )
+    for name in ("after_token_id", "opening_token_id"):
+        if (token_id := getattr(constraint, name)) >= limits.vocab_size:
+            message = f"{token_id} is outside the vocabulary of {limits.vocab_size}"
+            raise InvalidRequest(f"sampling.constraint.{name}", message)
     if constraint.HasField("after_token_id") and constraint.after_token:
         raise InvalidRequest("sampling.constraint.after_token", "conflicts with after_token_id: send one of them")
 

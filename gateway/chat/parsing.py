@@ -7,7 +7,8 @@ from typing import Any
 
 from specdec.gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
 from specdec.gateway.chat.messages import ToolChoice
-from specdec.gateway.chat.reasoning import make_reasoning_parser
+from specdec.gateway.chat.reasoning import ThinkParser, make_reasoning_parser
+from specdec.gateway.chat.thoughts import CallsInThoughts
 from specdec.gateway.chat.tool_calls.families import make_tool_parser
 from specdec.gateway.chat.tool_calls.forced import ForcedCallsParser
 
@@ -23,7 +24,7 @@ def make_message_parser(
     parallel_tool_calls: bool = True,
     thinking: bool | None = None,
     schemas: Mapping[str, Any] | None = None,
-) -> StreamingParser:
+) -> MessageParser:
     """Make a parser of one choice's message.
 
     Parsing does not guarantee that a call is made, or that its arguments fit a schema. If the output was constrained
@@ -51,7 +52,17 @@ def make_message_parser(
         tool_parser = ForcedCallsParser(sole_function)
     elif tools == "harmony":
         return MessageParser(PlainParser(), tool_parser, parallel_tool_calls)
-    return MessageParser(make_reasoning_parser(reasoning, thinking=thinking), tool_parser, parallel_tool_calls)
+    thoughts = None
+    if has_tools and tool_choice != "none" and not forced:
+        thoughts = CallsInThoughts(lambda: make_tool_parser(tools, schemas))
+    reasoning_parser = make_reasoning_parser(reasoning, thinking=thinking)
+    return MessageParser(reasoning_parser, tool_parser, parallel_tool_calls, thoughts)
+
+
+def begin(parser: StreamingParser, is_thinking: bool | None) -> None:
+    """Tell a parser of messages whether the rendered prompt ends within a think section; None: unknown."""
+    if isinstance(parser, MessageParser) and is_thinking is not None:
+        parser.begin(is_thinking)
 
 
 def check_names(reasoning: str, tools: str) -> None:
@@ -63,12 +74,24 @@ def check_names(reasoning: str, tools: str) -> None:
 
 
 class MessageParser:
-    """Passes the content of a reasoning parser to a tool parser."""
+    """Passes content to a tool parser, and looks for calls in thoughts that never end."""
 
-    def __init__(self, reasoning: StreamingParser, tools: StreamingParser, parallel_tool_calls: bool) -> None:
+    def __init__(
+        self,
+        reasoning: StreamingParser,
+        tools: StreamingParser,
+        parallel_tool_calls: bool,
+        thoughts: CallsInThoughts | None = None,
+    ) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self._parallel_tool_calls = parallel_tool_calls
+        self._thoughts = thoughts if isinstance(reasoning, ThinkParser) else None
+
+    def begin(self, is_thinking: bool) -> None:
+        """Say before the first text whether the rendered prompt ends within a think section."""
+        if isinstance(self._reasoning, ThinkParser):
+            self._reasoning.begin(is_thinking)
 
     def push(self, text: str) -> list[MessageDelta]:
         """See `StreamingParser.push`."""
@@ -76,16 +99,27 @@ class MessageParser:
 
     def finish(self) -> list[MessageDelta]:
         """See `StreamingParser.finish`."""
-        return [*self._through(self._reasoning.finish()), *filter(self._is_wanted, self._tools.finish())]
+        through = self._through(self._reasoning.finish())
+        if self._thoughts is not None:
+            through += filter(self._is_wanted, self._thoughts.finish())
+        return [*through, *filter(self._is_wanted, self._tools.finish())]
 
     def _through(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
         through: list[MessageDelta] = []
         for delta in deltas:
-            if delta.reasoning:
+            if delta.reasoning and self._thoughts is not None:
+                through += self._thoughts.push(delta.reasoning)
+            elif delta.reasoning:
                 through.append(MessageDelta(reasoning=delta.reasoning))
             if delta.content:
+                through += self._closed()
                 through += filter(self._is_wanted, self._tools.push(delta.content))
-        return through
+        return through + self._closed()
+
+    def _closed(self) -> list[MessageDelta]:
+        """The held reasoning, if the section has ended."""
+        is_open = isinstance(self._reasoning, ThinkParser) and self._reasoning.is_open
+        return [] if self._thoughts is None or is_open else self._thoughts.closed()
 
     def _is_wanted(self, delta: MessageDelta) -> bool:
         return self._parallel_tool_calls or delta.tool_call is None or delta.tool_call.index == 0

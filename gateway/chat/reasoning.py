@@ -18,6 +18,8 @@ class _Style:
     end: str
     starts_in_prompt: bool
     """The prompt ends with the start marker, so the output has only the end marker."""
+    opening_token: str = ""
+    """The token that begins the start marker; empty: the marker is one token."""
 
 
 _THINK = ("<think>", "</think>")
@@ -28,10 +30,12 @@ _STYLES = {
     "deepseek_r1": _Style(*_THINK, starts_in_prompt=True),
     "deepseek_v3": _Style(*_THINK, starts_in_prompt=False),
     "mistral": _Style("[THINK]", "[/THINK]", starts_in_prompt=False),
+    "seed_oss": _Style("<seed:think>", "</seed:think>", starts_in_prompt=False),
+    "gemma4": _Style("<|channel>thought", "<channel|>", starts_in_prompt=False, opening_token="<|channel>"),
 }
 REASONING_PARSERS = ("none", *_STYLES, "harmony")
 """Names that `make_reasoning_parser` knows."""
-_WITH_SPECIAL_TOKENS = ("mistral", "harmony")
+_WITH_SPECIAL_TOKENS = ("mistral", "harmony", "seed_oss", "gemma4")
 
 
 ReasoningParser: TypeAlias = StreamingParser
@@ -76,6 +80,18 @@ def end_of_thinking(name: str, thinking: bool | None) -> str:
     return "" if style is None or thinking is False else style.end
 
 
+def think_markers(name: str) -> tuple[str, str] | None:
+    """Start and end of think sections; None if the parser knows none."""
+    style = _STYLES.get(name)
+    return None if style is None else (style.start, style.end)
+
+
+def opening_token(name: str) -> str:
+    """The token that begins a think section; empty if the parser knows none."""
+    style = _STYLES.get(name)
+    return "" if style is None else style.opening_token or style.start
+
+
 def _opens_when_asked(name: str, style: _Style) -> bool:
     # DeepSeek V3.1 thinks on request, and then its template opens the section.
     return style.starts_in_prompt or name == "deepseek_v3"
@@ -102,6 +118,17 @@ class ThinkParser:
         self._starts_open = starts_open
         self._at = _At.START
         self._held = ""
+
+    def begin(self, is_open: bool) -> None:
+        """Say before the first text whether it begins within the section, by the end of the rendered prompt."""
+        self._starts_open = is_open
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the section has begun and not ended."""
+        if self._at is _At.START:
+            return self._starts_open
+        return self._at in (_At.REASONING_START, _At.REASONING)
 
     def push(self, text: str) -> list[MessageDelta]:
         """See `StreamingParser.push`."""

@@ -62,7 +62,7 @@ def chat_routes(parts: Parts) -> APIRouter:
                 keep_alive_s=parts.settings.keep_alive_s,
             )
         whole = ChatWhole(asked, head, make_parser, echoed(asked))
-        return JsonResponse(await while_connected(request.receive, _answer(parts, caller, asked, body, head, whole)))
+        return JsonResponse(await while_connected(request.receive, _answer(parts, caller, asked, body, whole)))
 
     return router
 
@@ -76,10 +76,10 @@ async def _begun(
 
 
 async def _answer(
-    parts: Parts, caller: CallerStub, asked: ChatRequest, body: api.GenerateRequest, head: AnswerHead, whole: ChatWhole
+    parts: Parts, caller: CallerStub, asked: ChatRequest, body: api.GenerateRequest, whole: ChatWhole
 ) -> dict[str, object]:
     result = await whole_output(parts, caller, body)
-    head.take(result.started)
+    whole.begin(result.started)
     answer = whole.answer(result.choices, result.prompt_logprobs, result.texts, result.finished)
     if asked.return_token_ids:
         answer["prompt_token_ids"] = await _prompt_ids(caller, asked, body)

@@ -27,7 +27,10 @@ from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
 
-_CONSTRAINT_NAMES = {"constraint": "text.format", "constraint.json_schema": SCHEMA_FIELD}
+_CONSTRAINT_NAMES = {
+    **dict.fromkeys(("constraint", "constraint.after_token"), "text.format"),
+    "constraint.json_schema": SCHEMA_FIELD,
+}
 _NAMES = MappingProxyType(
     {**CHAT_FIELD_NAMES, "max_tokens": "max_output_tokens", "messages": "input", **_CONSTRAINT_NAMES}
 )

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.chat import parsing
 from specdec.gateway.chat.deltas import MessageDelta, StreamingParser
-from specdec.gateway.translation.head import AnswerHead, finish_reason, stop_reason
+from specdec.gateway.translation.head import AnswerHead, finish_reason, is_thinking, stop_reason
 from specdec.gateway.translation.logprobs import chat_logprobs, prompt_logprobs
 from specdec.gateway.translation.origins import OriginCounter
 from specdec.gateway.translation.steps import steps_told
@@ -45,6 +46,12 @@ class _ChatAnswer:
         self._head = head
         self._echo = echo
         self._choices = [_Choice(make_parser()) for _ in range(request.num_choices)]
+
+    def begin(self, started: api.GenerateStarted) -> None:
+        """Take what the first chunk says."""
+        self._head.take(started)
+        for choice in self._choices:
+            parsing.begin(choice.parser, is_thinking(started))
 
     def _deltas(self, choice: _Choice, deltas: list[MessageDelta]) -> list[dict[str, Any]]:
         """The deltas as `ChatDelta`s without the role."""
@@ -118,7 +125,7 @@ class ChatEvents(_ChatAnswer):
         """The events of a chunk; `texts` has the tokens of its log-probabilities."""
         match chunk.WhichOneof("chunk"):
             case "started":
-                self._head.take(chunk.started)
+                self.begin(chunk.started)
                 self._num_prompt = chunk.started.num_prompt_tokens
             case "delta":
                 return self._output(chunk.delta, texts)

@@ -9,9 +9,8 @@ from typing import Any
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.errors import invalid, unsupported
 from specdec.gateway.chat import reasoning, tool_calls
-from specdec.gateway.chat.deltas import StreamingParser
 from specdec.gateway.chat.messages import ToolChoice, check_tools, to_chat_messages
-from specdec.gateway.chat.parsing import make_message_parser
+from specdec.gateway.chat.parsing import MessageParser, make_message_parser
 from specdec.gateway.translation.constraint import constraint_names
 from specdec.gateway.translation.forced_calls import calls_tag, is_forced, sole_function
 from specdec.gateway.translation.sampling import FIELD_NAMES, check_stream, generate_request, sampling_params
@@ -57,10 +56,14 @@ def chat_to_generate(
             chat_template=request.chat_template,
         )
     )
+    if (markers := reasoning.think_markers(reasoning_parser)) is not None:
+        body.think_markers.start, body.think_markers.end = markers
     if request.prediction is not None and request.prediction.text:
         body.prediction.text = request.prediction.text
     if forces_calls(request, tool_parser):
         _force_calls(request, body.sampling, after, unenforced)
+    if body.sampling.constraint.after_token:
+        body.sampling.constraint.opening_token = reasoning.opening_token(reasoning_parser)
     is_read = calls_tools(request) and not forces_calls(request, tool_parser)
     marks_calls = is_read and tool_calls.marks_are_special_tokens(tool_parser)
     if request.skip_special_tokens is None and (marks_calls or reasoning.marks_are_special_tokens(reasoning_parser)):
@@ -98,11 +101,12 @@ def chat_field_names(request: ChatRequest, tool_parser: str) -> Mapping[str, str
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     if forces_calls(request, tool_parser):
-        return {**names, "constraint": "tool_choice", "constraint.structural_tag": "tools"}
+        choice = dict.fromkeys(("constraint", "constraint.after_token"), "tool_choice")
+        return {**names, **choice, "constraint.structural_tag": "tools"}
     return {**names, **constraint_names(request)}
 
 
-def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Callable[[], StreamingParser]:
+def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Callable[[], MessageParser]:
     """A function that makes a parser for each choice. Raises ApiError and InvalidRequest if tools cannot be read."""
     forced = forces_calls(request, tool_parser)
     if calls_tools(request) and tool_parser == "none" and not forced:
@@ -113,7 +117,7 @@ def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Ca
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     sole = sole_function(tools, choice) if forced else ""
 
-    def make() -> StreamingParser:
+    def make() -> MessageParser:
         return make_message_parser(
             reasoning_parser,
             tool_parser,

@@ -21,6 +21,7 @@ from specdec.gateway.schemas.enforceable import enforceable
 from specdec.v1 import common_pb2 as pb
 
 _FORMS = ("json_schema", "regex", "choice", "grammar", "json_object", "structural_tag")
+_OF_ALL_FORMS = ("constraint", "constraint.after_token")
 _WRITTEN = {"json_schema": "json"}
 _FORMAT_FIELD = "response_format"
 SCHEMA_FIELD = f"{_FORMAT_FIELD}.json_schema.schema"
@@ -53,10 +54,11 @@ def constraint_names(request: SamplingFields) -> Mapping[str, str]:
     """HTTP field names by gRPC field names, for the field that brought the constraint."""
     if request.structured_outputs is None:
         # A structural tag is in the format itself, beside its type.
-        of_schema = {"constraint.json_schema": SCHEMA_FIELD}
-        return {"constraint": _FORMAT_FIELD, "constraint.structural_tag": _FORMAT_FIELD, **of_schema}
-    names = {f"constraint.{form}": f"{_OUTPUTS_FIELD}.{_WRITTEN.get(form, form)}" for form in _FORMS}
-    return {"constraint": _OUTPUTS_FIELD, **names, "constraint.choice.texts": f"{_OUTPUTS_FIELD}.choice"}
+        names = dict.fromkeys((*_OF_ALL_FORMS, "constraint.structural_tag"), _FORMAT_FIELD)
+        return {**names, "constraint.json_schema": SCHEMA_FIELD}
+    names = dict.fromkeys(_OF_ALL_FORMS, _OUTPUTS_FIELD)
+    names |= {f"constraint.{form}": f"{_OUTPUTS_FIELD}.{_WRITTEN.get(form, form)}" for form in _FORMS}
+    return {**names, "constraint.choice.texts": f"{_OUTPUTS_FIELD}.choice"}
 
 
 def _of_format(request: SamplingFields, unenforced: list[str]) -> pb.Constraint | None:

@@ -20,8 +20,8 @@ from specdec.gateway.schemas.enforceable import enforceable
 from specdec.wire.errors import InvalidRequest
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_CALL_BYTES = 512
-"""Bytes of one call in the constraint, about: a tag with a schema."""
+_MOST_FUNCTIONS = 250
+"""Functions of a request: a structural tag has at most 512 formats, and a call takes two."""
 _UNSAFE = re.compile(r"[^\w\-.:/ ]", re.ASCII)
 """Characters of a name that are escaped: in a tag, the text of a special token means that token."""
 
@@ -51,9 +51,8 @@ def calls_tag(
     """
     name = named_function(tool_choice)
     chosen = [(i, t["function"]) for i, t in enumerate(tools) if name in (None, t["function"]["name"])]
-    if len(chosen) * _CALL_BYTES > MAX_CONSTRAINT_BYTES:
-        message = f"{len(chosen)} functions are more than {MAX_CONSTRAINT_BYTES // _CALL_BYTES}: send fewer"
-        raise InvalidRequest("tools", message)
+    if len(chosen) > _MOST_FUNCTIONS:
+        raise InvalidRequest("tools", f"{len(chosen)} functions are more than {_MOST_FUNCTIONS}: send fewer")
     calls = {
         "type": "tags_with_separator",
         "tags": [_call(index, function, unenforced) for index, function in chosen],

@@ -39,6 +39,11 @@ class AnswerHead:
         }
 
 
+def is_thinking(started: api.GenerateStarted) -> bool | None:
+    """Whether the rendered prompt ends within a think section; None: unknown."""
+    return started.is_thinking if started.HasField("is_thinking") else None
+
+
 def finish_reason(finished: api.ChoiceFinished) -> str:
     """stop, length or abort."""
     return _REASONS.get(finished.reason, "abort")

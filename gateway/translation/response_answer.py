@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.gateway.api.responses import ResponsesRequest
+from specdec.gateway.chat import parsing
 from specdec.gateway.chat.deltas import MessageDelta, StreamingParser
-from specdec.gateway.translation.head import AnswerHead
+from specdec.gateway.translation.head import AnswerHead, is_thinking
 from specdec.gateway.translation.logprobs import chat_logprobs
 from specdec.gateway.translation.origins import OriginCounter
 from specdec.gateway.translation.steps import steps_told
@@ -48,6 +49,7 @@ class ResponseEvents:
         match chunk.WhichOneof("chunk"):
             case "started":
                 self._head.take(chunk.started)
+                parsing.begin(self._parser, is_thinking(chunk.started))
                 return self._begin()
             case "delta":
                 logprobs: list[dict[str, Any]] = []

@@ -285,7 +285,7 @@ Global___TextChoices: _TypeAlias = TextChoices  # noqa: Y015
 @_typing.final
 class Constraint(_message.Message):
     """A constraint on a choice's output. Tokens that cannot lead to an allowed output are masked before temperature and cuts.
-    After a complete output only an end-of-sequence token may follow. At most 64 KiB in all.
+    After a complete output only an end-of-sequence token may follow. At most 256 KiB in all.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -298,6 +298,8 @@ class Constraint(_message.Message):
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     AFTER_TOKEN_ID_FIELD_NUMBER: _builtins.int
     AFTER_TOKEN_FIELD_NUMBER: _builtins.int
+    OPENING_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    OPENING_TOKEN_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON schema, as JSON."""
     json_object: _builtins.bool
@@ -312,6 +314,12 @@ class Constraint(_message.Message):
     """The constraint begins after the first such output token; absent: at once."""
     after_token: _builtins.str
     """From clients: the text of the special token of after_token_id, for example </think>; ignored if the prompt ends with it."""
+    opening_token_id: _builtins.int
+    """With after_token_id: an output that does not begin with this token is constrained from its beginning; absent: none is."""
+    opening_token: _builtins.str
+    """From clients: the text of the special token of opening_token_id, for example <think>; ignored if the prompt ends with
+    it, or if it is no single token of the model.
+    """
     @_builtins.property
     def choice(self) -> Global___TextChoices:
         """One of these texts."""
@@ -327,17 +335,23 @@ class Constraint(_message.Message):
         structural_tag: _builtins.str = ...,
         after_token_id: _builtins.int | None = ...,
         after_token: _builtins.str = ...,
+        opening_token_id: _builtins.int | None = ...,
+        opening_token: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id", "after_token_id", b"after_token_id", "choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id", "_opening_token_id", b"_opening_token_id", "after_token_id", b"after_token_id", "choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "opening_token_id", b"opening_token_id", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id", "after_token", b"after_token", "after_token_id", b"after_token_id", "choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id", "_opening_token_id", b"_opening_token_id", "after_token", b"after_token", "after_token_id", b"after_token_id", "choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "opening_token", b"opening_token", "opening_token_id", b"opening_token_id", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_token_id: _TypeAlias = _typing.Literal["after_token_id"]  # noqa: Y015
     _WhichOneofArgType__after_token_id: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id"]  # noqa: Y015
+    _WhichOneofReturnType__opening_token_id: _TypeAlias = _typing.Literal["opening_token_id"]  # noqa: Y015
+    _WhichOneofArgType__opening_token_id: _TypeAlias = _typing.Literal["_opening_token_id", b"_opening_token_id"]  # noqa: Y015
     _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__after_token_id) -> _WhichOneofReturnType__after_token_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__opening_token_id) -> _WhichOneofReturnType__opening_token_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
 

@@ -512,6 +512,7 @@ class GenerateRequest(_message.Message):
     PREDICTION_FIELD_NUMBER: _builtins.int
     WITH_STEPS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    THINK_MARKERS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, unique among running requests of its tenant; random if empty."""
     model: _builtins.str
@@ -554,6 +555,10 @@ class GenerateRequest(_message.Message):
     def prediction(self) -> Global___Prediction:
         """Expected output, at most as many tokens as the model's context. Used if the target runs the drafter prediction."""
 
+    @_builtins.property
+    def think_markers(self) -> Global___ThinkMarkers:
+        """The markers around the model's thoughts; absent: GenerateStarted says nothing about them."""
+
     def __init__(
         self,
         *,
@@ -570,16 +575,43 @@ class GenerateRequest(_message.Message):
         prediction: Global___Prediction | None = ...,
         with_steps: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
+        think_markers: Global___ThinkMarkers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "prediction", b"prediction", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "prediction", b"prediction", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "think_markers", b"think_markers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "input", b"input", "messages", b"messages", "model", b"model", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs_in_parts", b"prompt_logprobs_in_parts", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "with_steps", b"with_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "input", b"input", "messages", b"messages", "model", b"model", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs_in_parts", b"prompt_logprobs_in_parts", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "think_markers", b"think_markers", "with_steps", b"with_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ThinkMarkers(_message.Message):
+    """The markers of a think section."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    start: _builtins.str
+    """Its start, for example <think>."""
+    end: _builtins.str
+    """Its end, for example </think>."""
+    def __init__(
+        self,
+        *,
+        start: _builtins.str = ...,
+        end: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ThinkMarkers: _TypeAlias = ThinkMarkers  # noqa: Y015
 
 @_typing.final
 class GenerateStarted(_message.Message):
@@ -595,6 +627,7 @@ class GenerateStarted(_message.Message):
     NOTICES_FIELD_NUMBER: _builtins.int
     IS_CONSTRAINED_FIELD_NUMBER: _builtins.int
     IS_SALTED_FIELD_NUMBER: _builtins.int
+    IS_THINKING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     seed: _builtins.int
@@ -607,6 +640,8 @@ class GenerateStarted(_message.Message):
     """The request's constraint holds. False without one, and from servers without constraints."""
     is_salted: _builtins.bool
     """The request's cache_salt holds. False without one, and from servers without salts."""
+    is_thinking: _builtins.bool
+    """The prompt, rendered from messages, ends within a think section. Absent without think_markers and without messages."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelIdentity:
         """The target's model."""
@@ -626,12 +661,15 @@ class GenerateStarted(_message.Message):
         notices: _abc.Iterable[_builtins.str] | None = ...,
         is_constrained: _builtins.bool = ...,
         is_salted: _builtins.bool = ...,
+        is_thinking: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_is_thinking", b"_is_thinking", "is_thinking", b"is_thinking", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_constrained", b"is_constrained", "is_salted", b"is_salted", "model", b"model", "notices", b"notices", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "resume_token", b"resume_token", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_is_thinking", b"_is_thinking", "is_constrained", b"is_constrained", "is_salted", b"is_salted", "is_thinking", b"is_thinking", "model", b"model", "notices", b"notices", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "resume_token", b"resume_token", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__is_thinking: _TypeAlias = _typing.Literal["is_thinking"]  # noqa: Y015
+    _WhichOneofArgType__is_thinking: _TypeAlias = _typing.Literal["_is_thinking", b"_is_thinking"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__is_thinking) -> _WhichOneofReturnType__is_thinking | None: ...
 
 Global___GenerateStarted: _TypeAlias = GenerateStarted  # noqa: Y015
 

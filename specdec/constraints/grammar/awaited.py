@@ -132,6 +132,7 @@ class AwaitedGrammars(Generic[ConstrainedT]):
             vocab_size=self._compiler.vocab_size,
             eos_token_ids=sorted(self._compiler.eos_token_ids),
             after_token_id=constraint.after_token_id if constraint.HasField("after_token_id") else None,
+            opening_token_id=constraint.opening_token_id if constraint.HasField("opening_token_id") else None,
             holds_back_eos=body.sampling.ignore_eos,
         )
         session.constraint = KnownConstraint(compilation, following)

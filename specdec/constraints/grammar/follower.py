@@ -36,6 +36,7 @@ class Following(TypedDict):
     vocab_size: int
     eos_token_ids: list[int]
     after_token_id: int | None
+    opening_token_id: int | None
     holds_back_eos: bool
 
 
@@ -44,6 +45,8 @@ class TooSlow(Exception):
 
 
 class _Phase(enum.Enum):
+    START = enum.auto()
+    """The grammar decides, but the opening token is allowed, too."""
     BEFORE = enum.auto()
     """All tokens are allowed."""
     INSIDE = enum.auto()
@@ -55,8 +58,9 @@ class _Phase(enum.Enum):
 class GrammarFollower:
     """One session's place in its grammar. Committed tokens move it; masks of trees do not.
 
-    All tokens are allowed before `after_token_id`, none after an end-of-sequence token. Not thread-safe. Cost: about 1
-    us per token, 10 to 30 us per mask of a small vocabulary.
+    All tokens are allowed before `after_token_id`, none after an end-of-sequence token. With `opening_token_id` this
+    holds for outputs that begin with it; others are constrained from their beginning. Not thread-safe. Cost: about 1 us
+    per token, 10 to 30 us per mask of a small vocabulary.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class GrammarFollower:
         vocab_size: int,
         eos_token_ids: Collection[int],
         after_token_id: int | None = None,
+        opening_token_id: int | None = None,
         holds_back_eos: bool = False,
     ) -> None:
         """Start before the first output token.
@@ -77,6 +82,7 @@ class GrammarFollower:
             vocab_size: ids at and past it are never allowed.
             eos_token_ids: tokens that may follow a complete output.
             after_token_id: token after which the grammar begins; None: it begins at once.
+            opening_token_id: first token of outputs that have text before the grammar; None: all have.
             holds_back_eos: forbid `eos_token_ids` while other tokens are allowed (`ignore_eos`).
         """
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -86,7 +92,9 @@ class GrammarFollower:
         self._vocab_size = vocab_size
         self._after = after_token_id
         self._holds_back_eos = holds_back_eos
-        self._phase = _Phase.BEFORE if after_token_id is not None else _Phase.INSIDE
+        self._opening = opening_token_id if after_token_id is not None else None
+        is_before = after_token_id is not None
+        self._phase = _Phase.START if self._opening is not None else _Phase.BEFORE if is_before else _Phase.INSIDE
         self._committed: list[int] = []
         """Committed tokens that the matcher has consumed."""
         self._trail: list[tuple[_Phase, int]] = []
@@ -206,6 +214,8 @@ class GrammarFollower:
         if phase is _Phase.BEFORE:
             if token == self._after:
                 self._phase = _Phase.INSIDE
+        elif phase is _Phase.START and token == self._opening:
+            self._phase = _Phase.BEFORE
         elif phase is _Phase.OVER:
             return False
         elif token in self._eos_token_ids:
@@ -216,12 +226,14 @@ class GrammarFollower:
             if self._matcher.is_error():
                 self._rebuild()
             return False
+        else:
+            self._phase = _Phase.INSIDE
         self._trail.append((phase, token))
         return True
 
     def _pop(self) -> None:
         phase, _ = self._trail.pop()
-        if phase is _Phase.INSIDE and self._phase is _Phase.INSIDE:
+        if phase in (_Phase.START, _Phase.INSIDE) and self._phase is _Phase.INSIDE:
             self._matcher.rollback(1)
         self._phase = phase
 
@@ -229,7 +241,11 @@ class GrammarFollower:
         """Tokens of the trail that the matcher has consumed."""
         is_over = self._phase is _Phase.OVER
         tokens = self._trail[:-1] if is_over and self._trail else self._trail
-        return [token for phase, token in tokens if phase is _Phase.INSIDE]
+        return [
+            token
+            for phase, token in tokens
+            if phase is _Phase.INSIDE or (phase is _Phase.START and token != self._opening)
+        ]
 
     def _rebuild(self) -> None:
         """Replace the matcher, which is unusable after it has hit a limit."""
@@ -258,6 +274,8 @@ class GrammarFollower:
                 fault = GrammarError(self._field, f"cannot be followed: {shown(self._matcher.get_error())}")
                 self._rebuild()
                 return NodeMask(self._no_words(), fault=fault)
+            if self._phase is _Phase.START and self._opening is not None and self._opening < self._vocab_size:
+                words[self._opening // 32] |= np.uint32(1 << self._opening % 32)
         if self._holds_back_eos:
             without = _cleared(words, self._eos_token_ids)
             words = without if without.any() else words

@@ -45,5 +45,6 @@ def follower(compiler: GrammarCompiler, constraint: pb.Constraint, *, ignore_eos
         vocab_size=compiler.vocab_size,
         eos_token_ids=compiler.eos_token_ids,
         after_token_id=constraint.after_token_id if constraint.HasField("after_token_id") else None,
+        opening_token_id=constraint.opening_token_id if constraint.HasField("opening_token_id") else None,
         holds_back_eos=ignore_eos,
     )

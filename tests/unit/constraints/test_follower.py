@@ -95,6 +95,29 @@ def test_the_grammar_begins_behind_its_token_which_may_stand_inside_a_tree(compi
     assert texts(grammar.masks([], [])[0]) == {"b"}
 
 
+def test_an_output_is_free_before_the_grammar_only_if_it_begins_with_the_opening_token(
+    compiler: GrammarCompiler,
+) -> None:
+    opening, end, a, b = (ids(text)[0] for text in "<zab")
+    constraint = pb.Constraint(regex="ab", after_token_id=end, opening_token_id=opening)
+    grammar = follower(compiler, constraint)
+    masks = grammar.masks([opening, b, end, a, a, b], [-1, 0, 1, 2, -1, 4])
+    assert opening in allowed(masks[0])
+    assert texts(masks[0]) - {"<"} == texts(masks[3])
+    assert [masks[i].words is None for i in (1, 2)] == [True, True]
+    assert texts(masks[4]) == texts(masks[5]) == {"b"}
+    assert allowed(masks[6]) == {EOS}
+    assert grammar.legal_nodes([b, opening, a, opening], [-1, -1, -1, 2]) == [False, True, True, False]
+    for output in ([opening, b, end, a], [a]):
+        again = follower(compiler, constraint)
+        again.commit(output)
+        assert texts(again.masks([], [])[0]) == {"b"}
+        assert again.forced() == [b]
+    assert grammar.forced() == []
+    beyond = pb.Constraint(regex="ab", after_token_id=end, opening_token_id=10**6)
+    assert allowed(follower(compiler, beyond).masks([], [])[0]) == allowed(masks[0]) - {opening}
+
+
 def test_min_tokens_holds_nothing_back_where_nothing_else_is_allowed(compiler: GrammarCompiler) -> None:
     grammar = follower(compiler, pb.Constraint(regex="ab?"))
     a, b = ids("a")[0], ids("b")[0]

@@ -46,7 +46,8 @@ def test_a_child_that_hangs_with_a_full_pipe_is_given_up() -> None:
 def test_a_child_that_takes_too_much_processor_time_is_given_up() -> None:
     child = LineProcess(_CHILD, {"tokenizer": _ARGUMENTS})
     child.ask({"close": 0})
-    following = {"vocab_size": VOCAB_SIZE, "eos_token_ids": [EOS], "after_token_id": None, "holds_back_eos": True}
+    places = {"after_token_id": None, "opening_token_id": None}
+    following = {"vocab_size": VOCAB_SIZE, "eos_token_ids": [EOS], **places, "holds_back_eos": True}
     question = {
         "key": 1,
         "field": "constraint.grammar",

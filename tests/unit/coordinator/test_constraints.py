@@ -20,6 +20,7 @@ from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import FailedPrecondition, InvalidRequest
+from tests.support.for_each import for_each
 
 MODELS = Path(__file__).parents[3] / "models"
 IDENTITY = pb.ModelIdentity(
@@ -60,6 +61,34 @@ def test_a_prompt_that_ends_with_the_token_begins_the_constraint(tokenizer: Text
         constraint = pb.Constraint(regex="a", after_token="<|pad|>")
         resolve_start(constraint, prompt, tokenizer)
         assert constraint == pb.Constraint(regex="a")
+
+
+@for_each(
+    "prompt, is_thinking, expected",
+    [
+        ([5], None, {"after_token_id": 2, "opening_token_id": 0}),
+        ([5], False, {"after_token_id": 2, "opening_token_id": 0}),
+        ([5, 0], None, {"after_token_id": 2}),
+        ([5, 0, 6], None, {"after_token_id": 2}),
+        ([0, 5, 6, 7, 8, 9], None, {"after_token_id": 2, "opening_token_id": 0}),
+        ([0, 5, 6, 7, 8, 9], True, {"after_token_id": 2}),
+        ([0, 2], None, {}),
+        ([0, 2, 6], False, {}),
+        ([2, 0], None, {"after_token_id": 2}),
+    ],
+)
+def test_the_prompt_s_end_decides_whether_the_output_must_begin_with_the_opening_token(
+    tokenizer: TextTokenizer, prompt: list[int], is_thinking: bool | None, expected: dict[str, int]
+) -> None:
+    constraint = pb.Constraint(regex="a", after_token="<|pad|>", opening_token="<|bos|>")
+    resolve_start(constraint, prompt, tokenizer, is_thinking)
+    assert constraint == pb.Constraint(regex="a", **expected)
+
+
+def test_an_opening_that_is_no_token_is_left_out(tokenizer: TextTokenizer) -> None:
+    constraint = pb.Constraint(regex="a", after_token="<|pad|>", opening_token="<nothing>")
+    resolve_start(constraint, [5], tokenizer)
+    assert constraint == pb.Constraint(regex="a", after_token_id=2)
 
 
 def test_a_start_that_is_no_token_is_refused(tokenizer: TextTokenizer) -> None:

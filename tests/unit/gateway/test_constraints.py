@@ -165,5 +165,7 @@ def test_errors_name_the_field_that_the_client_wrote(fields: dict[str, Any], fie
 )
 def test_the_answer_is_what_is_constrained_not_the_thoughts(parser: str, thinking: bool | None, expected: str) -> None:
     told = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
-    assert constraint(parser, structured_outputs={"regex": "a"}, **told).after_token == expected
+    found = constraint(parser, structured_outputs={"regex": "a"}, **told)
+    assert found.after_token == expected
+    assert found.opening_token == expected.replace("/", "")
     assert constraint(parser, **told) == pb.Constraint()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.gateway.chat.messages import ToolChoice
-from specdec.gateway.chat.parsing import make_message_parser
+from specdec.gateway.chat.parsing import begin, make_message_parser
 from specdec.gateway.chat.reasoning import REASONING_PARSERS, make_reasoning_parser
+from specdec.gateway.chat.tool_calls import TOOL_PARSERS
 from tests.support.chat.parsed import Message, cut, parse, told
+from tests.support.cost import lines_run
 from tests.support.for_each import for_each
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -87,6 +91,75 @@ def parsed(text: str, tool_choice: ToolChoice = None, has_tools: bool = True, pa
 def test_calls_are_found_after_the_reasoning_and_not_within() -> None:
     text = f"<think>\nPerhaps {CALL}?\n</think>\n\nSo.\n{CALL}"
     assert told(parsed(text)) == ("So.", f"Perhaps {CALL}?", [("f", '{"a": 1}')])
+
+
+@for_each(
+    "text, expected",
+    [
+        (f"<think>\nHm.\n{CALL}", ("", "Hm.\n", [("f", '{"a": 1}')])),
+        (f"<think>\nHm.\n{CALL}\n{CALL}\n", ("", "Hm.\n", [("f", '{"a": 1}')] * 2)),
+        (f"<think>{CALL} or {CALL}", ("", f"{CALL} or ", [("f", '{"a": 1}')])),
+        (f"<think>{CALL} or not", ("", f"{CALL} or not", [])),
+        (f"<think>{CALL[:-20]}", ("", CALL[:-20], [])),
+        ("<think>I write <tool_call> and stop", ("", "I write <tool_call> and stop", [])),
+        ("<think>I write <tool_", ("", "I write <tool_", [])),
+        (f"<think>{CALL}</think>", ("", CALL, [])),
+        (f"<think>{CALL}</think>So.", ("So.", CALL, [])),
+    ],
+)
+def test_calls_at_the_end_of_thoughts_that_never_end_are_calls(text: str, expected: Any) -> None:
+    for pieces in ([text], list(text)):
+        assert told(parse(make_message_parser("qwen3", "hermes", has_tools=True), pieces)) == expected
+
+
+OF_THOUGHTS = [CALL, CALL[:20], "<tool_call>", "</think>", "{", '"', "f", " ", "\n", "Hm"]
+
+
+@pytest.mark.parametrize("family", [name for name in TOOL_PARSERS if name != "harmony"])
+@given(
+    pieces=st.lists(st.sampled_from(OF_THOUGHTS), max_size=8),
+    places=st.lists(st.integers(0, 200), max_size=12),
+)
+@settings(max_examples=30, deadline=None)
+def test_thoughts_with_calls_are_told_the_same_however_they_are_cut(
+    family: str, pieces: list[str], places: list[int]
+) -> None:
+    text = "<think>" + "".join(pieces)
+
+    def message(parts: list[str]) -> Any:
+        return told(parse(make_message_parser("qwen3", family, has_tools=True), parts))
+
+    assert message(cut(text, places)) == message([text]) == message(list(text))
+
+
+def test_what_a_call_in_thoughts_costs_grows_no_faster_than_the_text() -> None:
+    def cost(num: int) -> int:
+        text = "<think>" + ("<tool_call>" + CALL[:40]) * num
+        return lines_run(lambda: parse(make_message_parser("qwen3", "hermes", has_tools=True), [text]))
+
+    assert cost(400) < 5 * cost(100)
+
+
+@for_each(
+    "name, is_thinking, text, expected",
+    [
+        ("qwen3", True, "Hm.</think>Paris.", ("Hm.", "Paris.")),
+        ("qwen3", True, "<think>Hm.</think>Paris.", ("Hm.", "Paris.")),
+        ("qwen3", False, "Paris.", ("", "Paris.")),
+        ("deepseek_r1", False, "Paris.", ("", "Paris.")),
+        ("deepseek_r1", False, "<think>Hm.</think>Paris.", ("Hm.", "Paris.")),
+        ("deepseek_r1", None, "Hm.</think>Paris.", ("Hm.", "Paris.")),
+        ("gemma4", False, "<|channel>thought\nHm.\n<channel|>Paris.", ("Hm.", "Paris.")),
+        ("seed_oss", True, "Hm.</seed:think>Paris.", ("Hm.", "Paris.")),
+    ],
+)
+def test_the_prompt_s_end_decides_where_the_output_begins(
+    name: str, is_thinking: bool | None, text: str, expected: tuple[str, str]
+) -> None:
+    parser = make_message_parser(name, "hermes", has_tools=True, thinking=True if name == "qwen3" else None)
+    begin(parser, is_thinking)
+    message = parse(parser, [text])
+    assert (message.reasoning, message.content) == expected
 
 
 @given(places=st.lists(st.integers(0, 200), max_size=12))

@@ -15,6 +15,8 @@ from tests.support.engine.local_pair import LocalPair
 from tests.support.engine.outcomes import Outcome
 from tests.unit.lossless.sessions import assert_equal
 
+BOS = 0
+
 REJECTION = pb.VERIFY_MODE_REJECTION
 
 
@@ -242,6 +244,23 @@ def test_the_end_of_thinking_may_fall_inside_a_draft(temperature: float, pair: L
         for verdict in outcome.verdicts:
             num_inside += 0 <= 40 + at - verdict.start_position < verdict.num_accepted - 1
     assert num_inside > 0
+
+
+def test_an_answer_without_thoughts_is_constrained_and_one_with_thoughts_is_so_behind_them(pair: LocalPair) -> None:
+    free = constrained(pb.Constraint(), temperature=0.0, max_tokens=40)
+    free.sampling.ClearField("constraint")
+    thoughts = plainly(pair, {"a": free})["a"].token_ids
+    end = next(token for at, token in enumerate(thoughts) if at > 3 and token not in thoughts[:at])
+    choice = TEXTS["one of several"].choice
+    bodies = {
+        name: constrained(pb.Constraint(choice=choice, after_token_id=end, opening_token_id=opening), temperature=0.0)
+        for name, opening in (("thinks", thoughts[0]), ("answers", BOS))
+    }
+    found = assert_all_alike(pair, bodies)
+    num_thoughts = thoughts.index(end) + 1
+    assert found["thinks"].token_ids[:num_thoughts] == thoughts[:num_thoughts]
+    assert text_of(Outcome(token_ids=found["thinks"].token_ids[num_thoughts:])) in choice.texts
+    assert text_of(found["answers"]) in choice.texts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -218,7 +218,7 @@ FLOORS = {
     "specdec.gateway.chat": """
         deltas messages
         tool_calls
-        reasoning
+        reasoning thoughts
         parsing
     """,
     "specdec.replica": """
