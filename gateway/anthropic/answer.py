@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from specdec.gateway.chat import parsing
 from specdec.gateway.chat.deltas import MessageDelta, StreamingParser, ToolCallDelta
-from specdec.gateway.translation.head import AnswerHead
+from specdec.gateway.translation.head import AnswerHead, is_thinking
 from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -43,6 +44,7 @@ class MessageEvents:
         match chunk.WhichOneof("chunk"):
             case "started":
                 self._head.take(chunk.started)
+                parsing.begin(self._parser, is_thinking(chunk.started))
                 usage = {"input_tokens": chunk.started.num_prompt_tokens, "output_tokens": 0}
                 return [{"type": "message_start", "message": self._message(usage)}]
             case "delta":
