@@ -26,6 +26,7 @@ from specdec.engine.model.kv_budget import CAPTURE_BYTES, NOTHING, Beside, CudaM
 from specdec.engine.model.linear import TorchHeads, TorchWeight, WeightPacker, torch_path
 from specdec.engine.model.loader import LoadedModel, load_model
 from specdec.engine.model.mixtures.blocks import make_model_row_invariant
+from specdec.engine.model.mixtures.routes import MOST_CHANGED, Routes
 from specdec.engine.model.mixtures.weights import EXPERTS_VERSION, ExpertsPacker, TorchExperts, native_experts
 from specdec.engine.model.model_check import refusing
 from specdec.engine.model.probe import ProbeLog, SelfTest, tolerance
@@ -87,6 +88,7 @@ class _Builder:
             raise ModelLoadError("deterministic: needs dtype float32 on a CPU, or a GPU")
         self._probe = SelfTest(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
         self._far: FarProof | None = None
+        self._routes = Routes(loaded.model)
         self._no_kernels = ""  # why there are none, and the remedy
         self._kernels = self._make_kernels() if self._is_exact else None
 
@@ -98,14 +100,15 @@ class _Builder:
             torch.set_num_threads(1 if self._is_exact else settings.num_threads)
         if self._group is not None:
             self._group.wait_for_all()  # later waits between ranks are short
-        expected = self._dense_logits() if settings.self_test else {}
+        expected = self._dense_logits(self._routes) if settings.self_test else {}
         with shortened(loaded.model) as has_switches:
-            short = self._dense_logits() if settings.self_test and has_switches else {}
+            short_routes = Routes(loaded.model)
+            short = self._dense_logits(short_routes) if settings.self_test and has_switches else {}
         if self._group is not None:
             shard_model(loaded.model, self._group)  # `expected` came from transformers' own wrappers
         ragged = RaggedModel(loaded.model, TiledAttention())
         if short:
-            self._prove_switches(ragged, short)
+            self._prove_switches(ragged, short, short_routes)
         recorded = ragged.record_attention(self._probe)
         if is_on_gpu(loaded.device):
             ragged.kernel = device_attention(recorded.geometries)
@@ -186,12 +189,12 @@ class _Builder:
             raise ModelLoadError(f"deterministic: {loaded.identity.name} is not row-invariant here: {why}")
         return ragged, kernel_path, row_invariant
 
-    def _prove_switches(self, ragged: RaggedModel, expected: DenseLogits) -> None:
+    def _prove_switches(self, ragged: RaggedModel, expected: DenseLogits, routes: Routes) -> None:
         """Compare paged logits with dense ones on both sides of every window and scale. Raises ModelNotSupported."""
         loaded = self._loaded
         with shortened(loaded.model):
             recorded = ragged.record_attention(self._probe)
-            error, _ = self._test(ragged, recorded.geometries, expected)
+            error, _ = self._test(ragged, recorded.geometries, expected, routes)
         if not error <= tolerance(loaded.dtype):
             raise ModelNotSupported(
                 loaded.model.config.model_type,
@@ -243,19 +246,26 @@ class _Builder:
             path += f"-experts-{EXPERTS_VERSION}"
         return path
 
-    def _dense_logits(self) -> DenseLogits:
-        """Logits ``[T, V]`` of the probe's sequences by the model's own attention."""
+    def _dense_logits(self, routes: Routes) -> DenseLogits:
+        """Logits ``[T, V]`` of the probe's sequences by the model's own attention; records their routes."""
         expected = {}
         with refusing(self._loaded.model.config.model_type):
             for tokens in self._probe.sequences:
                 ids = torch.tensor([tokens], device=self._loaded.device)
-                expected[tuple(tokens)] = self._loaded.model(input_ids=ids, use_cache=False).logits[0].float()
+                with routes.recording([tuple(tokens[: end + 1]) for end in range(len(tokens))]):
+                    logits = self._loaded.model(input_ids=ids, use_cache=False).logits[0]
+                expected[tuple(tokens)] = logits.float()
         return expected
 
     def _test(
-        self, step_model: StepModel, geometries: list[LayerGeometry], expected: DenseLogits
+        self,
+        step_model: StepModel,
+        geometries: list[LayerGeometry],
+        expected: DenseLogits,
+        routes: Routes | None = None,
     ) -> tuple[float, bool]:
-        """Run the self-test. Returns the error against dense logits, and whether rows were invariant.
+        """Run the self-test. Returns the error against dense logits along the same routes, and whether rows were
+        invariant. Raises ModelNotSupported if routers differ more often than near-ties explain.
 
         Without a self-test native kernels count as row-invariant, as they fix the order of sums; torch does not.
         """
@@ -264,8 +274,16 @@ class _Builder:
             return 0.0, self._kernels is not None
         cache = KVCache(geometries, probe.num_blocks, self._settings.block_size, loaded.dtype, loaded.device)
         with refusing(loaded.identity.architecture):
-            log: ProbeLog = probe.run(step_model, cache)
+            routes = routes or self._routes
+            log: ProbeLog = probe.run(step_model, cache, around=routes.following)
             far = 0.0 if self._far is None else self._far.error(step_model)
+        if routes.share_changed:
+            _logger.info("routers chose other experts than in a dense pass", extra={"share": routes.share_changed})
+        if routes.share_changed > MOST_CHANGED:
+            raise ModelNotSupported(
+                loaded.model.config.model_type,
+                f"in {routes.share_changed:.0%} of cases its routers choose other experts than in a dense pass",
+            )
         near = log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences)
         return near if far <= tolerance(loaded.dtype) else far, log.row_invariant
 

@@ -6,6 +6,7 @@ tolerance, and with each other bit by bit if the engine is to be row-invariant.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -92,8 +93,16 @@ class SelfTest:
         left, right, below = self._nodes
         return [[*self._first, left, below], [*self._first, right], self._second]
 
-    def run(self, forward: PagedForward, cache: KVCache, alone: PagedForward | None = None) -> ProbeLog:
-        """Run all batches. ``alone`` runs the token-by-token ones, for example on another number of threads."""
+    def run(
+        self,
+        forward: PagedForward,
+        cache: KVCache,
+        alone: PagedForward | None = None,
+        around: Callable[[Sequence[tuple[int, ...]]], AbstractContextManager[None]] = lambda paths: nullcontext(),
+    ) -> ProbeLog:
+        """Run all batches, each inside ``around`` its rows' tokens so far. ``alone`` runs the token-by-token ones, for
+        example on another number of threads.
+        """
         log = ProbeLog()
         first, second = self._first, self._second
         cut, half = len(first) // 2, len(second) // 2
@@ -107,10 +116,12 @@ class SelfTest:
             self._token_rows(0, first, 0, len(first)),
         ]
         for rows in plans:
-            log.add(rows, forward(self.batch(rows), cache))
+            with around([row.path for row in rows]):
+                log.add(rows, forward(self.batch(rows), cache))
         for position in range(len(first) - 3, len(first)):
             rows = self._token_rows(0, first, position, position + 1)
-            log.add(rows, (alone or forward)(self.batch(rows), cache))
+            with around([row.path for row in rows]):
+                log.add(rows, (alone or forward)(self.batch(rows), cache))
         return log
 
     def prefix_rows(self, num_rows: int) -> list[ProbeRow]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from specdec.engine.errors import ModelNotSupported
 from specdec.engine.model.linear import TorchWeight
 from specdec.engine.model.mixtures.functions import InvariantFunctions
+from specdec.engine.model.mixtures.routes import Routes
 from specdec.engine.model.mixtures.weights import (
     ExpertsPacker,
     ExpertWeights,
@@ -22,7 +27,7 @@ from specdec.engine.model.mixtures.weights import (
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.native.kernels import NativeKernels
 from specdec.engine.settings import EngineSettings
-from tests.support.engine.exactness import check_exactness
+from tests.support.engine.exactness import TOKENS, check_exactness
 from tests.support.engine.mixtures import MIXTURES
 from tests.support.engine.paged_attention import random_rows
 from tests.support.engine.tiny_models import save_random
@@ -151,3 +156,52 @@ def test_a_router_multiplies_by_the_packed_weight_and_adds_its_bias() -> None:
         three = torch.nn.functional.linear(rows, weight, bias)
     assert torch.equal(one, three[:1])
     torch.testing.assert_close(three, rows @ weight.T + bias)
+
+
+def many_layers(seed: int, directory: Path) -> Path:
+    config = MIXTURES["qwen3_moe"]()
+    config.num_hidden_layers = 6
+    return save_random(config, directory, seed=seed, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_near_ties_of_a_router_in_half_precision_are_no_error(
+    seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = many_layers(seed, tmp_path)
+    with caplog.at_level(logging.INFO, logger="specdec.engine.model.building"):
+        ModelRunner.load(EngineSettings(model=str(directory), device="cpu", dtype="bfloat16", num_blocks=8))
+    (record,) = [record for record in caplog.records if "routers chose" in record.message]
+    assert 0 < vars(record)["share"] < 0.1
+
+
+def test_a_router_that_chooses_other_experts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its input in a paged pass were wrong: the routes are those of another pass."""
+    dense = Routes.recording
+
+    def others(routes: Routes, keys: Sequence[Hashable]) -> AbstractContextManager[None]:
+        is_text = len(keys) > 1 and isinstance(keys[0], tuple) and len(keys[0]) == 1
+        return dense(routes, [*keys[1:], keys[0]] if is_text else keys)
+
+    monkeypatch.setattr(Routes, "recording", others)
+    directory = many_layers(0, tmp_path)
+    with pytest.raises(ModelNotSupported, match="its routers choose other experts"):
+        ModelRunner.load(EngineSettings(model=str(directory), device="cpu", dtype="bfloat16", num_blocks=8))
+
+
+@torch.inference_mode()
+def test_a_pass_follows_recorded_routes_and_counts_those_that_it_would_not_take() -> None:
+    model = AutoModelForCausalLM.from_config(MIXTURES["qwen3_moe"]()).eval()
+    ids, routes = torch.tensor([TOKENS[:12]]), Routes(model)
+    keys = list(range(12))
+    with routes.recording(keys):
+        expected = model(ids).logits
+    with routes.following(keys):
+        assert torch.equal(model(ids).logits, expected)
+    assert routes.share_changed == 0
+    model.model.layers[1].mlp.gate.weight.neg_()  # chooses the least likely experts
+    with routes.following(keys):
+        followed = model(ids).logits
+    assert routes.share_changed == 1 / 4  # every row, in one of two layers and of two passes
+    torch.testing.assert_close(followed, expected)
+    assert not torch.allclose(model(ids).logits, expected)

@@ -23,6 +23,7 @@ from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelNotSupported
 from specdec.engine.model.beside import PassRows
 from specdec.engine.model.loader import LoadedModel
+from specdec.engine.model.mixtures.routes import Routes
 from specdec.engine.model.model_check import refusing
 from specdec.engine.model.probe import tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
@@ -62,14 +63,23 @@ class FarPlaces:
         self._num_blocks = -(-longest // block_size)
         self._block_size, self._device = block_size, device
 
-    def difference(self, forward: PlacedForward, geometries: Sequence[LayerGeometry], dtype: torch.dtype) -> float:
+    def difference(
+        self, forward: PlacedForward, geometries: Sequence[LayerGeometry], dtype: torch.dtype, routes: Routes
+    ) -> float:
         """Root mean square difference between the logits in one batch and alone, over the latter's standard
         deviation.
         """
         num_blocks = self._num_blocks * len(self._spans)
         cache = KVCache(geometries, num_blocks, self._block_size, dtype, self._device)
-        alone = [self._logits(forward, cache, [span]) for span in self._spans]
-        return _difference(self._logits(forward, cache, self._spans), torch.cat(alone))
+        alone = []
+        for number, span in enumerate(self._spans):
+            with routes.recording([(number, place) for place in range(len(span))]):
+                alone.append(self._logits(forward, cache, [span]))
+        with routes.following(
+            [(number, place) for number, span in enumerate(self._spans) for place in range(len(span))]
+        ):
+            together = self._logits(forward, cache, self._spans)
+        return _difference(together, torch.cat(alone))
 
     def _logits(self, forward: PlacedForward, cache: KVCache, spans: Sequence[Sequence[int]]) -> torch.Tensor:
         rows = PassRows(self._block_size)
@@ -104,6 +114,11 @@ class LongRows:
             self._num_blocks += 1  # the row's own block, which it writes
             self._rows.add(int(torch.randint(0, vocab_size, (), generator=generator)), position)
 
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        """A name of each row."""
+        return [("long", row) for row in range(len(self._rows))]
+
     def logits(self, forward: Forward, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Logits ``[T, V]`` over random contexts, which are the same in every call."""
         cache = KVCache(self._geometries, self._num_blocks, self._rows.block_size, dtype, device)
@@ -127,7 +142,8 @@ class FarProof:
         plain = RaggedModel(loaded.model, GatherAttention(), mask_windows)
         with refusing(config.model_type):
             places = FarPlaces(at, vocab_size, block_size, self._device)
-            error = places.difference(plain.at_positions, recorded.geometries, self._dtype)
+            self._routes = Routes(loaded.model)
+            error = places.difference(plain.at_positions, recorded.geometries, self._dtype, self._routes)
             if not error <= tolerance(self._dtype):
                 remedy = f"; set max_model_len to {at[0]} or less if it begins there" if len(at) > 1 else ""
                 raise ModelNotSupported(
@@ -135,11 +151,14 @@ class FarProof:
                     f"its logits at a position depend on the rest of the batch, by {error:.2g} of their spread{remedy}",
                 )
             self._rows = LongRows(recorded.options, recorded.geometries, num_positions, vocab_size, block_size)
-            self._wanted = self._rows.logits(plain, self._dtype, self._device)
+            with self._routes.recording(self._rows.keys):
+                self._wanted = self._rows.logits(plain, self._dtype, self._device)
 
     def error(self, step_model: StepModel) -> float:
         """Difference of ``step_model`` from plain attention on long rows, as ``FarPlaces.difference``."""
-        return _difference(self._rows.logits(step_model, self._dtype, self._device), self._wanted)
+        with self._routes.following(self._rows.keys):
+            found = self._rows.logits(step_model, self._dtype, self._device)
+        return _difference(found, self._wanted)
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
