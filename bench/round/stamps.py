@@ -23,8 +23,8 @@ STAGES = (
     "in the tree",
 )
 """Stages in the order of a round."""
-DIRECT_STAGES = tuple(stage for stage in STAGES if not stage.startswith("coordinator"))
-"""Stages of a round on a direct link."""
+DIRECT_STAGES = tuple(stage for stage in STAGES if "engine" in stage or stage == STAGES[-1])
+"""Stages of a round on a direct link, which on one host leads from engine to engine."""
 Key = tuple[str, int]
 """A session and the position at which the next token stands."""
 

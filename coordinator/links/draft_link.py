@@ -15,6 +15,7 @@ from specdec.coordinator.links.wire import BidiCall
 from specdec.coordinator.sessions.drafting import DraftSide
 from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 from specdec.wire.channel import ReplicaChannel
 from specdec.wire.reading import parsing
@@ -26,6 +27,10 @@ many, or four per session if it had more than a thousand. Strays are normal whil
 proposals."""
 _PROOF_TOKENS = 64
 """Tokens for which a session that a draft died under is stepped alone at its next draft."""
+_MOST_WAYS = 64
+"""Targets whose ways are remembered."""
+_MOST_REASON_CHARS = 200
+"""Characters of a draft's reason that are kept."""
 _KEY_BYTES = 16
 """Bytes of a grant's key."""
 _MOST_LOADS_BYTES = 900
@@ -110,6 +115,8 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
             takes_up=False,
         )
         self._proposals = proposals
+        self.ways: dict[str, api.LinkStatus] = {}
+        """Ways to targets, by address, as last reported."""
         self._num_strays = 0
         self._most_sessions = 0
 
@@ -182,12 +189,20 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
         """Send a target's load, which bounds how far to draft for its sessions, with one of the next frames."""
         self._draft_wire.tell_target_load(target, load)
 
+    def _note_way(self, session: Session, state: pb.LinkState) -> None:
+        if (target := session.target.host) is not None:
+            if target.address not in self.ways and len(self.ways) >= _MOST_WAYS:
+                self.ways.clear()
+            reason = state.reason[:_MOST_REASON_CHARS]
+            self.ways[target.address] = api.LinkStatus(target=target.address, is_direct=state.is_direct, reason=reason)
+
     def _take(self: Self, session: Session, result: draft_pb2.DraftResult) -> None:
         kind = result.WhichOneof("result")
         side = session.drafting.at(self)
         if side is not None and kind == "proposal":
             self._proposals.on_proposal(session, side, result.proposal)
         elif side is not None and kind == "link":
+            self._note_way(session, result.link)
             self._proposals.on_link(session, side, result.link)
         elif kind == "error":
             self._events.on_session_error(self, session, result.error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from specdec.coordinator.links.draft_link import DraftLink
 from specdec.coordinator.replicas.compatibility import unsound
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.replicas.registry_view import RegistryView
@@ -27,6 +28,7 @@ def describe_replicas(fleet: Fleet, registry: RegistryView | None) -> api.GetSta
             detail=link.detail,
             identity=_shown(link.identity),
             load=link.load,
+            links=list(link.ways.values()) if isinstance(link, DraftLink) else (),
         )
         for link in fleet.links
     ]

@@ -1525,6 +1525,7 @@ class ReplicaStatus(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """target, draft or coordinator."""
     address: _builtins.str
@@ -1541,6 +1542,10 @@ class ReplicaStatus(_message.Message):
     def load(self) -> _common_pb2.LoadReport:
         """Its last load report."""
 
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkStatus]:
+        """Of drafts: their ways to targets, as last reported for a session."""
+
     def __init__(
         self,
         *,
@@ -1550,14 +1555,45 @@ class ReplicaStatus(_message.Message):
         detail: _builtins.str = ...,
         identity: _common_pb2.ModelIdentity | None = ...,
         load: _common_pb2.LoadReport | None = ...,
+        links: _abc.Iterable[Global___LinkStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "detail", b"detail", "identity", b"identity", "load", b"load", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "detail", b"detail", "identity", b"identity", "links", b"links", "load", b"load", "role", b"role", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplicaStatus: _TypeAlias = ReplicaStatus  # noqa: Y015
+
+@_typing.final
+class LinkStatus(_message.Message):
+    """A draft's way to one target."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    IS_DIRECT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """The target, host:port."""
+    is_direct: _builtins.bool
+    """Tokens and proposals go directly; false: this coordinator relays them."""
+    reason: _builtins.str
+    """Why they are relayed, for people."""
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+        is_direct: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_direct", b"is_direct", "reason", b"reason", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkStatus: _TypeAlias = LinkStatus  # noqa: Y015
 
 @_typing.final
 class GetStatusResponse(_message.Message):

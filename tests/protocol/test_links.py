@@ -217,10 +217,10 @@ def test_a_suspended_draft_gets_its_tokens_at_once_when_it_resumes(pair: LinkedP
     start = len(pair.tokens)
     for offset, suspends in enumerate((True, True, True, False)):
         verdict = pb.Verdict(start_position=start + offset, token_ids=[20 + offset], suspends_draft=suspends)
-        assert not pair.target.worker._links.takes(session, {"verdict": verdict})
+        assert not pair.target.worker.links.takes(session, {"verdict": verdict})
         assert verdict.HasField("linked")
         again = pb.Verdict(start_position=start + offset, token_ids=[20 + offset])
-        pair.target.worker._links.takes(session, {"verdict": again})  # sent again after a break
+        pair.target.worker.links.takes(session, {"verdict": again})  # sent again after a break
         assert not again.HasField("linked")
     for frame in pair.target.turn():
         pair._from_target(frame)

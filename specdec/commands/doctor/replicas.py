@@ -33,6 +33,7 @@ def check_replicas(info: api.GetModelInfoResponse, status: api.GetStatusResponse
         yield _tokenizers(info, drafts)
         yield _contexts(info, drafts)
         yield _memory("KV cache of drafts", drafts)
+        yield _links(drafts)
     yield _memory("KV cache of targets", targets)
     yield _pinned("one target", targets)
     if drafts:
@@ -87,6 +88,19 @@ def _contexts(info: api.GetModelInfoResponse, drafts: Sequence[api.ReplicaStatus
         measured = f"draft {own}, target {longest} tokens: longer sequences end without drafts"
         return warned(what, measured, f"set the target's max_model_len to {own}, or use a draft with a longer context")
     return passed(what, f"{own} and {longest} tokens")
+
+
+def _links(drafts: Sequence[api.ReplicaStatus]) -> Finding:
+    what = "drafts and targets talk directly"
+    pairs = [(draft.address, link) for draft in drafts for link in draft.links]
+    relayed = [f"{draft} and {link.target}: {link.reason}" for draft, link in pairs if not link.is_direct]
+    if relayed:
+        do = "set `link_targets` of the draft to the targets' addresses, and let it reach and call them; or relay on"
+        return warned(what, "; ".join(relayed), do)
+    if not pairs:
+        do = "run the command again after some requests; else see `proposal_path`, and the versions of both"
+        return warned(what, "no draft has reported a link", do)
+    return passed(what, ", ".join(f"{draft} and {link.target}" for draft, link in pairs))
 
 
 def _memory(what: str, replicas: Sequence[api.ReplicaStatus]) -> Finding:

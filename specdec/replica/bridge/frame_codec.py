@@ -17,6 +17,8 @@ MAX_PAYLOAD_BYTES = 256 * 1024 * 1024
 NO_STREAM = 0
 # Lowest id of the streams that an engine opens; those that its servicer opens have lower ones.
 FIRST_DIALLED = 1 << 31
+# Lowest id of the streams between two engines of one host, which do not cross their servicers.
+FIRST_LOCAL = 3 << 30
 # Reports of read bytes per stream buffer: an engine that waits for room resumes before the buffer is empty.
 _REPORTS_PER_BUFFER = 16
 # Bytes of a payload that is joined with its header; copying a larger one costs more than a second buffer.
@@ -104,8 +106,9 @@ class FrameDecoder:
     Each byte is copied at most twice, and a frame in many pieces is not scanned again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self._buffer = bytearray()
+        self._most_payload_bytes = most_payload_bytes
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that `data` completes, in order. Raises FrameError on an unknown kind or length."""
@@ -119,7 +122,7 @@ class FrameDecoder:
             kind = _KINDS.get(kind_number)
             if kind is None:
                 raise FrameError(f"unknown frame kind {kind_number}")
-            if length > MAX_PAYLOAD_BYTES:
+            if length > self._most_payload_bytes:
                 raise _too_long(kind, length)
             payload_start = start + HEADER.size
             end = payload_start + length

@@ -16,6 +16,7 @@ from specdec.replica.bridge.frame_codec import (
     report_unit,
 )
 from specdec.replica.bridge.frame_writer import FrameWriter
+from specdec.replica.bridge.local_sockets import LocalSockets
 from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.bridge.step_memory import StepMemory
 
@@ -63,6 +64,8 @@ class EnginePort:
         self._writer = FrameWriter(connection)
         self._poller = select.poll()
         self._poller.register(connection, select.POLLIN)
+        self.local = LocalSockets(self._poller)
+        """Sockets to other engines of this host."""
         self._is_polling_writes = False
         self._peer_gone = False
 
@@ -94,6 +97,9 @@ class EnginePort:
         If the peer is gone the frame is dropped, and the next `poll` raises. Raises FrameError if the payload is over
         the limit.
         """
+        if stream_id in self.local:
+            self.local.send(kind, stream_id, payload)
+            return
         if self._peer_gone:
             return
         try:
@@ -105,6 +111,8 @@ class EnginePort:
         """Bytes that the socket has not taken yet, of one stream or of all."""
         if stream_id is None:
             return self._writer.num_pending_bytes
+        if stream_id in self.local:
+            return self.local.pending_bytes(stream_id)
         return self._writer.pending_bytes_of(stream_id)
 
     def flush(self, timeout_s: float) -> bool:
@@ -127,7 +135,7 @@ class EnginePort:
         self._connection.close()
 
     def _receive(self) -> list[Frame]:
-        frames: list[Frame] = []
+        frames = self.local.receive()
         while True:
             try:
                 data = self._connection.recv(_RECEIVE_BYTES)
@@ -146,6 +154,7 @@ class EnginePort:
         return frames
 
     def _flush(self) -> None:
+        self.local.flush()
         if not self._writer.num_pending_bytes and not self._is_polling_writes:
             return
         try:

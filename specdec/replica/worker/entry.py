@@ -50,6 +50,8 @@ def serve(
     identity = info.identity
     traces = settings.otlp_endpoint is not None
     worker = EngineWorker(port, wire, info, host, role, traces=traces, pulse=port.pulse)
+    if not wire.joins_links:
+        worker.links.streams.socket_name = port.local.listen()
     port.pulse.expect_turn(full_step_s)
     log = structlog.get_logger("specdec.replica.worker")
     log.info("ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant)

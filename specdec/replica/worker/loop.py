@@ -95,12 +95,12 @@ class EngineWorker(Generic[SessionT]):
         self._draining = False
         self._leaving = False
         self._stopping = False
-        self._links: LinkEnd[SessionT]
+        self.links: LinkEnd[SessionT]
         if wire.joins_links:
             most = info.identity.max_model_len
-            self._links = DraftEnd(port, host, role, self._fail, clock, max_model_len=most)
+            self.links = DraftEnd(port, host, role, self._fail, clock, max_model_len=most)
         else:
-            self._links = TargetEnd(port, host, role, self._fail, clock)
+            self.links = TargetEnd(port, host, role, self._fail, clock)
         self._log = structlog.get_logger("specdec.replica.worker")
 
     def run(self) -> None:
@@ -165,8 +165,8 @@ class EngineWorker(Generic[SessionT]):
     def _handled(self, frames: Iterable[Frame]) -> Iterator[None]:
         """Handle frames, entry by entry."""
         for frame in frames:
-            if frame.kind is FrameKind.MESSAGE and frame.stream_id in self._links.streams:
-                yield from self._links.message(frame.stream_id, frame.payload)
+            if frame.kind is FrameKind.MESSAGE and frame.stream_id in self.links.streams:
+                yield from self.links.message(frame.stream_id, frame.payload)
                 continue
             if frame.kind is FrameKind.MESSAGE:
                 yield from self._handle_message(frame.stream_id, frame.payload)
@@ -212,7 +212,7 @@ class EngineWorker(Generic[SessionT]):
 
     def send_results(self) -> None:
         """See `DuringPass`; also loads, answers and that a drain is over. Drafts come first: they compute meanwhile."""
-        self._links.flush()
+        self.links.flush()
         self._role.before_send()
         now_s = self._clock()
         load = None
@@ -264,11 +264,11 @@ class EngineWorker(Generic[SessionT]):
     def _handle(self, frame: Frame) -> None:
         match frame.kind:
             case FrameKind.LINK_OPENED:
-                self._links.streams.opened(frame.stream_id)
-            case FrameKind.STREAM_CLOSED if frame.stream_id in self._links.streams:
-                self._links.closed(frame.stream_id, frame.payload.decode(errors="replace"))
-            case FrameKind.STREAM_TAKEN if frame.stream_id in self._links.streams:
-                self._links.streams.taken(frame.stream_id, int.from_bytes(frame.payload, "little"))
+                self.links.streams.opened(frame.stream_id)
+            case FrameKind.STREAM_CLOSED if frame.stream_id in self.links.streams:
+                self.links.closed(frame.stream_id, frame.payload.decode(errors="replace"))
+            case FrameKind.STREAM_TAKEN if frame.stream_id in self.links.streams:
+                self.links.streams.taken(frame.stream_id, int.from_bytes(frame.payload, "little"))
             case FrameKind.STREAM_CLOSED:
                 self._responses.drop(frame.stream_id)
                 self._detach(frame.stream_id)
@@ -396,11 +396,11 @@ class EngineWorker(Generic[SessionT]):
             return
         try:
             if kind == "link":
-                self._links.granted(session, entry.link)
+                self.links.granted(session, entry.link)
                 return
-            position = self._links.before_entry(session)
+            position = self.links.before_entry(session)
             self._role.entry(session, kind, getattr(entry, kind))
-            self._links.after_entry(session, position)
+            self.links.after_entry(session, position)
         except Exception as error:
             self._fail(session, self._host.faults.failure(error))
 

@@ -22,6 +22,8 @@ class ScriptedDraft(ScriptedReplica):
         self.num_ahead = num_ahead
         self.committed: dict[str, list[int]] = {}
         self.commits: list[pb.Commit] = []
+        self.grants: list[pb.LinkGrant] = []
+        """Grants of direct links, none of which it uses."""
         self.make_proposal: Callable[[ScriptedSession], bytes | None] = self.good_proposal
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -48,6 +50,9 @@ class ScriptedDraft(ScriptedReplica):
         self._propose(session)
 
     def on_entry(self, session: ScriptedSession, kind: str, body: Any) -> None:
+        if kind == "link":
+            self.grants.append(body)
+            return
         if body.start_position != len(session.token_ids):
             status = status_pb2.Status(code=code_pb2.OUT_OF_RANGE, message="a commit is missing")
             self.fail_session(session.session_id, status)

@@ -68,15 +68,21 @@ def test_a_round_that_another_verdict_overtook_has_begun_but_has_no_times(tmp_pa
     assert len(times) == 1
 
 
-def test_a_round_on_a_direct_link_needs_no_coordinator(tmp_path: Path) -> None:
+def test_a_round_on_a_direct_link_leads_from_engine_to_engine(tmp_path: Path) -> None:
+    here = [("a", 20)]
+    write(tmp_path, [(stage, 100 + number, here) for number, stage in enumerate(DIRECT_STAGES)])
+    times, num_begun = rounds(read_stamps(tmp_path), [(0, 1000)], DIRECT_STAGES)
+    assert (times, num_begun) == ([[100, 101, 102, 103]], 1)
+
+
+def test_frames_of_a_link_are_read_as_such(tmp_path: Path) -> None:
     commit = linked(pb.LinkEntry(session_id="a", commit=pb.Commit(start_position=18, token_ids=[7, 8])))
     proposal = pb.Proposal(start_position=20, token_ids=[9]).SerializeToString()
     answer = linked(pb.LinkEntry(session_id="a", proposal=proposal))
-    here = [("a", 20)]
-    bodies = [here, commit, commit, here, here, answer, answer, here]
-    write(tmp_path, [(stage, 100 + n, body) for n, (stage, body) in enumerate(zip(DIRECT_STAGES, bodies, strict=True))])
-    times, num_begun = rounds(read_stamps(tmp_path), [(0, 1000)], DIRECT_STAGES)
-    assert (times, num_begun) == ([list(range(100, 108))], 1)
+    write(tmp_path, [("draft servicer has request", 5, commit), ("target servicer has request", 6, answer)])
+    reached = read_stamps(tmp_path)
+    assert reached["draft servicer has request"] == {("a", 20): 5}
+    assert reached["target servicer has request"] == {("a", 20): 6}
 
 
 def test_only_rounds_of_the_wanted_time_count(tmp_path: Path) -> None:

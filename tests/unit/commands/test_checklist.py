@@ -34,7 +34,16 @@ def identity(**changed: Any) -> pb.ModelIdentity:
 
 def replica(role: str, state: str = "ready", **changed: Any) -> api.ReplicaStatus:
     load = pb.LoadReport(kv_blocks_used=1, kv_blocks_total=10)
-    return api.ReplicaStatus(role=role, address=f"{role}:1", state=state, identity=identity(**changed), load=load)
+    links = [api.LinkStatus(target="target:1", is_direct=True)] if role == "draft" else []
+    return api.ReplicaStatus(
+        role=role, address=f"{role}:1", state=state, identity=identity(**changed), load=load, links=links
+    )
+
+
+def relayed(reason: str) -> api.ReplicaStatus:
+    bad = replica("draft")
+    bad.links.add(target="target:2", reason=reason)
+    return bad
 
 
 def lines(*replicas: api.ReplicaStatus, drafters: tuple[str, ...] = ("draft_model",)) -> dict[str, FindingOutcome]:
@@ -45,7 +54,7 @@ def lines(*replicas: api.ReplicaStatus, drafters: tuple[str, ...] = ("draft_mode
 def test_replicas_that_fit_together_pass_every_line() -> None:
     found = lines(replica("target"), replica("draft"))
     assert set(found.values()) == {FindingOutcome.PASS}
-    assert len(found) == 9
+    assert len(found) == 10
 
 
 @pytest.mark.parametrize(
@@ -59,6 +68,7 @@ def test_replicas_that_fit_together_pass_every_line() -> None:
         ),
         (replica("draft", max_model_len=50), "the draft's context is as long as the target's", FindingOutcome.WARN),
         (replica("target", weights_digest="other"), "one target checkpoint and numerics", FindingOutcome.WARN),
+        (relayed("link_targets does not name it"), "drafts and targets talk directly", FindingOutcome.WARN),
         (replica("draft", state="down"), "replicas are ready", FindingOutcome.FAIL),
     ],
 )

@@ -228,6 +228,7 @@ FLOORS = {
     "specdec.replica.bridge": """
         frame_codec pulse step_memory
         engine_watch frame_writer
+        local_sockets
         frames
         engine_answers engine_child
         engine_launch

@@ -56,6 +56,8 @@ class DraftEnd(LinkEnd[SessionT]):
         self._wishes: dict[str, _Wish] = {}
         self._dialled: dict[str, int] = {}
         """Open streams by target."""
+        self._shorter: dict[int, int] = {}
+        """Sockets to targets on this host, by the stream that told of them."""
         self._failures: dict[str, _Failures] = {}
         self._next_stream_id = FIRST_DIALLED
 
@@ -108,6 +110,11 @@ class DraftEnd(LinkEnd[SessionT]):
         wish.num_failures += 1
         wish.next_s = now_s + _JOIN.wait_s(wish.num_failures)
         wish.stream_id = self._dialled.get(wish.target) or self._dial(wish.target, now_s)
+        if wish.stream_id is not None:
+            wish.stream_id = self._shorter.get(wish.stream_id, wish.stream_id)
+        self._join(session, wish)
+
+    def _join(self, session: SessionT, wish: _Wish) -> None:
         join = pb.LinkJoin(key=wish.key, position=self._role.position(session))
         self.streams.put(wish.stream_id, session.session_id, wish.epoch, join=join)
 
@@ -120,6 +127,19 @@ class DraftEnd(LinkEnd[SessionT]):
         self._port.send(FrameKind.LINK_DIAL, stream_id, target.encode())
         self.streams.opened(stream_id)
         return stream_id
+
+    def _greeted(self, stream_id: int, hello: pb.LinkHello) -> None:
+        """Take the shorter way to a target on this host, for its present sessions too: they join again."""
+        target = next((target for target, dialled in self._dialled.items() if dialled == stream_id), None)
+        if target is None or not hello.socket_path or (local := self._port.local.connect(hello.socket_path)) is None:
+            return
+        self._shorter[stream_id] = local
+        self.streams.opened(local)
+        for session_id, wish in self._wishes.items():
+            session = self._host.sessions.get(session_id)
+            if wish.stream_id == stream_id and session is not None:
+                wish.stream_id = local
+                self._join(session, wish)
 
     def _entry(self, stream_id: int, session: SessionT | None, entry: pb.LinkEntry) -> bool:
         kind, wish = entry.WhichOneof("entry"), self._wishes.get(entry.session_id)
@@ -165,6 +185,9 @@ class DraftEnd(LinkEnd[SessionT]):
         self._tell(session, is_direct=False, reason=reason)
 
     def _left(self, stream_id: int, reason: str) -> None:
+        self._shorter = {dialled: local for dialled, local in self._shorter.items() if local != stream_id}
+        if (local := self._shorter.pop(stream_id, None)) is not None:
+            self._abort(local, "LINK_ENDED", reason)
         for target, dialled in list(self._dialled.items()):
             if dialled == stream_id:
                 del self._dialled[target]

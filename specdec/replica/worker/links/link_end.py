@@ -78,6 +78,7 @@ class LinkEnd(ABC, Generic[SessionT]):
             return
         if frame.HasField("hello"):
             self.streams.greeted(stream_id, frame.hello)
+            self._greeted(stream_id, frame.hello)
         for entry in frame.entries:
             if len(entry.session_id) > _MOST_ID_CHARS:
                 message = f"session_id: {len(entry.session_id)} characters exceed the limit of {_MOST_ID_CHARS}"
@@ -113,6 +114,10 @@ class LinkEnd(ABC, Generic[SessionT]):
         self._log.warning("link_aborted", stream_id=stream_id, reason=reason, message=message)
         self.streams.abort(stream_id, reason, message)
         self._left(stream_id, message)
+
+    def _greeted(self, stream_id: int, hello: pb.LinkHello) -> None:
+        """The peer said hello."""
+        return
 
     @abstractmethod
     def _entry(self, stream_id: int, session: SessionT | None, entry: pb.LinkEntry) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from google.rpc import code_pb2
 
+from specdec.replica.bridge.frame_codec import FIRST_LOCAL
 from specdec.replica.bridge.frames import EnginePort, FrameKind
 from specdec.replica.worker.errors import stream_status
 from specdec.replica.worker.pending_responses import ResponseLimits
@@ -34,6 +35,8 @@ class LinkStreams:
         self._port = port
         self._limits = limits
         self._streams: dict[int, _Stream] = {}
+        self.socket_name = ""
+        """Name of the engine's socket for others of its host; empty: there is none."""
 
     def __contains__(self, stream_id: int) -> bool:
         return stream_id in self._streams
@@ -41,7 +44,7 @@ class LinkStreams:
     def opened(self, stream_id: int) -> None:
         """A stream is open: say hello."""
         self._streams[stream_id] = _Stream()
-        hello = pb.LinkHello(max_message_bytes=self._limits.max_message_bytes)
+        hello = pb.LinkHello(max_message_bytes=self._limits.max_message_bytes, socket_path=self.socket_name)
         self._port.send(FrameKind.MESSAGE, stream_id, pb.LinkFrame(hello=hello).SerializeToString())
 
     def greeted(self, stream_id: int, hello: pb.LinkHello) -> None:
@@ -88,8 +91,11 @@ class LinkStreams:
             entries, stream.entries = stream.entries, []
             for piece in frame_slices((size for _, size in entries), frame_bytes(stream.message_bytes)):
                 frame = pb.LinkFrame(entries=[entry for entry, _ in entries[piece]]).SerializeToString()
-                stream.num_untaken_bytes += len(frame)
                 self._port.send(FrameKind.MESSAGE, stream_id, frame)
+                if stream_id >= FIRST_LOCAL:
+                    stream.num_untaken_bytes = self._port.pending_bytes(stream_id)
+                else:
+                    stream.num_untaken_bytes += len(frame)
             if stream.num_untaken_bytes > self._limits.stream_buffer_bytes // 2:
                 full.append(stream_id)
         return full
