@@ -15,7 +15,6 @@ from specdec.coordinator.decode_loop import DecodeLoop
 from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding, Place
 from specdec.coordinator.intake.planning import Planner, RequestCaller, RequestPlan
-from specdec.coordinator.intake.text_limits import PromptBytes
 from specdec.coordinator.journal import Journal
 from specdec.coordinator.observer import Observer
 from specdec.coordinator.replay import replay
@@ -27,6 +26,7 @@ from specdec.coordinator.sessions.session import Request, Session
 from specdec.coordinator.sessions.table import SessionTable
 from specdec.coordinator.sessions.target_side import TargetSide
 from specdec.coordinator.tenants.quotas import TenantLease, TenantLimits
+from specdec.service.byte_budget import ByteBudget
 from specdec.store.interface import RequestHeld, RequestKey, TooManyConcurrent
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -58,7 +58,7 @@ class GenerateCalls:
         speculate: bool,
         target_timeout_s: float,
         reader_stall_s: float,
-        prompt_bytes: PromptBytes,
+        prompt_bytes: ByteBudget,
         gate: LoadShedding,
         tracer: RequestTracer,
     ) -> None:

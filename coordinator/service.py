@@ -22,8 +22,9 @@ from specdec.coordinator.generation import GenerateCalls
 from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding
 from specdec.coordinator.intake.callers import Callers
 from specdec.coordinator.intake.conversions import Conversions
+from specdec.coordinator.intake.pending_reads import PendingReads
 from specdec.coordinator.intake.planning import Planner
-from specdec.coordinator.intake.text_limits import PromptBytes, TokenizingTurns
+from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import Limits
 from specdec.coordinator.journal import Journal, JournalSettings
 from specdec.coordinator.observer import Observer
@@ -44,7 +45,9 @@ from specdec.coordinator.tenants.api_keys import ApiKeys, Authenticator, KeyFile
 from specdec.coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from specdec.coordinator.tenants.shared_quotas import SharedQuotas
 from specdec.coordinator.timings import Timings
+from specdec.service.byte_budget import ByteBudget
 from specdec.service.listening import StartupFailed
+from specdec.service.memory_limit import budget_bytes
 from specdec.service.server import run_service
 from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
@@ -63,7 +66,17 @@ _SHARED_JOURNAL_INTERVAL_S = 0.05
 """Seconds between writes to a shared store: another coordinator recomputes a few steps at most."""
 _OWN_JOURNAL_INTERVAL_S = 2.0
 """Seconds between writes to a store in this process, which dies with it: no write is urgent."""
+_COST_PER_BYTE = 12
+"""Bytes of memory per byte of a request: its message, the texts and token ids in it, and its sessions. Measured at most
+11 (60 requests of 15 MB, one tenant)."""
+_MOST_HELD_BYTES = 256 * 2**20
+"""Bytes of requests that a process holds, whatever its memory."""
 _log = structlog.get_logger(__name__)
+
+
+def held_bytes(num_processes: int) -> int:
+    """Bytes of requests that may wait or run in each of the processes that share this one's memory limit."""
+    return max(1, min(_MOST_HELD_BYTES, budget_bytes(num_processes) // _COST_PER_BYTE))
 
 
 class CoordinatorService:
@@ -163,13 +176,19 @@ class CoordinatorService:
             settings.max_running, settings.max_waiting, settings.queue_timeout_s, self._on_admission
         )
         self._turns = TokenizingTurns()
-        self._prompt_bytes = PromptBytes(
-            settings.max_held_prompt_bytes,
-            settings.max_held_prompt_bytes_per_tenant,
+        total_bytes = settings.max_held_prompt_bytes or held_bytes(1)
+        self._prompt_bytes = ByteBudget(
+            total_bytes,
+            settings.max_held_prompt_bytes_per_tenant or max(1, total_bytes // 4),
             observer.metrics.admission_rejects.labels("prompt_bytes").inc,
         )
         self._generator = self._build_generator()
-        callers = Callers(Authenticator(self._api_keys, self._default_allowance()), settings.request_read_s)
+        callers = Callers(
+            Authenticator(self._api_keys, self._default_allowance()),
+            settings.request_read_s,
+            self._prompt_bytes,
+            PendingReads(total_bytes * _COST_PER_BYTE // 2, settings.max_message_bytes),
+        )
         self._open_inference = open_inference.OpenInferenceServicer(
             generator=self._generator, fleet=self.fleet, callers=callers
         )

@@ -28,6 +28,7 @@ from pydantic import SecretStr
 from specdec import __version__
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.child_process import CoordinatorProcess, reserved_port
+from specdec.coordinator.service import held_bytes
 from specdec.coordinator.servicer import SERVICE_NAME
 from specdec.service.listening import StartupFailed
 from specdec.service.metrics_endpoint import metrics_endpoint
@@ -161,6 +162,7 @@ def process_settings(settings: CoordinatorSettings, port: int) -> list[Coordinat
         "metrics_port": None,
         "health_port": None,
         "num_processes": 1,
+        "max_held_prompt_bytes": settings.max_held_prompt_bytes or held_bytes(settings.num_processes),
         "resume_secret": settings.resume_secret or SecretStr(secrets.token_hex(32)),
     }
     return [

@@ -33,7 +33,7 @@ class Parts:
 
     def caller(self, request: Request) -> CallerStub:
         """The coordinators for the client of a request, with its key and its trace."""
-        return self.coordinators.caller(request.state.metadata)
+        return self.coordinators.caller(request.state.metadata, request.state.held)
 
     def on_finished(self, finished: api.GenerateFinished) -> None:
         """Count a finished request's tokens."""

@@ -20,13 +20,16 @@ from specdec.gateway.app import build_app, build_health_app
 from specdec.gateway.http.body import BodyLimits, BodyReader
 from specdec.gateway.http.edge import Edge
 from specdec.gateway.http.methods import answering_head, with_origins
+from specdec.gateway.http.places import Places
 from specdec.gateway.http.server import HttpServer
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import error_response
 from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.upstream.coordinators import Coordinators, Health
 from specdec.gateway.upstream.names import NameWatch
+from specdec.service.byte_budget import ByteBudget
 from specdec.service.listening import StartupFailed, bound_sockets
+from specdec.service.memory_limit import budget_bytes
 from specdec.service.metrics_endpoint import metrics_endpoint
 from specdec.service.server import install_signals
 from specdec.service.tls_watch import INTERVAL_S, TlsWatch
@@ -36,6 +39,9 @@ from specdec.wire.settings import client_tls_paths
 from specdec.wire.tls import server_tls_files
 from specdec.wire.tls_files import TlsFiles, TlsFilesBroken, client_context
 
+_COST_PER_BYTE = 4
+"""Bytes of memory per byte of a body or an answer."""
+_MOST_HELD_BYTES = 2**30
 _log = structlog.get_logger(__name__)
 
 
@@ -65,19 +71,21 @@ class Gateway:
             metrics=metrics,
             vllm=VllmMetrics(registry),
         )
+        most_bytes = settings.max_held_body_bytes or min(_MOST_HELD_BYTES, max(1, budget_bytes() // _COST_PER_BYTE))
         self.edge = Edge(
             answering_head(build_app(self.parts)),
             metrics=metrics,
             health=self._health,
             tracing=self._tracing,
-            max_concurrent=settings.max_concurrent_requests,
+            places=Places(settings.max_concurrent_requests),
+            budget=ByteBudget(most_bytes, max(1, most_bytes // 4)),
             logs_access=settings.access_log,
             answer=error_response,
         )
-        header_s = settings.header_read_s
+        times: dict[str, float] = {"header_s": settings.header_read_s, "reader_stall_s": settings.reader_stall_s}
         served = with_origins(self.edge, settings.cors_origins)
-        self._server = HttpServer(served, tls=self._server_tls, header_s=header_s)
-        self._probed = HttpServer(answering_head(build_health_app(self.parts)), tls=None, header_s=header_s)
+        self._server = HttpServer(served, tls=self._server_tls, **times)
+        self._probed = HttpServer(answering_head(build_health_app(self.parts)), tls=None, **times)
         self._endpoints = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self.port = 0

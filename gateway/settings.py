@@ -103,6 +103,9 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
     )
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest body of a request, in bytes.")
     body_read_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to send a body.")
+    reader_stall_s: float = Field(
+        default=60.0, gt=0, description="Seconds that a client may read nothing of its answer; then it is cut off."
+    )
     header_read_s: float = Field(default=20.0, gt=0, description="Seconds that a client may take to send headers.")
     keep_alive_s: float | None = Field(
         default=10.0,
@@ -110,7 +113,16 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
         description="Seconds of silence before a stream sends a comment, so that proxies keep it; null: never.",
     )
     max_concurrent_requests: int = Field(
-        default=4096, ge=1, description="Most requests at once; further ones are refused with 429."
+        default=4096,
+        ge=1,
+        description="Most requests at once; further ones are refused with 429. A key has a quarter and an address half "
+        "of the places, at least 8.",
+    )
+    max_held_body_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most bytes of bodies and answers that are held at once; a single request is always taken, and a "
+        "client has a quarter. null: a seventh of the process's memory limit, at most 1 GiB.",
     )
     max_prompts: int = Field(default=256, ge=1, description="Most prompts of a completion request.")
     max_concurrent_prompts: int = Field(

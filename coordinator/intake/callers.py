@@ -10,10 +10,12 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from specdec.coordinator.intake.pending_reads import PendingReads
 from specdec.coordinator.intake.planning import RequestCaller
 from specdec.coordinator.intake.reading import read_request, receive_request
 from specdec.coordinator.tenants.api_keys import AUTHORIZATION_KEY, Authenticator
 from specdec.coordinator.tenants.quotas import Allowance
+from specdec.service.byte_budget import ByteBudget
 from specdec.telemetry.tracing import TRACE_HEADERS
 from specdec.wire.errors import InvalidRequest
 
@@ -26,9 +28,15 @@ _MAX_TENANT_CHARS = 128
 class Callers:
     """Identifies callers, and makes handlers that read a request only from whom they know."""
 
-    def __init__(self, authenticator: Authenticator, request_read_s: float) -> None:
-        """`request_read_s`: seconds that a client may take to send a request."""
-        self.request_read_s = request_read_s
+    def __init__(
+        self, authenticator: Authenticator, request_read_s: float, prompt_bytes: ByteBudget, reads: PendingReads
+    ) -> None:
+        """`request_read_s`: seconds that a client may take to send a request. `prompt_bytes`: must have room for it.
+        `reads`: the requests that are being received.
+        """
+        self._request_read_s = request_read_s
+        self._prompt_bytes = prompt_bytes
+        self._reads = reads
         self._authenticator = authenticator
 
     def identify(self, context: grpc.aio.ServicerContext[Any, Any]) -> tuple[str, Allowance]:
@@ -42,6 +50,19 @@ class Callers:
         tenant, allowance = self.identify(context)
         trace_headers = {name: values[0] for name in TRACE_HEADERS if (values := _metadata(context, name))}
         return RequestCaller(tenant, deadline_s, allowance, trace_headers, held=held)
+
+    async def receive(self, context: grpc.aio.ServicerContext[Any, Any], tenant: str) -> bytes:
+        """A call's first message.
+
+        Raises:
+            DeadlineExceeded: it did not come in time.
+            InvalidRequest: the call ended without it.
+            Overloaded: too many are being received, or no room is left for it. It is not parsed then.
+        """
+        async with self._reads.reading(f"{tenant} {peer_host(context.peer())}"):
+            data = await receive_request(context, self._request_read_s)
+        self._prompt_bytes.check(tenant, len(data))
+        return data
 
     def handler(
         self,
@@ -58,12 +79,19 @@ class Callers:
         """
 
         async def checked(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            if not is_open:
-                self.identify(context)  # before the request is even received
-            data = await receive_request(context, self.request_read_s)
-            return await behavior(read_request(request_type, data), context)
+            # Callers are known before their request is even received.
+            tenant = "" if is_open else self.identify(context)[0]
+            data = await self.receive(context, tenant)
+            request = read_request(request_type, data)
+            del data
+            return await behavior(request, context)
 
         return make(checked, request_deserializer=None, response_serializer=encode)
+
+
+def peer_host(peer: str) -> str:
+    """The host in gRPC's name of a peer, such as ipv4:10.0.0.1:4711."""
+    return peer.rpartition(":")[0]
 
 
 def until_answered(context: grpc.aio.ServicerContext[Any, Any]) -> ExitStack:

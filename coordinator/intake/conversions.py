@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from specdec.coordinator.intake.prompt import PromptReader
-from specdec.coordinator.intake.text_limits import PromptBytes, TokenizingTurns
+from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import Limits, check_vocabulary
 from specdec.coordinator.replicas.fleet import Fleet
+from specdec.service.byte_budget import ByteBudget
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
@@ -34,7 +35,7 @@ class Conversions:
         fleet: Fleet,
         limits_of: Callable[[pb.ModelIdentity], Limits],
         turns: TokenizingTurns,
-        prompt_bytes: PromptBytes,
+        prompt_bytes: ByteBudget,
         max_message_bytes: int,
     ) -> None:
         """Convert nothing yet.

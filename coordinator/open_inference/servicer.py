@@ -12,7 +12,7 @@ import grpc
 from specdec import __version__
 from specdec.coordinator.generation import GenerateCalls
 from specdec.coordinator.intake.callers import Callers, encode, until_answered
-from specdec.coordinator.intake.reading import read_request, receive_request
+from specdec.coordinator.intake.reading import read_request
 from specdec.coordinator.open_inference.requests import INPUTS, OUTPUTS, VERSION, check_version, read_call
 from specdec.coordinator.open_inference.responses import FINAL, InferResponses
 from specdec.coordinator.replicas.fleet import Fleet
@@ -93,7 +93,7 @@ class OpenInferenceServicer:
 
     async def _stream(self, _requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Answer requests as they come, several at once. A request's error is told in its response."""
-        self._callers.identify(context)
+        tenant, _ = self._callers.identify(context)
         writing = asyncio.Lock()
         running: set[asyncio.Task[None]] = set()
 
@@ -102,7 +102,7 @@ class OpenInferenceServicer:
                 await write_to(context, response)
 
         try:
-            data: bytes | None = await receive_request(context, self._callers.request_read_s)
+            data: bytes | None = await self._callers.receive(context, tenant)
             while data is not None:
                 task = asyncio.create_task(self._answer(data, context, write))
                 running.add(task)

@@ -21,6 +21,9 @@ M = TypeVar("M", bound=RequestModel)
 T = TypeVar("T")
 _INLINE_BYTES = 16 * 1024
 """Bytes of a body read in the event loop: more would hold up other streams for several milliseconds."""
+_PATIENCE_S = 10.0
+"""Seconds after which a body must have come at `_LEAST_BYTES_PER_S`."""
+_LEAST_BYTES_PER_S = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,25 @@ class BodyReader:
         if told.isdecimal() and int(told) > most:
             raise _too_large(most)
         data = bytearray()
-        async for piece in request.stream():
+        held = request.scope["state"]["held"]
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        pieces = aiter(request.stream())
+        while True:
+            # Progress is asked for: a body that dribbles holds its place for `_PATIENCE_S`, not for `read_s`.
+            due_s = began_s + _PATIENCE_S + len(data) / _LEAST_BYTES_PER_S
+            try:
+                async with asyncio.timeout_at(due_s):
+                    piece = await anext(pieces, None)
+            except TimeoutError:
+                message = f"the body comes slower than {_LEAST_BYTES_PER_S} bytes/s after {_PATIENCE_S:g} s"
+                raise ApiError(408, message, code="request_timeout") from None
+            if piece is None:
+                return data
+            held.grow(len(piece))
             data += piece
             if len(data) > most:
                 raise _too_large(most)
-        return data
 
 
 def _without_collections(work: Callable[[], T]) -> T:

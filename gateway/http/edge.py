@@ -17,7 +17,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.gateway.api.errors import SERVER_ERROR, ApiError, cut
+from specdec.gateway.http.places import Places, address_of, client_of
 from specdec.gateway.upstream.coordinators import Health, Metadata
+from specdec.service.byte_budget import ByteBudget
 from specdec.telemetry import GatewayMetrics
 from specdec.telemetry.tracing import Tracing, traceparent_of
 
@@ -52,7 +54,8 @@ class Edge:
         metrics: GatewayMetrics,
         health: Health,
         tracing: Tracing,
-        max_concurrent: int,
+        places: Places,
+        budget: ByteBudget,
         logs_access: bool,
         answer: Any,
     ) -> None:
@@ -63,7 +66,8 @@ class Edge:
             metrics: the gateway's metrics.
             health: whether the gateway takes new requests.
             tracing: where spans go.
-            max_concurrent: most requests at once, without those to operators' paths.
+            places: of requests, without those to operators' paths.
+            budget: of the bytes that requests hold.
             logs_access: log each request that ended.
             answer: makes a response of an ApiError for a path.
         """
@@ -71,7 +75,8 @@ class Edge:
         self._metrics = metrics
         self._health = health
         self._tracing = tracing
-        self._max_concurrent = max_concurrent
+        self._places = places
+        self._budget = budget
         self._logs_access = logs_access
         self._answer = answer
         self._running: set[asyncio.Task[Any]] = set()
@@ -111,7 +116,8 @@ class Edge:
         if scope["path"] in _UNCOUNTED:
             await self._answered(scope, receive, sent)
             return
-        if (refusal := self._refusal()) is not None:
+        client, address = client_of(scope, Headers(scope=scope)), address_of(scope)
+        if (refusal := self._draining() or self._places.refusal(client, address)) is not None:
             response: Response = self._answer(refusal, path=scope["path"])
             await response(scope, receive, sent)
             return
@@ -119,23 +125,23 @@ class Edge:
         if task is None:
             raise RuntimeError("requests are answered in tasks")
         self._running.add(task)
+        self._places.take(client, address)
         self._idle.clear()
         self._metrics.running.set(len(self._running))
         try:
-            await self._answered(scope, receive, sent)
+            with self._budget.hold(client) as scope["state"]["held"]:
+                await self._answered(scope, receive, sent)
         finally:
             self._running.discard(task)
+            self._places.leave(client, address)
             self._metrics.running.set(len(self._running))
             if not self._running:
                 self._idle.set()
 
-    def _refusal(self) -> ApiError | None:
+    def _draining(self) -> ApiError | None:
         if self._health.is_draining:
             message = "the gateway is shutting down"
             return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
-        if len(self._running) >= self._max_concurrent:
-            message = f"{self._max_concurrent} requests are running (max_concurrent_requests)"
-            return ApiError(429, message, type="requests", code="rate_limit_exceeded", retry_after_s=1.0)
         return None
 
     async def _answered(self, scope: Scope, receive: Receive, sent: _Sent) -> None:
@@ -144,7 +150,7 @@ class Edge:
         except asyncio.CancelledError:
             # Cut off by a drain that took too long, or by the server.
             if not sent.status:
-                refusal = self._refusal() or ApiError(503, "cut off", type=SERVER_ERROR)
+                refusal = self._draining() or ApiError(503, "cut off", type=SERVER_ERROR)
                 await self._answer(refusal, path=scope["path"])(scope, receive, sent)
         except Exception as error:  # it has been answered and logged (gateway.app)
             _log.debug("request_failed", error=repr(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 from uvicorn._types import ASGISendEvent
@@ -13,6 +14,8 @@ _BYTES_PER_HEADER = 128
 """Bytes that a header costs besides its text."""
 _FRAMING_PER_BYTE = 8
 """Bytes of framing per byte of body, at most: for chunks of one byte, with a margin."""
+_SEND_BYTES = 128 * 1024
+"""Bytes of the kernel's buffer for a connection: what waits there is not seen by the time-out for readers."""
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _NOT_HTTP_BODY = (
     b'{"error":{"message":"this is not valid HTTP","type":"invalid_request_error","param":null,"code":"invalid_http"}}'
@@ -42,7 +45,7 @@ def _end_by_closing(cycle: RequestResponseCycle) -> None:
     cycle.send = send_plain  # type: ignore[method-assign]
 
 
-def protocol_class(header_s: float) -> type[HttpToolsProtocol]:
+def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProtocol]:
     """A protocol that closes connections whose headers are not complete within `header_s`.
 
     The time runs from the connection's start, and from the first byte of each request after the first.
@@ -54,15 +57,28 @@ def protocol_class(header_s: float) -> type[HttpToolsProtocol]:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self._header_timer: asyncio.TimerHandle | None = None
+            self._stall_timer: asyncio.TimerHandle | None = None
+            self._num_unread = 0
             self._num_bytes = 0
             self._in_headers = True
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            if (connection := transport.get_extra_info("socket")) is not None:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
             self._arm()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._watch_reader()
+
+        def resume_writing(self) -> None:
+            self._forget_reader()
+            super().resume_writing()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()
+            self._forget_reader()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -108,6 +124,22 @@ def protocol_class(header_s: float) -> type[HttpToolsProtocol]:
             if self._in_headers:
                 self.transport.write(_REFUSAL)
             self.transport.close()
+
+        def _watch_reader(self) -> None:
+            self._num_unread = self.transport.get_write_buffer_size()
+            self._stall_timer = self.loop.call_later(reader_stall_s, self._look_at_reader)
+
+        def _look_at_reader(self) -> None:
+            """Cut off a client that has read nothing since the last look: its requests are cancelled."""
+            if self.transport.get_write_buffer_size() < self._num_unread:
+                self._watch_reader()
+            else:
+                self.transport.abort()
+
+        def _forget_reader(self) -> None:
+            if self._stall_timer is not None:
+                self._stall_timer.cancel()
+                self._stall_timer = None
 
         def _arm(self) -> None:
             self._header_timer = self.loop.call_later(header_s, self._too_slow)

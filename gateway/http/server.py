@@ -32,11 +32,11 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves one application until told to stop."""
 
-    def __init__(self, app: ASGIApp, *, tls: TlsFiles | None, header_s: float) -> None:
+    def __init__(self, app: ASGIApp, *, tls: TlsFiles | None, header_s: float, reader_stall_s: float) -> None:
         """Serve nothing yet."""
         self._config = uvicorn.Config(
             app,
-            http=protocol_class(header_s),
+            http=protocol_class(header_s, reader_stall_s),
             ws="none",
             lifespan="off",
             interface="asgi3",

@@ -20,6 +20,8 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import SpecdecError, internal_error
 
 T = TypeVar("T")
+_COST_OF_OUTPUT = 3
+"""Bytes of a body that cost as much memory as a byte of output: it is kept as messages, as objects and as JSON."""
 Translate = Callable[[api.GenerateResponse, TokenTexts], T]
 """Converts a chunk, with the texts of the tokens in its log-probabilities."""
 
@@ -61,10 +63,11 @@ class WholeOutput:
 
 
 async def whole_output(parts: Parts, caller: CallerStub, body: api.GenerateRequest) -> WholeOutput:
-    """Collect the whole output. Raises SpecdecError."""
+    """Collect the whole output. Raises SpecdecError: Overloaded if there is no room for it."""
     completion, texts = Completion(), TokenTexts({})
     async with aclosing(output(parts, caller, body, lambda *told: told)) as all_told:
         async for chunk, known in all_told:
+            caller.held.grow(_COST_OF_OUTPUT * chunk.ByteSize())
             completion.add(chunk)
             texts = known
     finished = completion.require_finished()

@@ -13,6 +13,7 @@ import structlog
 from google.protobuf.message import Message
 
 from specdec.client import Client, ResumePolicy, generate_resuming
+from specdec.service.byte_budget import Held
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import Unavailable
 
@@ -65,9 +66,9 @@ class Coordinators:
         self._closing: set[asyncio.Task[None]] = set()
         self._on_failover = on_failover
 
-    def caller(self, metadata: Metadata) -> CallerStub:
-        """The coordinators with one caller's metadata."""
-        return CallerStub(self._turns, metadata, self._on_failover)
+    def caller(self, metadata: Metadata, held: Held) -> CallerStub:
+        """The coordinators with one caller's metadata, and the bytes that its request holds."""
+        return CallerStub(self._turns, metadata, held, self._on_failover)
 
     async def any_serves(self) -> bool:
         """Whether any coordinator reports SERVING. Takes about a second at most."""
@@ -101,7 +102,8 @@ class Coordinators:
 class CallerStub:
     """Calls of one caller. Every method raises the typed errors of `specdec.wire.errors`."""
 
-    def __init__(self, turns: _Turns, metadata: Metadata, on_failover: Callable[[], None]) -> None:
+    def __init__(self, turns: _Turns, metadata: Metadata, held: Held, on_failover: Callable[[], None]) -> None:
+        self.held = held
         self._turns = turns
         self._metadata = metadata
         self._on_failover = on_failover

@@ -86,15 +86,16 @@ class CoordinatorSettings(ServiceSettings, PeerSettings):
         ge=1,
         description="Most calls at once, in each process, health included; more are refused unread. null: no limit.",
     )
-    max_held_prompt_bytes: int = Field(
-        default=256 * 1024 * 1024,
+    max_held_prompt_bytes: int | None = Field(
+        default=None,
         ge=1,
-        description="Most bytes of the requests that wait or run, in each process; a single request is always taken.",
+        description="Most bytes of the requests that wait or run, in each process; a single request is always taken. "
+        "null: a twentieth of the process's memory limit, at most 256 MiB.",
     )
-    max_held_prompt_bytes_per_tenant: int = Field(
-        default=64 * 1024 * 1024,
+    max_held_prompt_bytes_per_tenant: int | None = Field(
+        default=None,
         ge=1,
-        description="Most bytes of one tenant's requests that wait or run, in each process.",
+        description="Most bytes of one tenant's requests that wait or run, in each process; null: a quarter of all.",
     )
     reader_stall_s: float = Field(
         default=60.0,

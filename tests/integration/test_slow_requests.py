@@ -38,7 +38,10 @@ WAVE = 2000
 
 async def test_a_body_that_comes_by_the_byte_is_ended_with_a_type_while_others_are_served() -> None:
     target = ScriptedTarget()
-    async with running([target], request_read_s=READ_S) as harness, AsyncExitStack() as stack:
+    async with (
+        running([target], request_read_s=READ_S, max_held_prompt_bytes=2**29) as harness,
+        AsyncExitStack() as stack,
+    ):
         slow = [await stack.enter_async_context(RawConnection(harness.address)) for _ in range(20)]
         for connection in slow:
             for _ in range(5):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from specdec.coordinator.intake.text_limits import PromptBytes
+from specdec.service.byte_budget import ByteBudget
 
 
 def test_requests_without_a_byte_end_in_any_order_beside_others() -> None:
-    held = PromptBytes(total_bytes=100, tenant_bytes=100)
+    held = ByteBudget(total_bytes=100, client_bytes=100)
     first, second, third = ExitStack(), ExitStack(), ExitStack()
     first.enter_context(held.hold("tenant", 0))
     second.enter_context(held.hold("tenant", 0))

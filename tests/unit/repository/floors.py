@@ -112,7 +112,7 @@ FLOORS = {
         __main__
     """,
     "specdec.coordinator.intake": """
-        conversation line reading resume validation
+        conversation line pending_reads reading resume validation
         fair_queue
         admission prompt_length
         text_limits
@@ -249,7 +249,7 @@ FLOORS = {
         build
     """,
     "specdec.service": """
-        error_interceptor listening metrics_server process standstill tls_watch
+        byte_budget error_interceptor listening memory_limit metrics_server process standstill tls_watch
         metrics_endpoint settings
         readiness
         server

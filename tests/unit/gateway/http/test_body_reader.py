@@ -13,6 +13,7 @@ import pytest
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.tokens import TokenizeBody
 from specdec.gateway.http.body import BodyLimits, BodyReader
+from specdec.service.byte_budget import ByteBudget, Held
 
 
 class Sent:
@@ -20,6 +21,7 @@ class Sent:
 
     def __init__(self, body: bytes) -> None:
         self.headers: dict[str, str] = {}
+        self.scope = {"state": {"held": Held(ByteBudget(2**30, 2**30), "client")}}
         self._body = body
 
     async def stream(self) -> AsyncIterator[bytes]:

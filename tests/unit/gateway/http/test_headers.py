@@ -31,7 +31,7 @@ async def echo_length(_scope: Any, receive: Any, send: Any) -> None:
 async def answer(data: bytes) -> bytes:
     """All that a server sends to who sends this, and then waits for the end of the connection."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(echo_length, tls=None, header_s=60)
+    server = HttpServer(echo_length, tls=None, header_s=60, reader_stall_s=60)
     await server.start([listening])
     try:
         reader, writer = await asyncio.open_connection(*listening.getsockname())
