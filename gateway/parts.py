@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from specdec.gateway.http.body import BodyReader
+from specdec.gateway.parser_names import ParserNames
 from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.upstream.coordinators import CallerStub, Coordinators, Health
 from specdec.gateway.upstream.vocabulary import Vocabulary
@@ -27,6 +28,7 @@ class Parts:
     registry: CollectorRegistry
     metrics: GatewayMetrics
     vllm: VllmMetrics
+    parser_names: ParserNames
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time of its start, reported as the creation time of its models."""

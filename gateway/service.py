@@ -22,6 +22,7 @@ from specdec.gateway.http.edge import Edge
 from specdec.gateway.http.methods import answering_head, with_origins
 from specdec.gateway.http.places import Places
 from specdec.gateway.http.server import HttpServer
+from specdec.gateway.parser_names import ParserNames
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import error_response
 from specdec.gateway.settings import GatewaySettings
@@ -70,6 +71,7 @@ class Gateway:
             registry=registry,
             metrics=metrics,
             vllm=VllmMetrics(registry),
+            parser_names=ParserNames(settings.reasoning_parser, settings.tool_parser),
         )
         most_bytes = settings.max_held_body_bytes or min(_MOST_HELD_BYTES, max(1, budget_bytes() // _COST_PER_BYTE))
         self.edge = Edge(

@@ -11,6 +11,7 @@ from pydantic_settings import NoDecode
 
 from specdec.gateway.chat.parsing import check_names
 from specdec.gateway.chat.reasoning import REASONING_PARSERS
+from specdec.gateway.chat.template_parsers import AUTO
 from specdec.gateway.chat.tool_calls.families import TOOL_PARSERS
 from specdec.telemetry.tracing_settings import TracingSettings
 from specdec.wire.settings import ServerTlsSettings, WireSettings, check_address, check_client_tls, with_tls_of_folder
@@ -48,8 +49,8 @@ def _one_of(names: tuple[str, ...]) -> AfterValidator:
     return AfterValidator(check)
 
 
-ReasoningParserName = Annotated[str, _one_of(REASONING_PARSERS)]
-ToolParserName = Annotated[str, _one_of(TOOL_PARSERS)]
+ReasoningParserName = Annotated[str, _one_of((AUTO, *REASONING_PARSERS))]
+ToolParserName = Annotated[str, _one_of((AUTO, *TOOL_PARSERS))]
 
 
 class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
@@ -129,11 +130,14 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
         default=16, ge=1, description="Most prompts of one request that run at once; the others wait."
     )
     reasoning_parser: ReasoningParserName = Field(
-        default="none", description=f"Form of the model's reasoning in chats: {', '.join(REASONING_PARSERS)}."
+        default=AUTO,
+        description=f"Form of the model's reasoning in chats: {', '.join(REASONING_PARSERS)}; "
+        "auto: as its chat template writes it.",
     )
     tool_parser: ToolParserName = Field(
-        default="none",
-        description=f"Form of the model's tool calls in chats: {', '.join(TOOL_PARSERS)}; none: no tools.",
+        default=AUTO,
+        description=f"Form of the model's tool calls in chats: {', '.join(TOOL_PARSERS)}; none: no tools; "
+        "auto: as its chat template writes them.",
     )
 
     coordinator_tls: bool = Field(
@@ -158,7 +162,8 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
 
     @model_validator(mode="after")
     def _check_parsers(self) -> Self:
-        check_names(self.reasoning_parser, self.tool_parser)
+        if AUTO not in (self.reasoning_parser, self.tool_parser):
+            check_names(self.reasoning_parser, self.tool_parser)
         return self
 
     @model_validator(mode="before")

@@ -40,13 +40,13 @@ def chat_routes(parts: Parts) -> APIRouter:
     )
     async def create_chat_completion(request: Request) -> Response:
         """Continue a conversation."""
-        reasoning_parser, tool_parser = parts.settings.reasoning_parser, parts.settings.tool_parser
+        names = await parts.parser_names.of(lambda: parts.caller(request))
         unenforced: list[str] = []
 
         def translated(asked: ChatRequest) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
-            request.state.field_names = chat_field_names(asked, tool_parser)
-            make_parser = parsers(asked, reasoning_parser, tool_parser)
-            return make_parser, chat_to_generate(asked, tool_parser, reasoning_parser, unenforced)
+            request.state.field_names = chat_field_names(asked, names.tools)
+            make_parser = parsers(asked, names.reasoning, names.tools)
+            return make_parser, chat_to_generate(asked, names.tools, names.reasoning, unenforced)
 
         asked, (make_parser, body) = await parts.reader.read(request, ChatRequest, translated)
         tell_names(request, NOT_ENFORCED, unenforced)

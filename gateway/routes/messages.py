@@ -69,16 +69,17 @@ def message_routes(parts: Parts) -> APIRouter:
     async def create_message(request: Request) -> Response:
         """Continue a conversation."""
         settings = parts.settings
+        parser_names = await parts.parser_names.of(lambda: parts.caller(request))
         unenforced: list[str] = []
 
         def translated(asked: MessagesRequest) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
             chat = to_chat(asked)
-            names = {**chat_field_names(chat.request, settings.tool_parser), "stop": "stop_sequences"}
+            names = {**chat_field_names(chat.request, parser_names.tools), "stop": "stop_sequences"}
             request.state.field_names = {**names, "constraint.json_schema": SCHEMA_FIELD}
             try:
-                make_parser = parsers(chat.request, settings.reasoning_parser, settings.tool_parser)
+                make_parser = parsers(chat.request, parser_names.reasoning, parser_names.tools)
                 return make_parser, chat_to_generate(
-                    chat.request, settings.tool_parser, settings.reasoning_parser, unenforced
+                    chat.request, parser_names.tools, parser_names.reasoning, unenforced
                 )
             except InvalidRequest as error:
                 raise chat.as_written(error) from None
@@ -114,7 +115,7 @@ def message_routes(parts: Parts) -> APIRouter:
         def translated(asked: CountTokensRequest) -> api.TokenizeRequest:
             chat = to_chat(asked)
             try:
-                generate = chat_to_generate(chat.request, parts.settings.tool_parser, parts.settings.reasoning_parser)
+                generate = chat_to_generate(chat.request)
             except InvalidRequest as error:
                 raise chat.as_written(error) from None
             return api.TokenizeRequest(model=asked.model, messages=generate.messages)

@@ -110,7 +110,7 @@ def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Ca
     """A function that makes a parser for each choice. Raises ApiError and InvalidRequest if tools cannot be read."""
     forced = forces_calls(request, tool_parser)
     if calls_tools(request) and tool_parser == "none" and not forced:
-        raise unsupported("tools", "this gateway parses no tool calls: set its tool_parser")
+        raise unsupported("tools", "no form of tool calls is known for this model: set the gateway's tool_parser")
     choice: ToolChoice = request.tool_choice
 
     tools = check_tools(request.tools)

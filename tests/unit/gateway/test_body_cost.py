@@ -200,7 +200,9 @@ def smaller_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whatever_grows_in_whatever_route_a_body_takes_few_times_the_bytes_of_the_largest() -> None:
     async def run() -> None:
         gateway = Gateway(
-            GatewaySettings(coordinators=["localhost:1"], max_body_bytes=GROWN_BYTES, tool_parser="hermes")
+            GatewaySettings(
+                coordinators=["localhost:1"], max_body_bytes=GROWN_BYTES, tool_parser="hermes", reasoning_parser="none"
+            )
         )
         routes = set()
         try:

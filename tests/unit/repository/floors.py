@@ -204,7 +204,7 @@ FLOORS = {
     """,
     "specdec.gateway": """
         api chat page schemas upstream
-        http settings translation
+        http parser_names settings translation
         anthropic parts
         routes
         app
@@ -216,7 +216,7 @@ FLOORS = {
         to_chat
     """,
     "specdec.gateway.chat": """
-        deltas messages
+        deltas messages template_parsers
         tool_calls
         reasoning thoughts
         parsing
