@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
+from specdec.engine.states.plan import StatePlan, plan_of
 from specdec.engine.tap import HiddenTap
 
 Int32Array = npt.NDArray[np.int32]
@@ -52,6 +53,8 @@ class Batch:
     """Equals S."""
     tap: HiddenTap | None = None
     """Hidden states that the pass must also return."""
+    states: StatePlan | None = None
+    """States of recurrent layers; None: sequences begin here, or the model has none."""
 
 
 @dataclass(slots=True)
@@ -119,8 +122,14 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
         block_tables=tables.view(block_tables.shape),
         logits_indices=logits,
         num_seqs=len(items),
+        states=_states(items),
     )
     return batch, item_rows
+
+
+def _states(items: list[ScheduledItem]) -> StatePlan | None:
+    states = [item.states for item in items if item.states is not None]
+    return plan_of(states) if states else None
 
 
 def _are_single(items: list[ScheduledItem]) -> bool:
@@ -166,6 +175,7 @@ def _build_single(
         block_tables=table.view(num_rows, num_blocks),
         logits_indices=logits_indices,
         num_seqs=num_rows,
+        states=_states(items),
     )
     return batch, [ItemRows(item, row, 1) for row, item in zip(rows, items, strict=True)]
 

@@ -194,11 +194,15 @@ class BlockPool:
         num_full = len(token_ids) // self.block_size
         for index in range(num_full if max_blocks is None else min(num_full, max_blocks)):
             self.extend_digests(chain, token_ids, salt, index + 1)
-            block = self._by_digest.get(chain[index])
+            block = self.find(chain[index])
             if block is None:
                 break
             blocks.append(block)
         return blocks
+
+    def find(self, digest: bytes) -> int | None:
+        """The block with this hash, if any. It gains no owner."""
+        return self._by_digest.get(digest)
 
     def register(self, block: int, digest: bytes) -> bool:
         """Hash a used block, whose slots must all be final. Returns False if an equal block is hashed already.

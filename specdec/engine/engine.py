@@ -110,6 +110,7 @@ class Engine:
         self._check_landed()
         child = parent.forked(next(self._ids), self._num_blocks(parent.num_computed_tokens))
         self.block_pool.share(child.block_ids)
+        self.scheduler.states.fork(parent, child)
         self.scheduler.add(child)
         return child
 
@@ -133,6 +134,7 @@ class Engine:
         """Remove a sequence's blocks from the prefix cache, as their content may be wrong."""
         self._check_held(seq)
         self.block_pool.forget(seq.block_ids)
+        self.scheduler.states.forget(seq)
 
     def append(self, seq: Sequence, token_ids: Ids[int]) -> None:
         """Add tokens, to be computed by the next steps.
@@ -342,6 +344,7 @@ class Engine:
                 self._unaccepted.append(seq)
             seq.tree = None
         self._hash_final_blocks(seq)
+        self.scheduler.states.advance(seq)
 
     def _move_nodes(self, seq: Sequence, nodes: Ids[int]) -> bool:
         """Move the path's keys and values behind the tokens. Returns False if a fork shares the destination."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.errors import SequenceTooLong
 from specdec.engine.sequence import Sequence
+from specdec.engine.states.sessions import ItemStates, NoStates, SequenceStates
 
 
 @dataclass(slots=True)
@@ -23,6 +24,8 @@ class ScheduledItem:
     """Number of nodes to verify, a prefix of ``seq.tree``; node ``i`` writes logical slot ``len(token_ids) + i``."""
     completes: bool
     """Whether no token is pending afterwards."""
+    states: ItemStates | None = None
+    """States of recurrent layers; None: the model has none."""
 
 
 @dataclass(slots=True)
@@ -56,8 +59,16 @@ class Scheduler:
     that rank below the one in need are preempted: paused first, then the lowest priority, then the latest arrival.
     """
 
-    def __init__(self, block_pool: BlockPool, max_batch_tokens: int, max_batch_seqs: int, max_model_len: int) -> None:
-        """Bounds are rows of a step, sequences of a step and tokens of a sequence."""
+    def __init__(
+        self,
+        block_pool: BlockPool,
+        max_batch_tokens: int,
+        max_batch_seqs: int,
+        max_model_len: int,
+        states: SequenceStates | None = None,
+    ) -> None:
+        """Bounds are rows of a step, sequences of a step and tokens of a sequence. `states`: of recurrent layers."""
+        self.states = states or NoStates()
         self.block_pool = block_pool
         self.max_batch_tokens = max_batch_tokens
         self.max_batch_seqs = max_batch_seqs
@@ -132,6 +143,10 @@ class Scheduler:
             prefill_budget -= min(wanted, prefill_budget // 2)
         self._place_all(step, decodes, prefills, prefill_budget)
         self._place_trees(step)
+        for item in step.items:
+            item.states, item.num_tree_nodes = self.states.plan(
+                item.seq, item.start, item.num_new_tokens, item.num_tree_nodes, completes=item.completes
+            )
         step.items = [item for item in step.items if item.num_new_tokens or item.num_tree_nodes]
         for item in step.items:
             self._turn += 1
@@ -145,6 +160,8 @@ class Scheduler:
         for seq in self._sequences.values():
             if not seq.is_ready or (only is not None and seq.seq_id not in only):
                 continue
+            if not self.states.settle(seq):
+                self.release(seq)
             is_decode = seq.num_computed_tokens and seq.num_pending_tokens <= self.block_pool.block_size
             (decodes if is_decode else prefills).append(seq)
         if len(decodes) > self.max_batch_seqs:  # take turns
@@ -185,12 +202,13 @@ class Scheduler:
             self._share_cached_prefix(seq)
         start = seq.num_computed_tokens
         pending = len(seq.token_ids) - start
-        num_new = min(pending, limit)
+        num_new = self.states.chunk(seq, min(pending, limit))
         # A sequence without blocks starts only if all of it fits: unfinished prefills would preempt each other.
         if not self._make_room(seq, step, pending if was_waiting else num_new):
             if was_waiting:
                 self.release(seq)
             return None
+        self.states.reserve(seq)
         step.copies += self.block_pool.ensure_writable(seq.block_ids, start, num_new)
         step.items.append(ScheduledItem(seq, start, num_new, 0, num_new == pending))
         if was_waiting:
@@ -198,9 +216,13 @@ class Scheduler:
         return num_new
 
     def _make_room(self, seq: Sequence, step: ScheduledStep, num_slots: int) -> bool:
-        """Preempt until `num_slots` more slots of `seq` can be written. Returns False if that is impossible."""
-        pool = self.block_pool
-        while pool.num_blocks_to_write(seq.block_ids, seq.num_computed_tokens, num_slots) > pool.num_free:
+        """Preempt until `num_slots` more slots of `seq` and its states can be written. Returns False if that is
+        impossible.
+        """
+        pool, states = self.block_pool, self.states
+        while pool.num_blocks_to_write(
+            seq.block_ids, seq.num_computed_tokens, num_slots
+        ) > pool.num_free or states.is_short(seq):
             victim = self._victim(seq, step)
             if victim is None:
                 return False
@@ -258,6 +280,7 @@ class Scheduler:
         if limit < pool.block_size:
             return
         blocks = pool.lookup(seq.token_ids, seq.cache_salt, seq.block_digests, limit // pool.block_size)
+        del blocks[self.states.usable_prefix(seq, len(blocks)) :]
         pool.share(blocks)
         seq.block_ids.extend(blocks)
         seq.num_hashed_blocks = len(blocks)
@@ -272,7 +295,8 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_hashed_blocks * self.block_pool.block_size
 
     def release(self, seq: Sequence) -> None:
-        """Free a sequence's blocks; none of its tokens is computed then."""
+        """Free a sequence's blocks and states; none of its tokens is computed then."""
+        self.states.release(seq)
         self.block_pool.free(seq.block_ids)
         del seq.block_ids[:]
         seq.num_computed_tokens = 0

@@ -54,7 +54,9 @@ def load_target(model: str, device: str, num_threads: int) -> Loaded:
     settings = EngineSettings(model=model, device=device, num_threads=num_threads)
     runner = ModelRunner.load(settings)
     pool = BlockPool(runner.num_blocks, runner.block_size)
-    scheduler = Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len)
+    scheduler = Scheduler(
+        pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len, runner.session_states()
+    )
     engine = Engine(runner, pool, scheduler)
     shared = HeadTarget(runner, engine, Sampler(runner.vocab_size, runner.device))
     config = AutoConfig.from_pretrained(directory).get_text_config()

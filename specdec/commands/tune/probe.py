@@ -52,9 +52,8 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     runner = ModelRunner.load(_with_room(settings, task))
     runner.warmup()
     pool = BlockPool(runner.num_blocks, runner.block_size)
-    engine = Engine(
-        runner, pool, Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len)
-    )
+    limits = settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len
+    engine = Engine(runner, pool, Scheduler(pool, *limits, runner.session_states()))
     num_ids = _translate(engine, runner, task["target_model"]) if task.get("target_model") else runner.vocab_size
     found: dict[str, Any] = {"num_parameters": runner.num_parameters, "max_model_len": runner.max_model_len}
     if task.get("prompts"):

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.engine.states.memory import StateMemory
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
@@ -28,7 +30,8 @@ class KVCache:
     Layer ``i`` is ``keys[i]`` ``[num_blocks, num_kv_heads, block_size, key_dim]`` and ``values[i]`` likewise. If all
     layers are alike, they are views of one tensor ``[layer, 2, block, kv head, slot, dim]``; values in keys are views
     of these. Physical slot ``s`` is offset ``s % block_size`` of block ``s // block_size``. Layers are numbered in the
-    order of attention calls of a forward pass, which may differ from the module's index.
+    order of attention calls of a forward pass, which may differ from the module's index. ``states`` are those of
+    recurrent layers.
     """
 
     def __init__(
@@ -38,7 +41,9 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        states: StateMemory | None = None,
     ) -> None:
+        self.states = states
         self.geometries = tuple(geometries)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -47,6 +52,8 @@ class KVCache:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self._stores: list[torch.Tensor] = []  # each [n, num_blocks, num_kv_heads, block_size, dim]
+        if not self.geometries:
+            return
         first = self.geometries[0]
         is_uniform = all(g == first for g in self.geometries) and first.key_dim == first.value_dim
         if is_uniform and not first.values_in_keys:
@@ -75,8 +82,9 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cache."""
-        return sum(store.numel() * store.element_size() for store in self._stores)
+        """Bytes of the cache, with the states of recurrent layers."""
+        of_states = 0 if self.states is None else self.states.num_bytes
+        return of_states + sum(store.numel() * store.element_size() for store in self._stores)
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

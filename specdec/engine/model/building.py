@@ -41,6 +41,7 @@ from specdec.engine.native.variants import UnsupportedIsa
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import shard_model
 from specdec.engine.settings import EngineSettings
+from specdec.engine.states.memory import CellShape, StateMemory, affordable_states
 
 _CPU_KV_BYTES = 1 << 30
 _INSTALL_KERNELS = "install specdec from a wheel for this machine, or a C++ compiler (Debian: apt-get install g++)"
@@ -89,6 +90,7 @@ class _Builder:
         self._probe = SelfTest(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
         self._far: FarProof | None = None
         self._routes = Routes(loaded.model)
+        self._cells: list[CellShape] = []  # of recurrent layers
         self._no_kernels = ""  # why there are none, and the remedy
         self._kernels = self._make_kernels() if self._is_exact else None
 
@@ -110,6 +112,7 @@ class _Builder:
         if short:
             self._prove_switches(ragged, short, short_routes)
         recorded = ragged.record_attention(self._probe)
+        self._cells = ragged.recurrent.shapes
         if is_on_gpu(loaded.device):
             ragged.kernel = device_attention(recorded.geometries)
         if expected:
@@ -194,6 +197,7 @@ class _Builder:
         loaded = self._loaded
         with shortened(loaded.model):
             recorded = ragged.record_attention(self._probe)
+            self._cells = ragged.recurrent.shapes
             error, _ = self._test(ragged, recorded.geometries, expected, routes)
         if not error <= tolerance(loaded.dtype):
             raise ModelNotSupported(
@@ -272,7 +276,14 @@ class _Builder:
         loaded, probe = self._loaded, self._probe
         if not expected:
             return 0.0, self._kernels is not None
-        cache = KVCache(geometries, probe.num_blocks, self._settings.block_size, loaded.dtype, loaded.device)
+        cache = KVCache(
+            geometries,
+            probe.num_blocks,
+            self._settings.block_size,
+            loaded.dtype,
+            loaded.device,
+            probe.memory(self._cells, loaded.device),
+        )
         with refusing(loaded.identity.architecture):
             routes = routes or self._routes
             log: ProbeLog = probe.run(step_model, cache, around=routes.following)
@@ -290,13 +301,29 @@ class _Builder:
     def _allocate(self, step_model: StepModel, geometries: list[LayerGeometry], num_spare_blocks: int) -> KVCache:
         settings, loaded = self._settings, self._loaded
         reserved = CAPTURE_BYTES if num_spare_blocks else 0  # for captured steps, which have padding rows
-        num_blocks = settings.num_blocks or self._num_blocks_for_budget(step_model, geometries, reserved)
+        sizes = affordable_states(
+            self._cells,
+            settings.kv_cache_memory_bytes or _CPU_KV_BYTES,
+            max_batch_seqs=settings.max_batch_seqs,
+            max_batch_tokens=settings.max_batch_tokens,
+            block_size=settings.block_size,
+        )
+        num_blocks = settings.num_blocks or self._num_blocks_for_budget(
+            step_model, geometries, reserved, sizes.num_bytes
+        )
         if self._group is not None:
             num_blocks = self._group.smallest(num_blocks)  # one block table serves all ranks
-        return KVCache(geometries, num_blocks + num_spare_blocks, settings.block_size, loaded.dtype, loaded.device)
+        return KVCache(
+            geometries,
+            num_blocks + num_spare_blocks,
+            settings.block_size,
+            loaded.dtype,
+            loaded.device,
+            StateMemory(self._cells, sizes.num_slots, sizes.num_rows, loaded.device) if self._cells else None,
+        )
 
     def _num_blocks_for_budget(
-        self, step_model: StepModel, geometries: list[LayerGeometry], reserved_bytes: int
+        self, step_model: StepModel, geometries: list[LayerGeometry], reserved_bytes: int, state_bytes: int
     ) -> int:
         settings, loaded = self._settings, self._loaded
         block_bytes = sum(g.num_elements for g in geometries) * settings.block_size * loaded.dtype.itemsize
@@ -317,9 +344,9 @@ class _Builder:
                 memory_fraction=settings.gpu_memory_fraction,
                 reserved_bytes=reserved_bytes,
             )
-        budget = _CPU_KV_BYTES if budget is None else budget
+        budget = (_CPU_KV_BYTES if budget is None else budget) - state_bytes
         most_useful = settings.max_batch_seqs * (-(-loaded.max_model_len // settings.block_size) + 4)
-        num_blocks = min(budget // block_bytes, most_useful)
+        num_blocks = min(budget // block_bytes, most_useful) if block_bytes else most_useful
         if num_blocks < 2:
             raise ModelLoadError(f"kv_cache_memory_bytes: {budget} bytes do not hold two blocks of {block_bytes} bytes")
         return int(num_blocks)

@@ -63,6 +63,8 @@ def is_fusable(
 ) -> bool:
     """Whether a model with these attention calls has the shape of fused decoders."""
     config = model.config
+    if not geometries:
+        return False
     first = geometries[0]
     return (
         type(model).__name__ in _FUSABLE

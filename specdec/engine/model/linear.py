@@ -39,19 +39,41 @@ class WeightPacker(Protocol):
 class PackedLinear(nn.Module):
     """Replaces ``nn.Linear`` or transformers' ``Conv1D``."""
 
+    bias = None
+    """The packed weight adds it, also in products of ``weight``."""
+
     def __init__(self, packed: PackedWeight, in_features: int, out_features: int, has_bias: bool) -> None:
         super().__init__()
         self.packed = packed
         self.in_features = in_features
         self.out_features = out_features
         self.has_bias = has_bias
-        self.weight = torch.full((), torch.nan).expand(out_features, in_features)
-        """Has the weight's dtype and shape, which some models read, but no memory; products with it are NaN."""
+        self.weight = PackedMatrix.of(packed, in_features, out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ weight.T + bias`` over the last dimension."""
         rows = x.reshape(-1, self.in_features).contiguous()
         return self.packed(rows).view(*x.shape[:-1], self.out_features)
+
+
+class PackedMatrix(torch.Tensor):
+    """Stands for a packed weight ``[N, K]`` in models that read it: it has its dtype and shape, but no memory.
+
+    Its product with columns is right; other values are NaN.
+    """
+
+    packed: PackedWeight
+
+    @classmethod
+    def of(cls, packed: PackedWeight, in_features: int, out_features: int) -> "PackedMatrix":
+        """The stand-in for a packed weight."""
+        matrix = torch.full((), torch.nan).expand(out_features, in_features).as_subclass(cls)
+        matrix.packed = packed
+        return matrix
+
+    def __matmul__(self, columns: torch.Tensor) -> torch.Tensor:
+        """The product with ``[1, K, T]``, plus the layer's bias."""
+        return self.packed(columns[0].transpose(0, 1).contiguous()).transpose(0, 1).unsqueeze(0)
 
 
 class WholeVectorActivation(nn.Module):

@@ -25,7 +25,7 @@ from specdec.engine.checkpoints.formats import check_format
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.kv_budget import allocated_one_by_one
-from specdec.engine.model.model_check import check_config
+from specdec.engine.model.model_check import check_config, check_place
 from specdec.engine.model.skipping import (
     LEAST_AGREEMENT,
     agreement,
@@ -84,6 +84,7 @@ def check_tensor_parallel(settings: EngineSettings) -> str:
         raise TensorParallelRefused(size, f"it needs one GPU per rank from {device} on, and torch sees {num_gpus}")
     if device.type == "cpu" and num_gpus:
         raise TensorParallelRefused(size, "ranks on the CPU must not see GPUs: set CUDA_VISIBLE_DEVICES=-1")
+    check_place(config, device.type, size)
     check_plan(config, size, settings.trust_remote_code)
     return str(device)
 
@@ -105,6 +106,7 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
             f"weight_quantization: {settings.weight_quantization} needs float32 on the CPU, not "
             f"{str(dtype).removeprefix('torch.')} on {device.type}"
         )
+    check_place(config, device.type, settings.tensor_parallel_size)
     checkpoint_format = check_format(config, settings, device)
     max_model_len = _choose_max_model_len(settings.max_model_len, config)
     if settings.load_format == "dummy":

@@ -3,10 +3,10 @@
 Most incompatibilities are silent: the model runs, but its logits are wrong. So configs and class names are not trusted.
 The checks, cheapest first:
 
-    1. the config: encoder-decoder, recurrent layers, frequencies that depend on the batch
+    1. the config: encoder-decoder, recurrent layers that are not served, frequencies that depend on the batch
     2. the attention implementation, once switched
     3. the attention calls of a forward pass: a constant number, with the engine's context, with each layer's declared
-       mask (``declared_masks.py``), and without unknown keywords
+       mask (``declared_masks.py``), and without unknown keywords; and the calls of recurrences, likewise
     4. logits: chunked prefill, mixed batches, decoding and a tree, paged against dense (``probe.py``); and the same
        with every window and position-dependent scale moved to a few tokens (``switches.py``)
     5. faults that short sequences hide: modules that number rows, distant positions in one batch, and the serving
@@ -21,11 +21,13 @@ from specdec.engine.attention.paged import AttentionError
 from specdec.engine.errors import EngineError, ModelNotSupported
 from specdec.engine.model.skipping import NoAttention
 from specdec.engine.model.switches import rope_parameter_sets
+from specdec.engine.recurrent.layers import RecurrenceError, has_served_recurrence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from specdec.engine.attention.kv_cache import LayerGeometry
+    from specdec.engine.states.memory import CellShape
 
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 _RECURRENT_HINTS = (
@@ -48,16 +50,30 @@ def check_config(config: "PreTrainedConfig") -> None:
         _check_one(one)
 
 
+def check_place(config: "PreTrainedConfig", device_type: str, num_ranks: int) -> None:
+    """Refuse recurrent layers on GPUs and on several ranks. Raises ``ModelNotSupported``."""
+    if (device_type != "cpu" or num_ranks > 1) and _recurrent_parts(config.get_text_config(decoder=True)):
+        raise ModelNotSupported(
+            config.model_type, "its recurrent layers need a CPU and one rank: device cpu, tensor_parallel_size 1"
+        )
+
+
+def _recurrent_parts(config: "PreTrainedConfig") -> str:
+    """What tells that a config has recurrent layers; "" if nothing does."""
+    types = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    if foreign := sorted(types - _PAGED_LAYER_TYPES):
+        return f"layers of type {', '.join(foreign)} keep"
+    hints = [hint for hint in _RECURRENT_HINTS if getattr(config, hint, None) is not None]
+    return f"its config has {hints[0]}: it keeps" if hints and not types else ""
+
+
 def _check_one(config: "PreTrainedConfig") -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ModelNotSupported(name, "it is an encoder-decoder model; only decoder-only models are paged")
-    foreign = sorted({str(t) for t in getattr(config, "layer_types", None) or ()} - _PAGED_LAYER_TYPES)
-    if foreign:
-        raise ModelNotSupported(name, f"layers of type {', '.join(foreign)} keep state outside paged attention")
-    for hint in _RECURRENT_HINTS:
-        if getattr(config, hint, None) is not None:
-            raise ModelNotSupported(name, f"its config has {hint}: it keeps recurrent state outside attention")
+    recurrent = _recurrent_parts(config)
+    if recurrent and not has_served_recurrence(config):
+        raise ModelNotSupported(name, f"{recurrent} state outside paged attention, in a recurrence that is not served")
     for rope in rope_parameter_sets(config):
         if "dynamic" in str(rope.get("rope_type", "default")):
             raise ModelNotSupported(name, "dynamic rope depends on the longest sequence of the batch")
@@ -77,13 +93,21 @@ def switch_attention(model: "PreTrainedModel", name: str) -> None:
         raise ModelNotSupported(model_type, reason)
 
 
-def check_attention_calls(model: "PreTrainedModel", passes: Sequence[Sequence["LayerGeometry"]]) -> None:
-    """Check the attention calls of passes of different shapes. Raises ``ModelNotSupported``."""
+def check_attention_calls(
+    model: "PreTrainedModel",
+    passes: Sequence[Sequence["LayerGeometry"]],
+    cells: Sequence[Sequence["CellShape"]] = ((),),
+) -> None:
+    """Check the calls of attention and of recurrences in passes of different shapes. Raises ``ModelNotSupported``."""
     model_type = model.config.model_type
     counts = sorted({len(calls) for calls in passes})
     num_layers = int(getattr(model.config, "num_hidden_layers", 0))
     num_layers -= sum(isinstance(module, NoAttention) for module in model.modules())
-    if counts[0] == 0:
+    if any(list(calls) != list(cells[0]) for calls in cells):
+        raise ModelNotSupported(model_type, "the calls of its recurrent layers vary with the input")
+    if cells[0]:  # some layers do not attend; the logits decide
+        num_layers = sum(kind in _PAGED_LAYER_TYPES for kind in getattr(model.config, "layer_types", None) or ())
+    elif counts[0] == 0:
         raise ModelNotSupported(model_type, "its forward pass never calls the registered attention function")
     if len(counts) > 1:
         raise ModelNotSupported(model_type, f"its attention calls per pass vary with the input: {counts}")
@@ -102,7 +126,7 @@ def refusing(model_type: str) -> Iterator[None]:
         yield
     except EngineError:
         raise
-    except AttentionError as error:
+    except (AttentionError, RecurrenceError) as error:
         raise ModelNotSupported(model_type, str(error)) from error
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
         raise ModelNotSupported(model_type, f"its forward pass fails on a ragged batch: {error}") from error

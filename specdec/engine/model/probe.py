@@ -13,6 +13,9 @@ import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
+from specdec.engine.states.memory import CellShape, StateMemory
+from specdec.engine.states.plan import StatePlan, plan_of
+from specdec.engine.states.sessions import ItemStates
 
 _LENGTHS = (37, 22)
 _TOLERANCE = {
@@ -104,32 +107,62 @@ class SelfTest:
         example on another number of threads.
         """
         log = ProbeLog()
-        first, second = self._first, self._second
+        first, second, end = self._first, self._second, len(self._first)
         cut, half = len(first) // 2, len(second) // 2
         tree = self._tree_rows()
         plans = [
             self._token_rows(0, first, 0, cut) + self._token_rows(1, second, 0, half),
-            self._token_rows(0, first, cut, len(first) - 1) + self._token_rows(1, second, half, half + 1),
-            self._token_rows(0, first, len(first) - 1, len(first))
-            + tree
-            + self._token_rows(1, second, half + 1, len(second)),
-            self._token_rows(0, first, 0, len(first)),
+            self._token_rows(0, first, cut, end - 1) + self._token_rows(1, second, half, half + 1),
+            self._token_rows(0, first, end - 1, end) + tree + self._token_rows(1, second, half + 1, len(second)),
+            self._token_rows(0, first, 0, end),
         ]
-        for rows in plans:
+        # Tokens in the sequences' states before and after each batch: at chunks' ends, within one, and behind.
+        lengths = (
+            [(0, 0), (cut, half), (cut, half + 1), (0, 0)],
+            [(cut, half), (cut, half + 1), (end - 1, half), (end - 3, 0)],
+        )
+        for rows, begun, saved in zip(plans, *lengths, strict=True):
             with around([row.path for row in rows]):
-                log.add(rows, forward(self.batch(rows), cache))
-        for position in range(len(first) - 3, len(first)):
+                log.add(rows, forward(self.batch(rows, self._states(rows, begun, saved)), cache))
+        for position in range(end - 3, end):
             rows = self._token_rows(0, first, position, position + 1)
+            states = self._states(rows, (position, 0), (position + 1, 0))
             with around([row.path for row in rows]):
-                log.add(rows, (alone or forward)(self.batch(rows), cache))
+                log.add(rows, (alone or forward)(self.batch(rows, states), cache))
         return log
+
+    def memory(self, cells: Sequence[CellShape], device: torch.device) -> StateMemory | None:
+        """Memory of the probe's states, for a model with such recurrences."""
+        return StateMemory(cells, 2, 2 * self._num_slots, device) if cells else None
+
+    def _states(self, rows: Sequence[ProbeRow], begun: Sequence[int], saved: Sequence[int]) -> StatePlan:
+        """States of a batch, by sequence: tokens in the state before and after it. Each slot keeps its inputs."""
+        items = []
+        for sequence in sorted({row.sequence for row in rows}):
+            own = [row for row in rows if row.sequence == sequence]
+            tokens = [row for row in own if not row.path_logical_slots]
+            nodes = [row for row in own if row.path_logical_slots]
+            paths = [row.path for row in nodes]
+            first_kept = sequence * self._num_slots
+            items.append(
+                ItemStates(
+                    read_slot=sequence if begun[sequence] else -1,
+                    write_slot=sequence,
+                    save_after=max(0, saved[sequence] - begun[sequence]),
+                    repeated=[first_kept + slot for slot in range(begun[sequence], own[0].logical_slot)],
+                    kept=[first_kept + row.logical_slot for row in own],
+                    num_new_tokens=len(tokens),
+                    parents=[paths.index(path[:-1]) if path[:-1] in paths else -1 for path in paths],
+                )
+            )
+        return plan_of(items)
 
     def prefix_rows(self, num_rows: int) -> list[ProbeRow]:
         """Rows of one prefill chunk of the first sequence."""
         return self._token_rows(0, self._first, 0, min(num_rows, len(self._first)))
 
-    def batch(self, rows: Sequence[ProbeRow]) -> Batch:
-        """The rows as a batch with logits of every row."""
+    def batch(self, rows: Sequence[ProbeRow], states: StatePlan | None = None) -> Batch:
+        """The rows as a batch with logits of every row. ``states``: None if the sequences begin in it."""
         sequences = sorted({row.sequence for row in rows})
         # Blocks in descending order, sequences interleaved: no slot has its plain place.
         tables = [[self.num_blocks - 1 - (2 * i + s) for i in range(self._blocks_per_seq)] for s in (0, 1)]
@@ -155,6 +188,7 @@ class SelfTest:
             block_tables=torch.tensor([tables[s] for s in sequences], dtype=torch.int32, device=self._device),
             logits_indices=torch.arange(len(rows), device=self._device),
             num_seqs=len(sequences),
+            states=states,
         )
 
     def _token_rows(self, sequence: int, tokens: list[int], start: int, end: int) -> list[ProbeRow]:

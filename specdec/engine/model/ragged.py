@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -24,10 +25,14 @@ from specdec.engine.attention.paged import (
 )
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError
+from specdec.engine.model.mixtures.functions import InvariantFunctions
 from specdec.engine.model.model_check import check_attention_calls, refusing, switch_attention
 from specdec.engine.model.probe import SelfTest
 from specdec.engine.model.skipping import decoder_layers, has_attention, leaving_out
 from specdec.engine.model.tapping import tapping
+from specdec.engine.recurrent.layers import RecurrentLayers
+from specdec.engine.states.memory import CellShape
+from specdec.engine.states.plan import fresh_plan
 from specdec.engine.sublayers import SkippedSublayers
 
 _SORTING = "transformers.integrations."
@@ -70,7 +75,8 @@ class StepModel(Protocol):
 
 
 class RaggedModel:
-    """A model whose attention calls ``kernel``. The constructor switches the model's attention permanently.
+    """A model whose attention calls ``kernel``, and whose recurrent layers use the cache's states. The constructor
+    switches both permanently.
 
     Raises ``ModelNotSupported`` if the model does not use the registered function.
     """
@@ -80,6 +86,8 @@ class RaggedModel:
     ) -> None:
         """`mask_windows`: see ``ForwardContext``; empty until ``record_attention`` finds them."""
         register_paged_attention()
+        self.recurrent = RecurrentLayers.of(model)
+        self._functions = InvariantFunctions()  # recurrent layers call some of them on few numbers per token
         switch_attention(model, ATTENTION_NAME)
         if model.device.type == "cpu":  # the GPU's kernels take no keys of this width
             cache_latents(model)
@@ -120,6 +128,7 @@ class RaggedModel:
         Raises ``ModelNotSupported`` if the calls depend on the shape or miss a layer, or if modules number rows.
         """
         recorders = (RecordingKernel(), RecordingKernel())
+        cells: list[list[CellShape]] = []
         places: list[set[str]] = []
         masks = declared_masks(ATTENTION_NAME, probe.num_positions)
         with refusing(self.model.config.model_type), masks:
@@ -128,18 +137,29 @@ class RaggedModel:
                 with NumberedRows(num_rows) as numbered:
                     self._run(context)
                 places.append(numbered.places)
+                cells.append(self.recurrent.shapes)
             if found := sorted(set.intersection(*places)):
                 raise AttentionError(f"it numbers a batch's rows instead of using their positions ({found[0]})")
-        check_attention_calls(self.model, [recorder.geometries for recorder in recorders])
+        check_attention_calls(self.model, [recorder.geometries for recorder in recorders], cells)
         self.mask_windows = tuple(options.sliding_window for options in recorders[0].options)
         return recorders[0]
+
+    @contextmanager
+    def _states(self, context: ForwardContext) -> Iterator[None]:
+        if not self.recurrent:
+            yield
+            return
+        plan = context.batch.states or fresh_plan(context.batch.row_seq.tolist())
+        memory = None if context.cache is None else context.cache.states
+        with self._functions, self.recurrent.running(plan, memory):
+            yield
 
     def _run(self, context: ForwardContext, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         batch = context.batch
         num_logits = batch.logits_indices.shape[0]
         kept = batch.logits_indices if num_logits else batch.logits_indices.new_zeros(1)
         kwargs: dict[str, Any] = {CONTEXT_KWARG: context}
-        with tapping(self.model, batch.tap):
+        with tapping(self.model, batch.tap), self._states(context):
             output = self.model(
                 input_ids=batch.input_ids.unsqueeze(0),
                 position_ids=(batch.position_ids if position_ids is None else position_ids).unsqueeze(0),

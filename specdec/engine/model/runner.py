@@ -10,7 +10,7 @@ import torch
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.passes import EnqueuedPass
-from specdec.engine.errors import ModelLoadError
+from specdec.engine.errors import ModelLoadError, SequenceStateError
 from specdec.engine.model.beside import SkippingPass, prompt_rows
 from specdec.engine.model.building import BuiltModel, build_model
 from specdec.engine.model.device_choice import ReplayingModel
@@ -21,6 +21,7 @@ from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.model.tapping import check_layer_ids, check_pass
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.settings import EngineSettings
+from specdec.engine.states.sessions import NoStates, SequenceStates, SessionStates
 from specdec.engine.sublayers import SkippedSublayers
 from specdec.engine.tap import HiddenTap
 
@@ -60,6 +61,7 @@ class ModelRunner:
         self.replays = built.replays
         self._step_model: StepModel = built.replays or built.step_model
         self._cache = cache
+        self._has_states = cache.states is not None
         self._kernel_path = built.kernel_path
         self._checkpoint_format = loaded.checkpoint_format
         self._last_end: torch.cuda.Event | None = None  # of the last launched pass
@@ -98,8 +100,15 @@ class ModelRunner:
 
         All rows' keys and values are written before any row reads. Cost: one model forward over T rows.
         """
+        if self._has_states and batch.states is None:
+            raise SequenceStateError("a model with recurrent layers needs a scheduler with `session_states`")
         with torch.inference_mode():
             return self._step_model(batch, self._cache)
+
+    def session_states(self) -> SequenceStates:
+        """Bookkeeping of recurrent states for one engine, for its scheduler; empty without recurrent layers."""
+        memory = self._cache.states
+        return NoStates() if memory is None else SessionStates(memory.num_slots, memory.num_rows, self.block_size)
 
     def launch(self, batch: Batch) -> EnqueuedPass:
         """Start a pass on a GPU without waiting for it. See ``forward``."""

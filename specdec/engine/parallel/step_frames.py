@@ -90,7 +90,8 @@ def batch_of(frame: StepFrame, device: torch.device) -> Batch:
     tensors = dict(zip((*_WIDE, *_NARROW), [*wide, *narrow], strict=True))
     tensors["block_tables"] = tensors["block_tables"].view(num_tables, num_blocks)
     tap_ids = struct.unpack(f"<{num_taps}i", frame.payload[len(frame.payload) - 4 * num_taps :])
-    return Batch(**tensors, num_seqs=num_seqs, tap=HiddenTap(tap_ids) if tap_ids else None)
+    tap = HiddenTap(tap_ids) if tap_ids else None
+    return Batch(**tensors, num_seqs=num_seqs, tap=tap, states=None)
 
 
 def copies_frame(kind: StepKind, sources: Sequence[int], targets: Sequence[int]) -> StepFrame:

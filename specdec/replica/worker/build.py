@@ -94,7 +94,7 @@ def build_engine(
     pool = BlockPool(runner.num_blocks, runner.block_size, salt)
     # A sequence that fills the whole cache can still run; a longer one never could.
     max_model_len = min(runner.max_model_len, runner.num_blocks * runner.block_size)
-    scheduler = Scheduler(pool, max_batch_tokens, settings.max_batch_seqs, max_model_len)
+    scheduler = Scheduler(pool, max_batch_tokens, settings.max_batch_seqs, max_model_len, runner.session_states())
     sampler = Sampler(runner.vocab_size, runner.device)
     if is_on_gpu(runner.device):
         from specdec.engine.cuda.cuts import compile_draws  # a CPU has no triton

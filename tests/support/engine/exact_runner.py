@@ -6,6 +6,7 @@ and the same on every machine.
 """
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -15,6 +16,8 @@ from specdec.engine.batch import Batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Scheduler
+from specdec.engine.sequence import Sequence as EngineSequence
+from specdec.engine.states.sessions import SessionStates
 
 NUM_LOGITS = 4
 
@@ -141,6 +144,15 @@ def assert_blocks_add_up(engine: Engine) -> None:
     stats = pool.stats()
     assert stats.used == len(set(held))
     assert stats.used + stats.cached + stats.free == pool.num_blocks
+
+
+def assert_states_add_up(states: SessionStates, sequences: Sequence[EngineSequence]) -> None:
+    """Check that every reference to a state and to a row of kept inputs is a sequence's: at most two states each."""
+    held = [state for seq in sequences if (state := states.held(seq)) is not None]
+    slots = [slot for state in held for slot in (state.slot, state.next_slot) if slot is not None]
+    rows = [row for state in held for row in state.rows.values()]
+    for pool, used in ((states._slots, slots), (states._rows, rows)):
+        assert [used.count(number) for number in range(pool.num_blocks)] == pool._ref_counts
 
 
 def evict_all(pool: BlockPool) -> int:

@@ -26,7 +26,7 @@ class Player:
 
     def __init__(self, runner: ModelRunner, max_batch_tokens: int = 512, num_blocks: int | None = None) -> None:
         self.pool = BlockPool(num_blocks or runner.num_blocks, runner.block_size)
-        scheduler = Scheduler(self.pool, max_batch_tokens, 64, runner.max_model_len)
+        scheduler = Scheduler(self.pool, max_batch_tokens, 64, runner.max_model_len, runner.session_states())
         self.engine = Engine(runner, self.pool, scheduler)
         self.log: Log = {}
         self.num_preempted = 0

@@ -19,7 +19,6 @@ from transformers import (
     GptOssConfig,
     Llama4Config,
     LlamaConfig,
-    MambaConfig,
     Ministral3Config,
     MistralConfig,
     OlmoeConfig,
@@ -30,6 +29,7 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
+    RecurrentGemmaConfig,
     SmolLM3Config,
     StableLmConfig,
     T5Config,
@@ -148,7 +148,9 @@ REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     "falcon": lambda: FalconConfig(**_COMMON, alibi=False),
     "gptj": lambda: GPTJConfig(**_GPT2_STYLE, rotary_dim=8),
     "bloom": lambda: BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=64, n_layer=2, n_head=4),
-    "mamba": lambda: MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, state_size=8),
+    "recurrent_gemma": lambda: RecurrentGemmaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, lru_width=64
+    ),
     "stablelm": lambda: StableLmConfig(**_GQA),
     "t5": lambda: T5Config(vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4),
     "dynamic_rope_llama": lambda: LlamaConfig(

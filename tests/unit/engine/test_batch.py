@@ -14,7 +14,7 @@ from specdec.engine.tree import TokenTree
 from tests.support.engine.exact_runner import attended_slots, check_batch
 
 BLOCK_SIZE = 4
-OTHERS = ("num_seqs", "tap")
+OTHERS = ("num_seqs", "tap", "states")
 
 
 def sequence(num_tokens: int, blocks: list[int], tree: TokenTree | None = None) -> Sequence:

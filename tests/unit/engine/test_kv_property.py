@@ -23,19 +23,24 @@ from specdec.engine.outputs import StepOutput
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.settings import EngineSettings
+from specdec.engine.states.plan import fresh_plan
+from specdec.engine.states.sessions import NoStates, SequenceStates, SessionStates
 from specdec.engine.tree import TokenTree
 from tests.support.engine.exact_runner import (
     ExactRunner,
     assert_blocks_add_up,
+    assert_states_add_up,
     evict_all,
     fresh_logits,
     prefix_contents,
 )
+from tests.support.engine.recurrent_models import RECURRENT, save_recurrent_model
 from tests.support.engine.tiny_models import save_tiny_model
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 14
 MAX_MODEL_LEN = 40
+NUM_SLOTS, NUM_ROWS = 7, 24  # of recurrent states: too few for all sequences
 
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)
@@ -55,11 +60,13 @@ def trees(draw: st.DrawFn) -> TokenTree:
 class KVMachine(RuleBasedStateMachine):
     """Roles that do everything the engine allows, in any order, in a pool too small for them."""
 
+    draws_ahead = True
+
     def __init__(self) -> None:
         super().__init__()
         pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
         self.runner = self.make_runner()
-        self.engine = Engine(self.runner, pool, Scheduler(pool, 24, 4, MAX_MODEL_LEN))
+        self.engine = Engine(self.runner, pool, Scheduler(pool, 24, 4, MAX_MODEL_LEN, self.make_states()))
         self.seqs: list[Sequence] = []
         self.final_digests: set[bytes] = set()
         self.hashed_contents: dict[tuple[bytes, int], bytes] = {}
@@ -67,6 +74,10 @@ class KVMachine(RuleBasedStateMachine):
     def make_runner(self) -> Any:
         """The model that the engine drives."""
         return ExactRunner(NUM_BLOCKS, BLOCK_SIZE)
+
+    def make_states(self) -> SequenceStates:
+        """States of the model's recurrent layers."""
+        return NoStates()
 
     def fresh_logits(self, token_ids: list[int]) -> torch.Tensor:
         """Logits of the last token of a sequence prefilled afresh."""
@@ -164,7 +175,7 @@ class KVMachine(RuleBasedStateMachine):
     def draw_ahead(self, pick: int, new: list[int]) -> None:
         """Compute tokens that nobody has appended."""
         seq = self.pick(pick)
-        if seq.num_pending_tokens:
+        if seq.num_pending_tokens or not self.draws_ahead:
             return
         num_tokens = len(seq.token_ids)
         num_slots = self.engine.ahead.reserve(seq, min(len(new), MAX_MODEL_LEN - num_tokens))
@@ -320,21 +331,50 @@ class ModelKVMachine(KVMachine):
     """The same over a real model. Its cache is that of all runs before, so that stale slots are everywhere."""
 
     def make_runner(self) -> Any:
-        return tiny_llama()
+        return tiny_model("llama")
 
     def fresh_logits(self, token_ids: list[int]) -> torch.Tensor:
-        return fresh_model_logits(tuple(token_ids))
+        return fresh_model_logits("llama", tuple(token_ids))
 
     def check_contents(self) -> None:
         """Floats cannot be looked up; the logits tell."""
 
 
+class RecurrentKVMachine(ModelKVMachine):
+    """The same over a model with recurrent layers, with too few states and rows of kept inputs."""
+
+    draws_ahead = False
+
+    def make_runner(self) -> Any:
+        return tiny_model("qwen3_next")
+
+    def make_states(self) -> SequenceStates:
+        self.states = SessionStates(NUM_SLOTS, NUM_ROWS, BLOCK_SIZE)
+        return self.states
+
+    def fresh_logits(self, token_ids: list[int]) -> torch.Tensor:
+        return fresh_model_logits("qwen3_next", tuple(token_ids))
+
+    @rule()
+    def evict_snapshots(self) -> None:
+        evict_all(self.states._slots)
+
+    @invariant()
+    def no_state_leaks(self) -> None:
+        assert_states_add_up(self.states, self.seqs)
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert_states_add_up(self.states, [])
+
+
 @cache
-def tiny_llama() -> ModelRunner:
+def tiny_model(name: str) -> ModelRunner:
     """A row-invariant random model, with blocks for the engine and others for fresh prefills."""
     num_blocks = NUM_BLOCKS + MAX_MODEL_LEN // BLOCK_SIZE
     with tempfile.TemporaryDirectory() as directory:
-        model = str(save_tiny_model("llama", Path(directory)))
+        save = save_recurrent_model if name in RECURRENT else save_tiny_model
+        model = str(save(name, Path(directory)))
         options = EngineSettings(model=model, device="cpu", block_size=BLOCK_SIZE, num_blocks=num_blocks)
         runner = ModelRunner.load(options)
     assert runner.row_invariant
@@ -342,13 +382,14 @@ def tiny_llama() -> ModelRunner:
 
 
 @cache
-def fresh_model_logits(token_ids: tuple[int, ...]) -> torch.Tensor:
+def fresh_model_logits(name: str, token_ids: tuple[int, ...]) -> torch.Tensor:
     """Logits of the last token, prefilled in one piece in blocks that no engine uses."""
     blocks = range(NUM_BLOCKS, NUM_BLOCKS + -(-len(token_ids) // BLOCK_SIZE))
     seq = Sequence(seq_id=0, token_ids=list(token_ids), num_prompt_tokens=len(token_ids), block_ids=array("i", blocks))
     item = ScheduledItem(seq, 0, len(token_ids), 0, completes=True)
     batch, _ = build_batch(ScheduledStep([item]), BLOCK_SIZE, "cpu")
-    return tiny_llama().forward(batch)[0]
+    batch.states = fresh_plan([0] * len(token_ids))
+    return tiny_model(name).forward(batch)[0]
 
 
 TestKV = KVMachine.TestCase
@@ -357,6 +398,8 @@ TestKV.settings = settings(
 )
 TestKVOfARealModel = ModelKVMachine.TestCase
 TestKVOfARealModel.settings = settings(TestKV.settings, max_examples=25, stateful_step_count=30)
+TestKVOfARecurrentModel = RecurrentKVMachine.TestCase
+TestKVOfARecurrentModel.settings = settings(TestKV.settings, max_examples=25, stateful_step_count=30)
 
 
 @pytest.mark.long

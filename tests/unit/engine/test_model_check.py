@@ -23,7 +23,7 @@ REASONS = {
     "falcon": "does not use transformers' attention interface",
     "gptj": "does not use transformers' attention interface",
     "bloom": "does not use transformers' attention interface",
-    "mamba": "linear_attention",
+    "recurrent_gemma": "linear_attention keep state .* not served",
     "stablelm": "drops the keyword arguments",
     "t5": "encoder-decoder",
     "dynamic_rope_llama": "longest sequence of the batch",

@@ -1,60 +1,18 @@
 """Paged logits of every supported architecture against one plain forward pass of transformers."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from tests.support.engine import paged_scenarios as play
+from tests.support.engine.dense_reference import PROMPT, SCENARIOS, TOKENS, Reference
 from tests.support.engine.tiny_models import SUPPORTED, SWITCHED, VOCAB_SIZE, llama4, save_random, save_tiny_model
 
-TOKENS = play.random_tokens(45, 1, VOCAB_SIZE)
-OTHER = play.random_tokens(45, 2, VOCAB_SIZE)
-WRONG = play.random_tokens(9, 3, VOCAB_SIZE)
-PROMPT = 21  # amid a block: 45 tokens are 5 blocks of 8 and a part, longer than the tiny sliding windows
 MAX_ERROR = 1e-4
-
-SCENARIOS: dict[str, Callable[[ModelRunner], play.Log]] = {
-    "whole prefill": lambda runner: play.play_alone(runner, TOKENS),
-    "chunked prefill": lambda runner: play.play_alone(runner, TOKENS, max_batch_tokens=7),
-    "batching": lambda runner: play.play_in_batch(runner, TOKENS, [OTHER, WRONG, OTHER[:17]]),
-    "decoding": lambda runner: play.play_decodes(runner, TOKENS, PROMPT),
-    "trees": lambda runner: play.play_trees(runner, TOKENS, PROMPT, WRONG),
-    "rollback": lambda runner: play.play_rollback(runner, TOKENS, PROMPT, WRONG),
-    "fork": lambda runner: play.play_fork(runner, TOKENS, PROMPT, WRONG),
-    "cache hit": lambda runner: play.play_cache_hit(runner, TOKENS),
-    "preemption": lambda runner: play.play_preemption(runner, TOKENS, PROMPT, OTHER[:20]),
-}
-
-
-class Reference:
-    """transformers' own logits: one dense forward pass per sequence of tokens."""
-
-    def __init__(self, directory: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        self._known: dict[play.Path, torch.Tensor] = {}
-
-    @torch.inference_mode()
-    def last_row(self, path: play.Path) -> torch.Tensor:
-        """Logits after the last token of a path."""
-        if path not in self._known:
-            rows = self._model(input_ids=torch.tensor([path]), use_cache=False).logits[0].float()
-            self._known.update({path[: i + 1]: row for i, row in enumerate(rows)})
-        return self._known[path]
-
-    def largest_error(self, log: play.Log) -> float:
-        """Over all logged rows; long paths first, as their forward pass covers the short ones."""
-        errors = [
-            float((row - self.last_row(path)).abs().max())
-            for path in sorted(log, key=len, reverse=True)
-            for row in log[path]
-        ]
-        return max(errors)
 
 
 @pytest.fixture(scope="module", params=list(SUPPORTED))

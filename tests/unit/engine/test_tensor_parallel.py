@@ -32,6 +32,7 @@ from specdec.engine.tap import FINAL, HiddenTap
 from specdec.engine.tree import TokenTree
 from specdec.replica.worker.ranks import share_cores
 from tests.support.engine.exact_runner import make_engine
+from tests.support.engine.recurrent_models import save_recurrent_model
 from tests.support.engine.tiny_models import SUPPORTED, save_tiny_model
 
 LARGE = LlamaConfig(
@@ -105,8 +106,8 @@ def test_what_the_machine_does_not_have_is_refused_before_any_weight_is_read(
 
 
 def test_a_model_that_cannot_be_paged_is_refused_for_that(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotSupported, match="keep state outside paged attention"):
-        check_tensor_parallel(settings_of(save_tiny_model("mamba", tmp_path)))
+    with pytest.raises(ModelNotSupported, match="recurrent layers need a CPU and one rank"):
+        check_tensor_parallel(settings_of(save_recurrent_model("mamba", tmp_path)))
 
 
 @pytest.mark.parametrize("size", [0, -1, 65])

@@ -194,13 +194,22 @@ FLOORS = {
         errors sublayers tap
         block_pool settings tree
         sequence
+        states
         ahead outputs scheduler
         batch
         attention parallel runner
         cuda flight native
-        checkpoints engine sampling
+        checkpoints engine recurrent sampling
         model
         drawing leading_runner
+    """,
+    "specdec.engine.recurrent": """
+        convolution scans
+        layers
+    """,
+    "specdec.engine.states": """
+        memory sessions
+        plan
     """,
     "specdec.gateway": """
         api chat page schemas upstream
