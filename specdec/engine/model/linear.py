@@ -71,7 +71,7 @@ class PackedMatrix(torch.Tensor):
         matrix.packed = packed
         return matrix
 
-    def __matmul__(self, columns: torch.Tensor) -> torch.Tensor:
+    def __matmul__(self, columns: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """The product with ``[1, K, T]``, plus the layer's bias."""
         return self.packed(columns[0].transpose(0, 1).contiguous()).transpose(0, 1).unsqueeze(0)
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from specdec.engine.states.memory import CellShape
 
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+_STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
+_STATELESS_LAYER_TYPES = frozenset({"mlp", "moe"})
 _RECURRENT_HINTS = (
     "ssm_state_size",
     "state_size",
@@ -61,7 +63,7 @@ def check_place(config: "PreTrainedConfig", device_type: str, num_ranks: int) ->
 def _recurrent_parts(config: "PreTrainedConfig") -> str:
     """What tells that a config has recurrent layers; "" if nothing does."""
     types = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-    if foreign := sorted(types - _PAGED_LAYER_TYPES):
+    if foreign := sorted(types - _PAGED_LAYER_TYPES - _STATELESS_LAYER_TYPES):
         return f"layers of type {', '.join(foreign)} keep"
     hints = [hint for hint in _RECURRENT_HINTS if getattr(config, hint, None) is not None]
     return f"its config has {hints[0]}: it keeps" if hints and not types else ""
@@ -72,8 +74,10 @@ def _check_one(config: "PreTrainedConfig") -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelNotSupported(name, "it is an encoder-decoder model; only decoder-only models are paged")
     recurrent = _recurrent_parts(config)
-    if recurrent and not has_served_recurrence(config):
-        raise ModelNotSupported(name, f"{recurrent} state outside paged attention, in a recurrence that is not served")
+    types = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    is_served = types <= _PAGED_LAYER_TYPES | _STATELESS_LAYER_TYPES | _STATE_LAYER_TYPES
+    if recurrent and not (is_served and has_served_recurrence(config)):
+        raise ModelNotSupported(name, f"{recurrent} state outside paged attention, and specdec has no such state")
     for rope in rope_parameter_sets(config):
         if "dynamic" in str(rope.get("rope_type", "default")):
             raise ModelNotSupported(name, "dynamic rope depends on the longest sequence of the batch")

@@ -110,6 +110,8 @@ class RaggedModel:
         Raises ModelLoadError unless each layer has an attention, called once, and an MLP.
         """
         layers = decoder_layers(self.model)
+        if self.recurrent:
+            raise ModelLoadError("layer_skip: the model has recurrent layers; use a draft or n-grams")
         if sum(map(has_attention, layers)) < len(layers):
             raise ModelLoadError("layer_skip: the model lacks sublayers already")
         attending = [number for number in range(len(layers)) if number not in skipped.attention]

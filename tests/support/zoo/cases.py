@@ -65,6 +65,7 @@ _GIVEN: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
         "num_sliding_attention_heads": 4, "sliding_window": 12, "mlp_layer_types": ["dense", "sparse"],
     },
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "xmod": {**_DECODER, "default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
     "glm4v_moe_text": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},

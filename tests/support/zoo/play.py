@@ -105,7 +105,9 @@ class _Game:
     def __init__(self, runner: ModelRunner, model: PreTrainedModel) -> None:
         self._model = model
         pool = BlockPool(runner.num_blocks, _BLOCK)
-        self._engine = Engine(runner, pool, Scheduler(pool, 2 * _CHUNK, 8, runner.max_model_len))
+        self._engine = Engine(
+            runner, pool, Scheduler(pool, 2 * _CHUNK, 8, runner.max_model_len, runner.session_states())
+        )
         self._limit = min(runner.max_model_len, CONTEXT)
         self.difference = 0.0
         self.num_rows = 0
@@ -125,12 +127,14 @@ class _Game:
         for seq in sequences:
             self._engine.append(seq, draw(1))
             seq.tree = TokenTree(draw(6), [-1, -1, 0, 1, 3, 0])
-        late = self._add([*prompts[0][: len(prompts[0]) // 2], *draw(5)])
+        half = prompts[0][: len(prompts[0]) // 2]
+        late = self._add([*half, *draw(5)])
         self._run([*sequences, late], accept=[1, 3, 4])
         for seq in sequences:
             self._engine.append(seq, draw(1))
-        self._run(sequences)
-        for seq in [*sequences, late]:
+        later = self._add([*half, *draw(5)])  # recurrent layers have a snapshot where `late` has left the first prompt
+        self._run([*sequences, later])
+        for seq in [*sequences, late, later]:
             self._engine.free(seq)
         self.num_shared = self._engine.stats().prefix_hit_tokens
 

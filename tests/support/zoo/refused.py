@@ -26,18 +26,11 @@ class Reason:
 
 REASONS = (
     Reason(
-        "recurrent: layers keep a state of their own beside attention (state-space, gated delta, short convolutions)",
-        "keep state outside paged attention|recurrent state",
+        "recurrent: layers keep a state of their own, of a kind that specdec does not have",
+        "keep state outside paged attention|keeps state outside",
         """
-            BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
-            GraniteMoeHybridForCausalLM Inkling2ForCausalLM Inkling2ForConditionalGeneration InklingForCausalLM
-            InklingForConditionalGeneration JambaForCausalLM KimiLinearForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM
-            Lfm2VlForConditionalGeneration Lfm3ForCausalLM Lfm3VlForConditionalGeneration Mamba2ForCausalLM
-            MambaForCausalLM MiniCPMOcrForConditionalGeneration MiniCPMV4_6ForConditionalGeneration
-            MiniCPMV4_7ForConditionalGeneration MiniMaxForCausalLM NemotronHForCausalLM NemotronH_Omni_Reasoning_V3
-            OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
-            Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration RecurrentGemmaForCausalLM RwkvForCausalLM
-            Zamba2ForCausalLM ZambaForCausalLM ZayaForCausalLM
+            Inkling2ForCausalLM Inkling2ForConditionalGeneration InklingForCausalLM InklingForConditionalGeneration
+            MiniMaxForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM ZayaForCausalLM
         """,
     ),
     Reason(
@@ -75,6 +68,8 @@ REASONS = (
         "vision-language: the text model of such a wrapper is not loaded",
         "Unrecognized configuration class|lacks .* weights|ragged batch|transformers' attention interface",
         """
+            Lfm2VlForConditionalGeneration Lfm3VlForConditionalGeneration MiniCPMOcrForConditionalGeneration
+            MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration NemotronH_Omni_Reasoning_V3
             shieldgemma2 AriaForConditionalGeneration AyaVisionForConditionalGeneration Blip2ForConditionalGeneration
             BlipForConditionalGeneration ChameleonForConditionalGeneration Cohere2VisionForConditionalGeneration
             CohereCompassForConditionalGeneration Cosmos3EdgeForConditionalGeneration

@@ -23,7 +23,7 @@ REASONS = {
     "falcon": "does not use transformers' attention interface",
     "gptj": "does not use transformers' attention interface",
     "bloom": "does not use transformers' attention interface",
-    "recurrent_gemma": "linear_attention keep state .* not served",
+    "recurrent_gemma": "linear_attention keep state .* has no such state",
     "stablelm": "drops the keyword arguments",
     "t5": "encoder-decoder",
     "dynamic_rope_llama": "longest sequence of the batch",
