@@ -74,7 +74,7 @@ def _of_format(request: SamplingFields, unenforced: list[str]) -> pb.Constraint 
         return pb.Constraint(json_schema=_written(schema))
     if isinstance(wanted, StructuralTagFormat):
         tag = {name: value for name, value in wanted if value is not None}
-        return pb.Constraint(structural_tag=_written(tag))
+        return pb.Constraint(structural_tag=_written(_with_schemas(tag, _FORMAT_FIELD, unenforced)))
     return None
 
 
@@ -89,16 +89,38 @@ def _of_outputs(wanted: StructuredOutputs | None, unenforced: list[str]) -> pb.C
     form, value = given[0], getattr(wanted, given[0])
     if form == "choice":
         return pb.Constraint(choice=pb.TextChoices(texts=value))
-    if form == "json_schema":
-        value = _parsed(value)
-        value = enforceable(value, f"{_OUTPUTS_FIELD}.json", strict=False, unenforced=unenforced)
-    if form in ("json_schema", "structural_tag") and not isinstance(value, str):
-        value = _written(value)
+    path = f"{_OUTPUTS_FIELD}.{_WRITTEN.get(form, form)}"
+    try:
+        if form == "json_schema":
+            value = enforceable(_parsed(value), path, strict=False, unenforced=unenforced)
+        elif form == "structural_tag":
+            value = _with_schemas(_parsed(value), path, unenforced)
+        if form in ("json_schema", "structural_tag") and not isinstance(value, str):
+            value = _written(value)
+    except (RecursionError, orjson.JSONEncodeError):
+        raise invalid(path, "is nested too deeply") from None
     return pb.Constraint(**{form: value})
 
 
 def _is_false_schema(wanted: StructuredOutputs, form: str) -> bool:
     return form == "json_schema" and wanted.json_schema is False
+
+
+def _with_schemas(tag: Any, path: str, unenforced: list[str]) -> Any:
+    """A structural tag whose schemas can be enforced."""
+    if isinstance(tag, list):
+        return [_with_schemas(each, f"{path}[{index}]", unenforced) for index, each in enumerate(tag)]
+    if not isinstance(tag, Mapping):
+        return tag
+    # The older form has a schema beside a begin, the newer one an object of the type json_schema.
+    name = "json_schema" if tag.get("type") == "json_schema" else "schema" if "begin" in tag else ""
+    changed = {}
+    for key, value in tag.items():
+        if key == name:
+            changed[key] = enforceable(value, f"{path}.{key}", strict=False, unenforced=unenforced)
+        else:
+            changed[key] = _with_schemas(value, f"{path}.{key}", unenforced)
+    return changed
 
 
 def _parsed(schema: Any) -> Any:

@@ -24,7 +24,7 @@ STREAMS: list[tuple[str, dict[str, Any]]] = [
 
 async def test_each_stream_is_kept_alive_before_its_first_token_and_in_hidden_thoughts() -> None:
     target = ScriptedTarget()
-    target.tokenizer_config = json.dumps({"chat_template": "{{ messages[0].content }}"})
+    target.tokenizer_config = json.dumps({"chat_template": "{{ messages[0].content }}<think>"})
     async with (
         running([target]) as harness,
         gateway(harness.address, keep_alive_s=0.02, reasoning_parser="deepseek_r1") as one,

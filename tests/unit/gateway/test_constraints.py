@@ -131,6 +131,8 @@ def test_what_is_malformed_is_named(fields: dict[str, Any], param: str) -> None:
             "response_format.json_schema.schema",
         ),
         ({"structured_outputs": {"json": {}}}, "sampling.constraint.json_schema", "structured_outputs.json"),
+        ({"structured_outputs": {"json": {}}}, "sampling.constraint.after_token", "structured_outputs"),
+        ({"response_format": {"type": "json_object"}}, "sampling.constraint.after_token", "response_format"),
         (
             {"response_format": {"type": "structural_tag", "format": {"type": "x"}}},
             "sampling.constraint.structural_tag.format.type",

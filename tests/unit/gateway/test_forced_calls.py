@@ -207,6 +207,7 @@ def test_errors_name_the_most_tokens_as_the_client_did(fields: dict[str, Any], p
 
 def test_errors_name_what_the_client_sent() -> None:
     assert chat_field_names(request(), "hermes")["constraint.structural_tag"] == "tools"
+    assert param_of("sampling.constraint.after_token", chat_field_names(request(), "hermes")) == "tool_choice"
     with pytest.raises(ApiError) as refused:
         chat_to_generate(request(structured_outputs={"regex": "a"}), "hermes")
     assert refused.value.param == "structured_outputs"

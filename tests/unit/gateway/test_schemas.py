@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from specdec.constraints.limits import fault_of
 from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.responses import ResponsesRequest
 from specdec.gateway.schemas.enforceable import enforceable
 from specdec.gateway.schemas.formats import PATTERNS, fault_of_pattern
@@ -183,6 +185,10 @@ def test_every_field_with_a_schema_tells_the_path_as_it_was_sent() -> None:
     chat_to_generate(chat(response_format=of_format), unenforced=unenforced)
     chat_to_generate(chat(structured_outputs={"json": SET}), unenforced=unenforced)
     chat_to_generate(chat(structured_outputs={"json": json.dumps(SET)}), unenforced=unenforced)
+    newer = {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": SET}, "end": "</a>"}
+    older = {"structures": [{"begin": "<a>", "schema": SET, "end": "</a>"}], "triggers": ["<a>"]}
+    chat_to_generate(chat(response_format={"type": "structural_tag", "format": newer}), unenforced=unenforced)
+    chat_to_generate(chat(structured_outputs={"structural_tag": json.dumps(older)}), unenforced=unenforced)
     of_response = {"type": "json_schema", "name": "x", "schema": SET}
     response = ResponsesRequest.model_validate({"input": "go", "text": {"format": of_response}})
     response_to_generate(response, response_to_chat(response), unenforced=unenforced)
@@ -192,9 +198,26 @@ def test_every_field_with_a_schema_tells_the_path_as_it_was_sent() -> None:
         "response_format.json_schema.schema.uniqueItems",
         "structured_outputs.json.uniqueItems",
         "structured_outputs.json.uniqueItems",
+        "response_format.format.content.json_schema.uniqueItems",
+        "structured_outputs.structural_tag.structures[0].schema.uniqueItems",
         "text.format.schema.uniqueItems",
         "tools[0].function.parameters.properties.a.uniqueItems",
     ]
+
+
+@pytest.mark.parametrize("name", ["json", "structural_tag"])
+@pytest.mark.parametrize("depth", [100, 400, 900, 50_000])
+def test_texts_that_are_nested_too_deeply_are_refused(name: str, depth: int) -> None:
+    asked = chat(structured_outputs={name: '{"items":' * depth + "{}" + "}" * depth})
+    if depth < 200:
+        assert chat_to_generate(asked).sampling.constraint.WhichOneof("form")
+        return
+    try:
+        fault = fault_of(chat_to_generate(asked).sampling.constraint)
+    except ApiError as error:
+        fault = str(error.param), error.message
+    assert fault is not None
+    assert name in fault[0]
 
 
 def test_strict_schemas_are_refused_where_they_were_sent() -> None:
