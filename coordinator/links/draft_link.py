@@ -16,7 +16,7 @@ from specdec.coordinator.sessions.drafting import DraftSide
 from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from specdec.v1 import draft_pb2, draft_pb2_grpc
+from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
 from specdec.wire.channel import ReplicaChannel
 from specdec.wire.reading import parsing
 
@@ -60,6 +60,10 @@ class DraftWire:
     def info(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
         """See `Wire.info`."""
         return draft_pb2_grpc.DraftServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
+
+    def info_as_other(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
+        """See `Wire.info_as_other`."""
+        return target_pb2_grpc.TargetServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
 
     def open(self, channel: grpc.aio.Channel) -> BidiCall[draft_pb2.DraftRequest]:
         """See `Wire.open`."""

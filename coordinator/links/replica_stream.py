@@ -20,7 +20,7 @@ from specdec.coordinator.links.wire import BidiCall, EntryT, LinkWire, RequestT,
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.backoff import Backoff
 from specdec.wire.channel import ReplicaChannel
-from specdec.wire.errors import SpecdecError, Unavailable
+from specdec.wire.errors import IncompatibleReplica, SpecdecError, Unavailable
 from specdec.wire.reading import parsed
 
 _MOST_FIRST_WAITS_IN_NEED = 5
@@ -208,11 +208,19 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
         try:
             info = await self._wire.info(channel)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                info = pb.GetReplicaInfoResponse()
-            else:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
+            await self._check_role(channel)
+            info = pb.GetReplicaInfoResponse()
         self._owner.on_info(parsed(info))
+
+    async def _check_role(self, channel: grpc.aio.Channel) -> None:
+        """Tell swapped addresses from a replica that has no info. Raises IncompatibleReplica."""
+        try:
+            await self._wire.info_as_other(channel)
+        except grpc.aio.AioRpcError:
+            return
+        raise IncompatibleReplica("it has the other role: check whether `targets` and `drafts` are swapped")
 
     async def _read(self, call: BidiCall[RequestT]) -> ResultFrame[ResultT] | None:
         frame = parsed(await call.read())

@@ -13,7 +13,7 @@ from specdec.coordinator.links.replica_link import ReplicaLink
 from specdec.coordinator.links.wire import BidiCall
 from specdec.coordinator.sessions.session import Request, Session
 from specdec.v1 import common_pb2 as pb
-from specdec.v1 import target_pb2, target_pb2_grpc
+from specdec.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
 from specdec.wire.channel import ReplicaChannel
 from specdec.wire.errors import IncompatibleReplica
 from specdec.wire.message_sizes import most_entry_bytes
@@ -44,6 +44,10 @@ class TargetWire:
     def info(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
         """See `Wire.info`."""
         return target_pb2_grpc.TargetServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
+
+    def info_as_other(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
+        """See `Wire.info_as_other`."""
+        return draft_pb2_grpc.DraftServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
 
     def open(self, channel: grpc.aio.Channel) -> BidiCall[target_pb2.VerifyRequest]:
         """See `Wire.open`."""

@@ -91,6 +91,9 @@ class LinkWire(Protocol[RequestT, EntryT]):
     def info(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
         """Ask for the replica's info."""
 
+    def info_as_other(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
+        """Ask for the info of a replica of the other role."""
+
     def open(self, channel: grpc.aio.Channel) -> BidiCall[RequestT]:
         """Begin the streaming call."""
 

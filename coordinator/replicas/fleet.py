@@ -297,6 +297,11 @@ class Fleet:
     async def _adopt(self, link: TargetLink, identity: pb.ModelIdentity) -> None:
         if self._tokenizer_path is not None:
             tokenizer = await asyncio.to_thread(TextTokenizer.from_path, self._tokenizer_path)
+            if identity.tokenizer_digest and tokenizer.digest != identity.tokenizer_digest:
+                raise IncompatibleReplica(
+                    f"its tokenizer ({identity.tokenizer_digest}) differs from `tokenizer` {self._tokenizer_path} "
+                    f"({tokenizer.digest}): its text would be wrong. Set the model's own, or none"
+                )
         else:
             tokenizer = await asyncio.to_thread(read_tokenizer, *await link.fetch_tokenizer())
         former, self.served = self.served, ServedModel(identity, tokenizer)

@@ -13,8 +13,8 @@ from specdec.coordinator.text.chat_template import SPECIAL_TOKEN_NAMES, ChatTemp
 from specdec.coordinator.text.detokenizer import DetokenizerFactory
 from specdec.coordinator.text.request_templates import RequestTemplates
 from specdec.v1 import coordinator_pb2 as api
-from specdec.wire.chat_template_files import with_chat_template
 from specdec.wire.errors import IncompatibleReplica, InvalidRequest
+from specdec.wire.tokenizer_files import tokenizer_digest, with_chat_template
 
 
 class TextTokenizer:
@@ -22,6 +22,8 @@ class TextTokenizer:
 
     def __init__(self, tokenizer_json: bytes | str, config: dict[str, Any]) -> None:
         text = tokenizer_json.decode() if isinstance(tokenizer_json, bytes) else tokenizer_json
+        self.digest = tokenizer_digest(text)
+        """Digest as in the identities of replicas."""
         self._tokenizer = Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specdec.coordinator.replicas.fleet import EjectionSettings, Fleet
+from specdec.coordinator.replicas.router import PrefixRouter
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from specdec.wire.errors import (
-    InvalidRequest,
-)
+from specdec.wire.errors import IncompatibleReplica, InvalidRequest
+from specdec.wire.tokenizer_files import tokenizer_digest
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.model import EOS, identity, make_tokenizer
 from tests.support.scripted.target import ScriptedTarget
@@ -218,6 +221,26 @@ async def test_a_draft_with_another_tokenizer_is_incompatible_and_decoding_goes_
     assert result.ids() == expected_ids(target, 20)
     assert draft.opened == []
     assert not info.HasField("draft")
+
+
+async def test_swapped_addresses_are_named_as_such() -> None:
+    async with running([ScriptedTarget()], [ScriptedTarget()], wait_for_draft=False) as harness:
+        status = await harness.replica_until("draft", "incompatible")
+    assert "`targets` and `drafts` are swapped" in status.detail
+
+
+async def test_a_target_whose_tokenizer_is_not_the_coordinators_is_not_used(tmp_path: Path) -> None:
+    own = make_tokenizer()
+    own.save(str(tmp_path / "tokenizer.json"))
+    digest = tokenizer_digest((tmp_path / "tokenizer.json").read_text())
+    fits = ScriptedTarget(identity("target", tokenizer_digest=digest))
+    async with running([fits], tokenizer=tmp_path) as harness:
+        assert (await collect(harness.stub.Generate(request()))).ids() == expected_ids(fits, 20)
+    fleet = Fleet(PrefixRouter(), tmp_path, EjectionSettings(3, 1.0, 1.0), allow_mixed_numerics=False)
+    link: Any = None  # asked for nothing: the coordinator has its own tokenizer
+    with pytest.raises(IncompatibleReplica, match=r"its tokenizer \(another\) differs from `tokenizer`"):
+        await fleet.check_target(link, identity("target", tokenizer_digest="another"))
+    assert fleet.served is None
 
 
 async def test_a_draft_with_a_shorter_context_is_a_stated_limit() -> None:

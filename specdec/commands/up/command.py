@@ -280,6 +280,10 @@ def stop_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+_WORDS: dict[str, object] = {"true": True, "false": False, "null": None}
+"""Values that are no text."""
+
+
 def parse_settings(entries: list[str], flag: str) -> dict[str, object]:
     """Parse NAME=VALUE entries. Raises typer.BadParameter when one is malformed."""
     settings: dict[str, object] = {}
@@ -288,5 +292,5 @@ def parse_settings(entries: list[str], flag: str) -> dict[str, object]:
         if not separator or not name:
             raise typer.BadParameter(f"{entry!r} is not NAME=VALUE", param_hint=flag)
         name = name.strip().replace("-", "_")
-        settings[name] = value == "true" if value in ("true", "false") else value
+        settings[name] = _WORDS.get(value, value)
     return settings

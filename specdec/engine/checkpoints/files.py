@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.engine.errors import ModelLoadError
-from specdec.wire.chat_template_files import with_chat_template
+from specdec.wire.tokenizer_files import canonical_json, tokenizer_digest, with_chat_template
 
 _WHOLE_FILE_BYTES = 1 << 30  # bytes up to which a file is hashed whole
 _SAMPLE_BYTES = 1 << 20
@@ -78,11 +78,6 @@ def config_digest(config: dict[str, Any]) -> str:
     return hashlib.blake2b(canonical_json(config).encode(), digest_size=16).hexdigest()
 
 
-def canonical_json(value: object) -> str:
-    """JSON with sorted keys and no spaces."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
-
-
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
     """A model's fast tokenizer as text, which a process without torch can rebuild."""
@@ -93,10 +88,7 @@ class TokenizerFiles:
     @property
     def digest(self) -> str:
         """Hex digest of the tokenizer's content, independent of formatting; "" without a tokenizer."""
-        if not self.tokenizer_json:
-            return ""
-        content = canonical_json(json.loads(self.tokenizer_json))
-        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        return tokenizer_digest(self.tokenizer_json) if self.tokenizer_json else ""
 
     @property
     def vocab_size(self) -> int | None:

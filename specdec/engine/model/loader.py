@@ -42,6 +42,8 @@ from specdec.engine.sublayers import skipped_sublayers
 
 _DUMMY_SEED = 0
 _UNLIMITED_LEN = 4096  # tokens; default for models without a limit
+_MOST_NAMED = 5
+"""Weights that a message names."""
 _logger = logging.getLogger(__name__)
 
 
@@ -129,6 +131,7 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
     model.eval().requires_grad_(False)
     if settings.skips_sublayers:
         digest += f"-{_skip(model, settings, tokenizer)}"
+    _tell_non_finite(model)
     num_parameters = int(model.num_parameters())  # of the whole model, also for a shard
     quantize_linear_weights(model, settings.weight_quantization)
     identity = ModelIdentity(
@@ -180,6 +183,20 @@ def _skip(model: PreTrainedModel, settings: EngineSettings, tokenizer: Tokenizer
             raise ModelLoadError(too_different(skipped, share))
         _logger.info("sublayers are skipped", extra={"skipped": str(skipped), "agreement": round(share, 3)})
     return hashlib.blake2b(str(skipped).encode(), digest_size=4).hexdigest()
+
+
+def _tell_non_finite(model: PreTrainedModel) -> None:
+    """Log the weights that hold NaN or infinity: a request that meets them fails. Cost: one pass over all weights."""
+    broken = []
+    for name, weight in model.named_parameters():
+        if not (weight.dtype.is_floating_point and weight.numel() and weight.element_size() > 1):
+            continue
+        least, most = weight.detach().aminmax()
+        if not (torch.isfinite(least) and torch.isfinite(most)):
+            broken.append(name)
+    if broken:
+        note = "requests that meet them end with NON_FINITE_LOGITS: replace the checkpoint"
+        _logger.error("%d weights hold NaN or infinity: %s; %s", len(broken), ", ".join(broken[:_MOST_NAMED]), note)
 
 
 def _read_config(directory: Path, settings: EngineSettings) -> PreTrainedConfig:

@@ -32,6 +32,20 @@ if TYPE_CHECKING:
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 _STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 _STATELESS_LAYER_TYPES = frozenset({"mlp", "moe"})
+_MOST = {
+    "num_hidden_layers": 4096,
+    "max_position_embeddings": 2**28,
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**16,
+    "num_local_experts": 2**14,
+    "num_experts": 2**14,
+    "n_routed_experts": 2**14,
+}
+"""Largest sizes of a config, above any known model: a larger one would be allocated before it fails."""
 _RECURRENT_HINTS = (
     "ssm_state_size",
     "state_size",
@@ -71,6 +85,10 @@ def _recurrent_parts(config: "PreTrainedConfig") -> str:
 
 def _check_one(config: "PreTrainedConfig") -> None:
     name = config.model_type
+    for field, most in _MOST.items():
+        size = getattr(config, field, None)
+        if isinstance(size, int | float) and not 0 <= size <= most:
+            raise ModelNotSupported(name, f"its config's {field} is {size}; sizes from 0 to {most} are supported")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelNotSupported(name, "it is an encoder-decoder model; only decoder-only models are paged")
     recurrent = _recurrent_parts(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.shipped_pair import shipped_pair
 from specdec.commands.up import devices
+from specdec.commands.up.command import parse_settings
 from specdec.commands.up.cores import CoreAssignment, assign_cores, share_cores
 from specdec.commands.up.plan import LocalPlan, describe_placement, plan_services, split_evenly, usual_placement
 from specdec.commands.up.service_process import ServiceSpec
@@ -303,3 +305,9 @@ def test_a_draft_with_a_model_may_have_a_target_and_drafters_must() -> None:
     assert (settings.heterogeneous_vocab, settings.parallel_drafting) == ("auto", None)
     with pytest.raises(ValidationError, match="drafters need a target"):
         DraftSettings(drafters="ngram")  # type: ignore[arg-type]
+
+
+def test_a_setting_may_be_switched_off_also_of_a_draft_that_the_target_runs_itself() -> None:
+    settings = parse_settings(["metrics_port=null", "speculate=true", "model=x"], "--draft-set")
+    assert settings == {"metrics_port": None, "speculate": True, "model": "x"}
+    assert json.loads(json.dumps(settings))["metrics_port"] is None

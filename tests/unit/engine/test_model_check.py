@@ -282,3 +282,22 @@ def test_weights_that_are_pickled_are_refused(tmp_path: Path) -> None:
 def test_a_model_that_is_not_there_is_refused_with_the_settings_name(model: str, why: str) -> None:
     with pytest.raises(ModelLoadError, match=re.escape(why)):
         load_model(EngineSettings(model=model, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("field", "size"),
+    [("num_hidden_layers", 10**6), ("max_position_embeddings", 10**12), ("vocab_size", 10**9), ("hidden_size", -1)],
+)
+def test_a_size_that_no_model_has_is_refused_before_anything_is_allocated(field: str, size: int) -> None:
+    config = LlamaConfig()
+    setattr(config, field, size)
+    with pytest.raises(ModelNotSupported, match=f"{field} is {size}"):
+        check_config(config)
+
+
+def test_weights_that_are_not_numbers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = LlamaForCausalLM.from_pretrained(save_tiny_model("llama", tmp_path))
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    model.save_pretrained(tmp_path)
+    load(tmp_path, self_test=False)
+    assert "1 weights hold NaN or infinity: model.layers.1.mlp.up_proj.weight" in caplog.text

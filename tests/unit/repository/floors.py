@@ -299,7 +299,7 @@ FLOORS = {
         pacing
     """,
     "specdec.wire": """
-        backoff chat_template_files error_details message_sizes sampling_limits sampling_params tls_files
+        backoff tokenizer_files error_details message_sizes sampling_limits sampling_params tls_files
         errors proposals settings
         abort discovery reading
         tls

@@ -1,7 +1,9 @@
-"""Chat templates that lie beside a tokenizer's configuration, as transformers saves them."""
+"""A tokenizer's files as transformers saves them: the chat templates beside its configuration, and its digest."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,3 +27,14 @@ def with_chat_template(config: Mapping[str, Any], directory: Path) -> dict[str, 
     if texts.keys() == {"default"}:
         return {**config, "chat_template": texts["default"]}
     return {**config, "chat_template": [{"name": name, "template": text} for name, text in texts.items()]}
+
+
+def canonical_json(value: object) -> str:
+    """JSON with sorted keys and no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
+
+
+def tokenizer_digest(tokenizer_json: str) -> str:
+    """Hex digest of a tokenizer's content, independent of formatting."""
+    content = canonical_json(json.loads(tokenizer_json))
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
