@@ -173,7 +173,11 @@ class CoordinatorService:
             registry=self.registry_view,
         )
         self._admission = AdmissionQueue(
-            settings.max_running, settings.max_waiting, settings.queue_timeout_s, self._on_admission
+            settings.max_running,
+            settings.max_waiting,
+            settings.queue_timeout_s,
+            self._on_admission,
+            self.fleet.capacity,
         )
         self._turns = TokenizingTurns()
         total_bytes = settings.max_held_prompt_bytes or held_bytes(1)

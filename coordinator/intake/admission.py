@@ -55,8 +55,14 @@ class AdmissionQueue:
         max_waiting: int,
         queue_timeout_s: float | None,
         on_change: Callable[[int, int], None] = lambda num_running, num_waiting: None,
+        capacity: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Set the bounds. `on_change` gets the numbers of running and waiting claims."""
+        """Set the bounds.
+
+        `on_change` gets the numbers of running and waiting claims. `capacity` returns the places that there are behind
+        this queue, if they are known: who waits here is served in turn, and who is sent there is refused.
+        """
+        self._capacity = capacity
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.num_running = 0
@@ -109,7 +115,7 @@ class AdmissionQueue:
 
     def _wait_s(self, claim: Claim) -> float:
         places = self._queue.num_places_before(claim) + self._need(claim)
-        return self._mean_held_s * places / self.max_running
+        return self._mean_held_s * places / self._limit
 
     def _check_deadline(self, claim: Claim) -> None:
         if claim.deadline_s is None or self._num_returned < _LEAST_RETURNED:
@@ -186,8 +192,12 @@ class AdmissionQueue:
         self.num_taken += self._need(claim)
         self._changed()
 
+    @property
+    def _limit(self) -> int:
+        return min(self.max_running, self._capacity() or self.max_running)
+
     def _fits(self, claim: Claim) -> bool:
-        return self.num_taken + self._need(claim) <= self.max_running
+        return self.num_taken == 0 or self.num_taken + self._need(claim) <= self._limit
 
     def _need(self, claim: Claim) -> int:
         return min(claim.num_places, self.max_running)

@@ -152,6 +152,11 @@ class Fleet:
         """Whether a target would take one more session, by its last report."""
         return has_room(link)
 
+    def capacity(self) -> int | None:
+        """Sessions that all usable targets together hold; None: not every one has told."""
+        told = [0 if link.load is None else link.load.max_sessions for link in self._ready_targets()]
+        return sum(told) if told and all(told) else None
+
     def draft_credit(self, target: TargetHost | None) -> int | None:
         """Draft tokens worth proposing to a target; None: unknown."""
         load = next((link.load for link in self.targets if link is target), None)

@@ -31,6 +31,34 @@ async def test_places_are_given_at_once_while_there_are_any() -> None:
     assert queue.num_running == 0
 
 
+async def test_who_finds_the_targets_full_waits_in_turn_and_is_before_a_tenant_that_fills_them() -> None:
+    capacity = 0
+    queue = AdmissionQueue(100, 10, 10.0, capacity=lambda: capacity)
+    unknown = [await queue.acquire(Claim(num_places=30)) for _ in range(2)]
+    for place in unknown:
+        place.release()
+    capacity = 16
+    order: list[str] = []
+
+    async def run(tenant: str, num_places: int) -> None:
+        place = await queue.acquire(Claim(tenant, work=num_places, num_places=num_places))
+        order.append(tenant)
+        place.release()
+
+    filling = await queue.acquire(Claim("greedy", work=16, num_places=16))
+    tasks = []
+    for tenant, num_places in (("greedy", 16), ("greedy", 16), ("polite", 1)):
+        tasks.append(asyncio.create_task(run(tenant, num_places)))
+        await asyncio.sleep(0)
+    assert (queue.num_taken, queue.num_waiting) == (16, 3)
+    filling.release()
+    await asyncio.gather(*tasks)
+    assert order == ["polite", "greedy", "greedy"]
+    larger = await queue.acquire(Claim(num_places=32))  # alone, a request may want more than there is
+    assert queue.num_taken == 32
+    larger.release()
+
+
 async def test_lower_priorities_go_first_then_first_come_first_served() -> None:
     queue = AdmissionQueue(1, 10, 10.0)
     place = await queue.acquire(Claim())
