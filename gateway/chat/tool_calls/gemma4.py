@@ -34,6 +34,8 @@ class Gemma4Parser(BufferedParser):
     def __init__(self) -> None:
         super().__init__()
         self._closing: list[str] = []
+        self._has_comma = False
+        """A comma waits for the item behind it."""
         self._is_key = False
         self._quote = _QUOTE
 
@@ -56,7 +58,7 @@ class Gemma4Parser(BufferedParser):
         self._raw = ""
         self._writer.begin_call(found[1])
         self._writer.arguments("{")
-        self._closing, self._is_key = ["}"], True
+        self._closing, self._is_key, self._has_comma = ["}"], True, False
         self._state = self._value
         return True
 
@@ -69,24 +71,34 @@ class Gemma4Parser(BufferedParser):
         if self._buffer.startswith(_QUOTE) or character == '"':
             self._quote = _QUOTE if character == "<" else '"'
             self._take(len(self._quote))
-            self._writer.arguments('"')
+            self._item('"')
             self._state = self._in_text
         elif character in _CLOSING and not self._is_key:
             self._closing.append(_CLOSING[character])
             self._is_key = character == "{"
-            self._writer.arguments(self._take(1))
+            self._item(self._take(1))
         elif character == self._closing[-1]:
             self._close()
-        elif character in ",:":
-            self._is_key = character == "," and self._closing[-1] == "}"
-            self._writer.arguments(f"{self._take(1)} ")
+        elif character == ",":
+            self._take(1)
+            self._has_comma, self._is_key = True, self._closing[-1] == "}"
+        elif character == ":":
+            self._take(1)
+            self._is_key = False
+            self._writer.arguments(": ")
         elif character in "{}[]<":
             self._state = self._after_call
         else:
             return self._word()
         return True
 
+    def _item(self, text: str) -> None:
+        """Emit the start of a key or a value, behind the comma that waits for it."""
+        self._writer.arguments(f", {text}" if self._has_comma else text)
+        self._has_comma = False
+
     def _close(self) -> None:
+        self._has_comma = False
         self._writer.arguments(self._take(1))
         self._closing.pop()
         self._is_key = False
@@ -100,7 +112,7 @@ class Gemma4Parser(BufferedParser):
             return False
         text = self._take(max(1, min(length, _MOST_WORD_CHARS))).rstrip()
         is_bare = not self._is_key and (text in _LITERALS or _NUMBER.fullmatch(text))
-        self._writer.arguments(text if is_bare else json.dumps(text, ensure_ascii=False))
+        self._item(text if is_bare else json.dumps(text, ensure_ascii=False))
         return True
 
     def _in_text(self) -> bool:

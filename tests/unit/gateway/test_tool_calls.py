@@ -373,7 +373,9 @@ def test_ids_of_kimi_are_kept_unless_they_repeat() -> None:
 
 
 def test_what_gemma_leaves_out_is_written() -> None:
-    text = '<|tool_call>call:f{a:New York,b: -1.5 ,c:"x",d:http://e.f/g,e:{k:[01,null]},f:<|"|>"\\\n<|"|>}<tool_call|>'
+    text = (
+        '<|tool_call>call:f{a:New York,b: -1.5 ,c:"x",d:http://e.f/g,e:{k:[01,null,],},f:<|"|>"\\\n<|"|>}<tool_call|>'
+    )
     expected = {"a": "New York", "b": -1.5, "c": "x", "d": "http://e.f/g", "e": {"k": ["01", None]}, "f": '"\\\n'}
     assert whole("gemma4", text).decoded == [("f", expected)]
 
