@@ -74,6 +74,6 @@ class ModelNotSupported(ModelLoadError):
     """A model that loads, but does not run correctly in the engine; ``reason`` says why."""
 
     def __init__(self, model: str, reason: str) -> None:
-        super().__init__(f"{model} cannot be served: {reason}")
+        super().__init__(f"{model} cannot be served: {reason} (docs/models.md lists what can)")
         self.model = model
         self.reason = reason

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from specdec.engine.checkpoints.files import read_eos_token_ids, read_tokenizer
 from specdec.engine.checkpoints.rounding import WeightQuantization, quantize_linear_weights
+from specdec.engine.checkpoints.wrappers import own_class
 
 _MOST_ROWS = 64
 """Sequences of one forward pass."""
@@ -33,9 +34,8 @@ class Reference:
         Raises what transformers raises for a folder that it cannot load.
         """
         disable_progress_bar()
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=getattr(torch, dtype), attn_implementation="eager"
-        )
+        kind: Any = own_class(AutoConfig.from_pretrained(str(folder))) or AutoModelForCausalLM
+        model: Any = kind.from_pretrained(str(folder), dtype=getattr(torch, dtype), attn_implementation="eager")
         self._model = model.to(torch.float32).eval().requires_grad_(False)
         quantize_linear_weights(self._model, quantization)
         tokenizer = read_tokenizer(folder)

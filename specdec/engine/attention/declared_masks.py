@@ -42,6 +42,7 @@ def _declared(
     num_positions: int, *, mask_function: Callable[..., Any], device: torch.device | str, **_: Any
 ) -> DeclaredMask:
     """The first row that does not read position 0 gives the window; rows beside its multiples confirm it."""
+    device = "cpu" if torch.device(device).type == "meta" else device
     positions = torch.arange(num_positions, device=device)
 
     def visible(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

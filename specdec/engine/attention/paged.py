@@ -58,6 +58,10 @@ class AttentionOptions:
     """See ``LayerGeometry``."""
 
 
+class ContextDropped(AttentionError):
+    """A layer does not pass keyword arguments on to its attention."""
+
+
 class AttentionKernel(Protocol):
     """Writes a batch's keys and values into the cache, then attends.
 
@@ -142,7 +146,7 @@ def paged_attention_forward(
     """
     context: ForwardContext | None = kwargs.get(CONTEXT_KWARG)
     if context is None:
-        raise AttentionError(f"{type(module).__name__} drops the keyword arguments of the forward pass")
+        raise ContextDropped(f"{type(module).__name__} drops the keyword arguments of the forward pass")
     unknown = sorted(name for name in kwargs.keys() - _WITHOUT_EFFECT if kwargs[name] is not None)
     if unknown or kwargs.get("is_causal") is False:
         raise AttentionError(f"{type(module).__name__} asks its attention for {', '.join(unknown) or 'no causal mask'}")

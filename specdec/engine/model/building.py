@@ -31,6 +31,7 @@ from specdec.engine.model.mixtures.weights import EXPERTS_VERSION, ExpertsPacker
 from specdec.engine.model.model_check import refusing
 from specdec.engine.model.probe import ProbeLog, SelfTest, tolerance
 from specdec.engine.model.proofs.positions import FarProof
+from specdec.engine.model.proofs.rehearsal import rehearse
 from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.model.switches import shortened
 from specdec.engine.native.build import NativeUnavailable
@@ -81,7 +82,7 @@ class _Builder:
         self._settings = settings
         self._beside = beside
         self._group = group
-        self._loaded = load_model(settings, group)
+        self._loaded = load_model(settings, group, rehearse)
         loaded = self._loaded
         self._is_quantized = settings.weight_quantization != "none"
         self._is_exact = not is_on_gpu(loaded.device) and loaded.dtype == torch.float32

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from specdec.engine.checkpoints.files import (
 )
 from specdec.engine.checkpoints.formats import check_format
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
+from specdec.engine.checkpoints.wrappers import own_class, text_model, without_encoders
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.kv_budget import allocated_one_by_one
 from specdec.engine.model.model_check import check_config, check_place
@@ -87,12 +89,20 @@ def check_tensor_parallel(settings: EngineSettings) -> str:
     if device.type == "cpu" and num_gpus:
         raise TensorParallelRefused(size, "ranks on the CPU must not see GPUs: set CUDA_VISIBLE_DEVICES=-1")
     check_place(config, device.type, size)
+    if own_class(config) is not None:
+        raise TensorParallelRefused(size, f"ranks are not possible for {config.model_type}, which wraps its text model")
     check_plan(config, size, settings.trust_remote_code)
     return str(device)
 
 
-def load_model(settings: EngineSettings, group: RankGroup | None = None) -> LoadedModel:
+def load_model(
+    settings: EngineSettings,
+    group: RankGroup | None = None,
+    check: Callable[[PreTrainedConfig], None] = lambda config: None,
+) -> LoadedModel:
     """Load the model of the settings, or this rank's shard, which keeps transformers' wrappers until ``shard_model``.
+
+    ``check`` sees the config before weights are read, and may raise.
 
     Raises ``ModelNotSupported`` for unsupported configs and ``ModelLoadError`` for other failures.
     """
@@ -111,13 +121,14 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
     check_place(config, device.type, settings.tensor_parallel_size)
     checkpoint_format = check_format(config, settings, device)
     max_model_len = _choose_max_model_len(settings.max_model_len, config)
+    check(config)
     if settings.load_format == "dummy":
         place = "" if device.type == "cpu" else f"{device.type}-"  # other generators give other numbers
         digest = f"random-{_DUMMY_SEED}-{place}{config_digest(config.to_dict())}"
         model = random_model(config, dtype, device, settings.trust_remote_code, group)
     else:
         digest = weights_digest(directory)
-        model = _read_model(directory, settings, dtype, device, group)
+        model = _read_model(directory, config, settings, dtype, device, group)
     check_config(model.config)
     switch_off_limited(model)
     head = model.get_output_embeddings()
@@ -142,7 +153,8 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
         dtype=str(dtype).removeprefix("torch."),
         tokenizer_digest=tokenizer.digest,
     )
-    eos = read_eos_token_ids(directory, getattr(config, "eos_token_id", None))
+    text = model.config.get_text_config(decoder=True)
+    eos = read_eos_token_ids(directory, getattr(config, "eos_token_id", None) or getattr(text, "eos_token_id", None))
     return LoadedModel(
         model=model,
         identity=identity,
@@ -152,8 +164,8 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
         vocab_size=min(num_logits, tokenizer.vocab_size or num_logits),
         num_logits=num_logits,
         num_parameters=num_parameters,
-        num_layers=int(getattr(model.config, "num_hidden_layers", 0)),
-        hidden_size=int(getattr(config, "hidden_size", 0)),
+        num_layers=int(getattr(text, "num_hidden_layers", 0)),
+        hidden_size=int(getattr(text, "hidden_size", 0)),
         dtype=dtype,
         device=device,
         checkpoint_format=checkpoint_format,
@@ -165,16 +177,17 @@ def _skip(model: PreTrainedModel, settings: EngineSettings, tokenizer: Tokenizer
 
     Raises ``ModelLoadError`` for missing layers, and if the rest hardly agrees with the whole model.
     """
+    config = model.config.get_text_config(decoder=True)
     try:
         skipped = skipped_sublayers(
-            int(model.config.num_hidden_layers),
+            int(config.num_hidden_layers),
             settings.exit_layer,
             settings.skip_attention_layers,
             settings.skip_mlp_layers,
         )
     except ValueError as error:
         raise ModelLoadError(str(error)) from error
-    ids = [] if settings.load_format == "dummy" else sample_ids(tokenizer.tokenizer_json, int(model.config.vocab_size))
+    ids = [] if settings.load_format == "dummy" else sample_ids(tokenizer.tokenizer_json, int(config.vocab_size))
     whole = likeliest(model, ids) if ids else None
     remove_sublayers(model, skipped)
     if whole is not None:
@@ -205,11 +218,17 @@ def _read_config(directory: Path, settings: EngineSettings) -> PreTrainedConfig:
     except (ValueError, OSError, KeyError) as error:
         raise ModelLoadError(f"model: {settings.model} has no usable config: {error}") from error
     check_config(config)
+    own_class(config)  # raises if there is none
     return config
 
 
 def _read_model(
-    directory: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device, group: RankGroup | None
+    directory: Path,
+    config: PreTrainedConfig,
+    settings: EngineSettings,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: RankGroup | None,
 ) -> PreTrainedModel:
     placed: dict[str, Any] = {}
     if group is not None:
@@ -217,9 +236,12 @@ def _read_model(
     elif device.type == "cuda":
         placed["device_map"] = {"": device}  # tensor by tensor, as the host may not hold the whole model
     try:
-        with allocated_one_by_one():
-            read: Any = AutoModelForCausalLM.from_pretrained(
+        with allocated_one_by_one(), without_encoders(config):
+            own: Any = own_class(config)
+            kind, given = (AutoModelForCausalLM, {}) if own is None else (own, {"config": config})
+            read: Any = kind.from_pretrained(
                 directory,
+                **given,
                 dtype=dtype,
                 attn_implementation="eager",
                 use_safetensors=True,
@@ -233,7 +255,7 @@ def _read_model(
     missing = sorted({name for name, _ in model.named_parameters()}.intersection(read[1]["missing_keys"]))
     if missing:  # transformers fills them with random numbers
         raise ModelLoadError(f"model: {settings.model} lacks {len(missing)} weights, such as {missing[0]}")
-    return model
+    return text_model(model)
 
 
 def random_model(
@@ -253,12 +275,18 @@ def random_model(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(_DUMMY_SEED)
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
-            )
+            with without_encoders(config):
+                own: Any = own_class(config)
+                model: PreTrainedModel = (
+                    AutoModelForCausalLM.from_config(
+                        config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+                    )
+                    if own is None
+                    else own._from_config(config, dtype=dtype, attn_implementation="eager")
+                )
         except (ValueError, KeyError) as error:
             raise ModelLoadError(f"model: no causal language model for {config.model_type}: {error}") from error
-    return model if group is None else _distributed(model, group)
+    return text_model(model) if group is None else _distributed(model, group)
 
 
 def _distributed(model: PreTrainedModel, group: RankGroup) -> PreTrainedModel:

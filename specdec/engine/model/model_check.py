@@ -3,7 +3,7 @@
 Most incompatibilities are silent: the model runs, but its logits are wrong. So configs and class names are not trusted.
 The checks, cheapest first:
 
-    1. the config: encoder-decoder, recurrent layers that are not served, frequencies that depend on the batch
+    1. the config: encoder-decoder, recurrent layers that are not served, no text
     2. the attention implementation, once switched
     3. the attention calls of a forward pass: a constant number, with the engine's context, with each layer's declared
        mask (``declared_masks.py``), and without unknown keywords; and the calls of recurrences, likewise
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from specdec.engine.attention.paged import AttentionError
 from specdec.engine.errors import EngineError, ModelNotSupported
 from specdec.engine.model.skipping import NoAttention
-from specdec.engine.model.switches import rope_parameter_sets
 from specdec.engine.recurrent.layers import RecurrenceError, has_served_recurrence
 
 if TYPE_CHECKING:
@@ -64,6 +63,8 @@ def check_config(config: "PreTrainedConfig") -> None:
     text = config.get_text_config(decoder=True)
     for one in (config,) if text is config else (config, text):
         _check_one(one)
+    if getattr(text, "vocab_size", None) is None:
+        raise ModelNotSupported(config.model_type, "its config has no vocab_size: it generates no text")
 
 
 def check_place(config: "PreTrainedConfig", device_type: str, num_ranks: int) -> None:
@@ -96,9 +97,6 @@ def _check_one(config: "PreTrainedConfig") -> None:
     is_served = types <= _PAGED_LAYER_TYPES | _STATELESS_LAYER_TYPES | _STATE_LAYER_TYPES
     if recurrent and not (is_served and has_served_recurrence(config)):
         raise ModelNotSupported(name, f"{recurrent} state outside paged attention, and specdec has no such state")
-    for rope in rope_parameter_sets(config):
-        if "dynamic" in str(rope.get("rope_type", "default")):
-            raise ModelNotSupported(name, "dynamic rope depends on the longest sequence of the batch")
 
 
 def switch_attention(model: "PreTrainedModel", name: str) -> None:
@@ -123,12 +121,13 @@ def check_attention_calls(
     """Check the calls of attention and of recurrences in passes of different shapes. Raises ``ModelNotSupported``."""
     model_type = model.config.model_type
     counts = sorted({len(calls) for calls in passes})
-    num_layers = int(getattr(model.config, "num_hidden_layers", 0))
+    text = model.config.get_text_config(decoder=True)
+    num_layers = int(getattr(text, "num_hidden_layers", 0))
     num_layers -= sum(isinstance(module, NoAttention) for module in model.modules())
     if any(list(calls) != list(cells[0]) for calls in cells):
         raise ModelNotSupported(model_type, "the calls of its recurrent layers vary with the input")
     if cells[0]:  # some layers do not attend; the logits decide
-        num_layers = sum(kind in _PAGED_LAYER_TYPES for kind in getattr(model.config, "layer_types", None) or ())
+        num_layers = sum(kind in _PAGED_LAYER_TYPES for kind in getattr(text, "layer_types", None) or ())
     elif counts[0] == 0:
         raise ModelNotSupported(model_type, "its forward pass never calls the registered attention function")
     if len(counts) > 1:

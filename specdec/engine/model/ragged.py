@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from specdec.engine.attention.paged import (
     CONTEXT_KWARG,
     AttentionError,
     AttentionKernel,
+    ContextDropped,
     ForwardContext,
     RecordingKernel,
     register_paged_attention,
@@ -29,7 +30,7 @@ from specdec.engine.model.mixtures.functions import InvariantFunctions
 from specdec.engine.model.model_check import check_attention_calls, refusing, switch_attention
 from specdec.engine.model.probe import SelfTest
 from specdec.engine.model.skipping import decoder_layers, has_attention, leaving_out
-from specdec.engine.model.tapping import tapping
+from specdec.engine.model.tapping import find_decoder, tapping
 from specdec.engine.recurrent.layers import RecurrentLayers
 from specdec.engine.states.memory import CellShape
 from specdec.engine.states.plan import fresh_plan
@@ -94,6 +95,7 @@ class RaggedModel:
         self.model = model
         self.kernel = kernel
         self.mask_windows = tuple(mask_windows)
+        self._gives = False  # whether hooks give the context to attention modules, as layers drop keywords
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """See ``StepModel``."""
@@ -161,13 +163,43 @@ class RaggedModel:
         num_logits = batch.logits_indices.shape[0]
         kept = batch.logits_indices if num_logits else batch.logits_indices.new_zeros(1)
         kwargs: dict[str, Any] = {CONTEXT_KWARG: context}
-        with tapping(self.model, batch.tap), self._states(context):
-            output = self.model(
-                input_ids=batch.input_ids.unsqueeze(0),
-                position_ids=(batch.position_ids if position_ids is None else position_ids).unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=kept,  # a tensor, as models disagree on the meaning of 0 and slices
-                **kwargs,
-            )
-        logits: torch.Tensor = output.logits[0, :num_logits].float()
-        return logits
+        given = giving(self.model, context) if self._gives else nullcontext()
+        try:
+            with tapping(self.model, batch.tap), self._states(context), given:
+                output = self.model(
+                    input_ids=batch.input_ids.unsqueeze(0),
+                    position_ids=(batch.position_ids if position_ids is None else position_ids).unsqueeze(0),
+                    use_cache=False,
+                    logits_to_keep=kept,  # a tensor, as models disagree on the meaning of 0 and slices
+                    **kwargs,
+                )
+        except ContextDropped:
+            if self._gives:
+                raise
+            self._gives = True
+            return self._run(context, position_ids)
+        logits: torch.Tensor = output.logits[0]
+        if logits.shape[0] != kept.shape[0]:  # some classes ignore logits_to_keep
+            logits = logits[kept]
+        return logits[:num_logits].float()
+
+
+@contextmanager
+def giving(model: PreTrainedModel, context: ForwardContext) -> Iterator[None]:
+    """Give a pass's context to the attention modules by hooks. Cost: some microseconds per layer."""
+
+    def give(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, CONTEXT_KWARG: context}
+
+    found = find_decoder(model)
+    attentions = [getattr(layer, "self_attn", None) for layer in (() if found is None else found[1])]
+    handles = [
+        attention.register_forward_pre_hook(give, with_kwargs=True)
+        for attention in attentions
+        if isinstance(attention, torch.nn.Module)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

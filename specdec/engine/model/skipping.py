@@ -104,7 +104,7 @@ def remove_sublayers(model: PreTrainedModel, skipped: SkippedSublayers) -> None:
     parent, _ = find_decoder(model) or (model, layers)
     name = next(name for name, child in parent.named_children() if child is layers)
     setattr(parent, name, nn.ModuleList([layers[number] for number in kept]))
-    config: Any = model.config
+    config: Any = model.config.get_text_config(decoder=True)
     config.num_hidden_layers = len(kept)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[number] for number in kept]

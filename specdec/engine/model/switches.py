@@ -39,6 +39,9 @@ def length_limits(config: PreTrainedConfig) -> dict[str, int]:
         if rope.get("rope_type") == "longrope"
     ]
     limits = {} if not longrope else {"longrope, which changes all frequencies": min(longrope)}
+    trained = getattr(config, "max_position_embeddings", None)
+    if trained and any("dynamic" in str(rope.get("rope_type")) for rope in rope_parameter_sets(config)):
+        limits["dynamic rope, which changes all frequencies with the longest sequence"] = int(trained)
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk:
         limits["chunked attention, which only masks express"] = int(chunk)

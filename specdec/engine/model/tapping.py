@@ -19,7 +19,7 @@ def find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList] | No
 
     The layers are the first list with as many modules as the config has layers.
     """
-    count = int(getattr(model.config, "num_hidden_layers", 0))
+    count = int(getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0))
     for parent in model.modules():
         for child in parent.children():
             if isinstance(child, nn.ModuleList) and len(child) == count > 0:

@@ -87,6 +87,7 @@ SUPPORTED: dict[str, Callable[[], PreTrainedConfig]] = {
         **_GQA, head_dim=16, sliding_window=12, attn_logit_softcapping=5.0, final_logit_softcapping=7.0
     ),
     "phi3": lambda: Phi3Config(**_GQA),
+    "stablelm": lambda: StableLmConfig(**_GQA),
     "gpt_neox": lambda: GPTNeoXConfig(
         **_COMMON,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
@@ -151,11 +152,7 @@ REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     "recurrent_gemma": lambda: RecurrentGemmaConfig(
         vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, lru_width=64
     ),
-    "stablelm": lambda: StableLmConfig(**_GQA),
     "t5": lambda: T5Config(vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4),
-    "dynamic_rope_llama": lambda: LlamaConfig(
-        **_GQA, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    ),
 }
 
 

@@ -40,14 +40,17 @@ _GIVEN: Mapping[str, Mapping[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 131},
     "dots1": {**_EXPERTS, "num_key_value_heads": 4},
     "emu3": _IMAGE_TOKENS,
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], **_MROPE},
     "gemma3n_text": {"activation_sparsity_pattern": [0.0] * 4},
     "gemma4_assistant": {
         "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
     "glm5_next": {"text_config": {"num_key_value_heads": 4, "index_topk": 16, "qk_rope_head_dim": 0}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granite4_vision": {"deepstack_layer_map": []},
+    "granite4_vision": {
+        "deepstack_layer_map": [], "spatial_target_layers": [1], "downsample_rate": "1/2",
+        "vision_config": {"hidden_size": 64},
+    },
     "granitemoehybrid": _MAMBA,
     "hunyuan_vl": {"vision_config": {"img_max_token_num": 16, "max_image_size": 64, "min_image_size": 16}},
     "inkling_mm_model": {"vision_config": {"patch_size": 4}},
@@ -58,6 +61,8 @@ _GIVEN: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 5},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 5},
     "reformer": {**_DECODER, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 12]},
     "roc_bert": {**_DECODER, "shape_vocab_size": 131, "pronunciation_vocab_size": 131},
     "step3p5": {
@@ -98,16 +103,38 @@ _GIVEN: Mapping[str, Mapping[str, Any]] = {
 is no decoder, and values that a class's own configuration lacks."""
 
 
+_SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "attention only": {"layer_types": ["full_attention", "full_attention"]},
+    "linear rope": {"rope_parameters": {**_SCALED, "rope_type": "linear"}},
+    "yarn rope": {"rope_parameters": {**_SCALED, "rope_type": "yarn"}},
+    "llama3 rope": {
+        "rope_parameters": {**_SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    },
+    "dynamic rope": {"rope_parameters": {**_SCALED, "rope_type": "dynamic"}},
+    "long rope": {
+        "rope_parameters": {
+            **_SCALED, "original_max_position_embeddings": 64, "rope_type": "longrope", "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+        }
+    },
+}  # fmt: skip
+"""Other configurations of classes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A model type, and the class that loads its checkpoints."""
 
     model_type: str
     class_name: str
+    variant: str = ""
+    """Key of `_VARIANTS`; "" for the class's own configuration."""
 
     def config(self) -> PreTrainedConfig:
         """A tiny configuration, as a checkpoint of the class has it."""
-        config = tiny_config(CONFIG_MAPPING[self.model_type], _GIVEN)
+        own = {**_GIVEN.get(self.model_type, {}), **_VARIANTS.get(self.variant, {})}
+        config = tiny_config(CONFIG_MAPPING[self.model_type], {**_GIVEN, self.model_type: own})
         text = config.get_text_config(decoder=True)
         if type(text) is self.model_class().config_class:
             config = text
@@ -122,7 +149,7 @@ class Case:
         return found
 
     def __str__(self) -> str:
-        return f"{self.class_name} ({self.model_type})"
+        return f"{self.class_name} ({self.model_type}{', ' if self.variant else ''}{self.variant})"
 
 
 def cases() -> list[Case]:
@@ -133,4 +160,6 @@ def cases() -> list[Case]:
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     ):
         registered |= set(registry.items())
-    return [Case(*pair) for pair in sorted(registered)]
+    variants = [Case("granitemoehybrid", "GraniteMoeHybridForCausalLM", "attention only")]
+    variants += [Case("llama", "LlamaForCausalLM", name) for name in _VARIANTS if name.endswith("rope")]
+    return [*(Case(*pair) for pair in sorted(registered)), *variants]

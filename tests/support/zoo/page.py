@@ -57,7 +57,7 @@ def render(found: Mapping[Case, Played | Exception]) -> str:
     refused: dict[str, set[str]] = defaultdict(set)
     for case, outcome in found.items():
         if isinstance(outcome, Played):
-            served[_columns(outcome)].add(case.class_name)
+            served[_columns(outcome)].add(case.class_name + (f" ({case.variant})" if case.variant else ""))
         elif reason := reason_of(case):
             refused[reason.text].add(case.class_name)
     counts = {

@@ -24,9 +24,7 @@ REASONS = {
     "gptj": "does not use transformers' attention interface",
     "bloom": "does not use transformers' attention interface",
     "recurrent_gemma": "linear_attention keep state .* has no such state",
-    "stablelm": "drops the keyword arguments",
     "t5": "encoder-decoder",
-    "dynamic_rope_llama": "longest sequence of the batch",
 }
 LONGROPE = {
     "rope_type": "longrope",
@@ -43,8 +41,9 @@ def load(directory: Path, **settings: Any) -> ModelRunner:
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_unpageable_model_is_refused_with_a_reason(name: str, tmp_path: Path) -> None:
+def test_unpageable_model_is_refused_with_a_reason_before_weights_are_read(name: str, tmp_path: Path) -> None:
     directory = save_tiny_model(name, tmp_path)
+    (directory / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelNotSupported, match=REASONS[name]) as refusal:
         load(directory)
     assert refusal.value.reason in str(refusal.value)
@@ -149,6 +148,15 @@ def test_longrope_is_pinned_to_lengths_that_do_not_depend_on_the_batch(tmp_path:
     assert load(directory, load_format="dummy").max_model_len == 64
     with pytest.raises(ModelNotSupported, match="longrope"):
         load(directory, load_format="dummy", max_model_len=65)
+
+
+def test_dynamic_rope_is_pinned_to_lengths_that_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    config = SUPPORTED["llama"]()
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    directory = save_random(config, tmp_path)
+    assert load(directory).max_model_len == 160
+    with pytest.raises(ModelNotSupported, match=r"dynamic rope.* set max_model_len to 160 or less"):
+        load(directory, max_model_len=161)
 
 
 def test_hidden_state_outside_attention_shows_in_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

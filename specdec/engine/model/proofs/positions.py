@@ -25,7 +25,7 @@ from specdec.engine.model.beside import PassRows
 from specdec.engine.model.loader import LoadedModel
 from specdec.engine.model.mixtures.routes import Routes
 from specdec.engine.model.model_check import refusing
-from specdec.engine.model.probe import tolerance
+from specdec.engine.model.probe import FORBIDDEN, tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
 
 _NAMES = re.compile(r"position|window|chunk|floor|_len|max_seq|ctx")
@@ -162,4 +162,6 @@ class FarProof:
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).double().square().mean().sqrt() / wanted.double().std().clamp_min(1e-12))
+    allowed = wanted > FORBIDDEN
+    found, wanted = found[allowed].double(), wanted[allowed].double()
+    return float((found - wanted).square().mean().sqrt() / wanted.std().clamp_min(1e-12))
