@@ -41,6 +41,8 @@ from specdec.engine.native.packing import FORMATS, FORMATS_OF_QUANTIZED
 from specdec.engine.native.variants import UnsupportedIsa
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import shard_model
+from specdec.engine.recurrent.layers import RECURRENT_VERSION
+from specdec.engine.recurrent.native_scan import NativeScan
 from specdec.engine.settings import EngineSettings
 from specdec.engine.states.memory import CellShape, StateMemory, affordable_states
 
@@ -244,11 +246,14 @@ class _Builder:
             path = f"native-{KERNEL_VERSION}-{self._kernels.variant}"
             packers = self._kernels.pack, partial(native_experts, self._kernels), partial(NativeHeads, self._kernels)
             ragged.kernel = NativeAttention(self._kernels)
+            ragged.recurrent.scan = NativeScan(self._kernels)
         pack, pack_experts, pack_heads = packers
         if pack_latents(ragged.model, pack_heads):
             path += f"-latent-{LATENT_VERSION}"
         if make_model_row_invariant(ragged.model, pack, pack_experts):
             path += f"-experts-{EXPERTS_VERSION}"
+        if ragged.recurrent:
+            path += f"-recurrent-{RECURRENT_VERSION}"
         return path
 
     def _dense_logits(self, routes: Routes) -> DenseLogits:

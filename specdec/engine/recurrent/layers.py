@@ -23,6 +23,8 @@ from specdec.engine.recurrent.scans import Scan, ScanSizes, scan
 from specdec.engine.states.memory import CellShape, StateMemory
 from specdec.engine.states.plan import StatePlan
 
+RECURRENT_VERSION = 1
+"""Part of the numerics id of models with recurrent layers: raise it whenever their bits change."""
 _ATTRIBUTE = "_specdec_recurrent_layers"
 
 

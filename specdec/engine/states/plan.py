@@ -77,6 +77,22 @@ class StatePlan:
         return [span for span in self.spans if span.save_after and span.write_slot >= 0]
 
     @cached_property
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Spans as scan.cpp reads them, all nodes in their order with their depths, and the greatest depth."""
+        spans: list[list[int]] = []
+        nodes: list[tuple[int, int]] = []
+        num_repeated = 0
+        for span in self.spans:
+            repeated = num_repeated, len(span.repeated)
+            own_nodes = len(nodes), len(span.order)
+            place = span.first_row, span.num_new
+            spans.append([span.read_slot, span.write_slot, span.save_after, *repeated, *place, *own_nodes])
+            num_repeated += len(span.repeated)
+            nodes += span.order
+        depths = [depth for _, depth in nodes]
+        return torch.tensor(spans), torch.tensor(nodes, dtype=torch.int64), max(depths, default=0)
+
+    @cached_property
     def read(self) -> torch.Tensor:
         """Slots of the states that spans begin with; -1: none."""
         return torch.tensor([span.read_slot for span in self.spans], dtype=torch.int64)

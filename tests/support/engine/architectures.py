@@ -34,10 +34,16 @@ CONFIGS: dict[str, Callable[[int], PreTrainedConfig]] = {
 
 
 def make_pair(architecture: str, folder: Path, *, noise: float = 0.004) -> ModelPair:
-    """Write a random target, and a draft that is the target with noise on its weights."""
+    """Write a random target, and a draft that is the target with noise on its weights. See `CONFIGS`."""
+    return save_pair(CONFIGS[architecture](len(byte_tokenizer())), folder, noise=noise)
+
+
+def save_pair(config: PreTrainedConfig, folder: Path, *, noise: float = 0.004) -> ModelPair:
+    """As `make_pair`, for a configuration, which gets the vocabulary of the byte tokenizer."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[architecture](len(tokenizer)), dtype=torch.float32)
+    config.vocab_size = len(tokenizer)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     pair = ModelPair(folder / "target", folder / "draft")
     for path in (pair.target, pair.draft):
         model.save_pretrained(path)

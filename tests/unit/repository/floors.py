@@ -205,7 +205,7 @@ FLOORS = {
     """,
     "specdec.engine.recurrent": """
         convolution scans
-        layers
+        layers native_scan
     """,
     "specdec.engine.states": """
         memory sessions
