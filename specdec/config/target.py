@@ -21,6 +21,7 @@ from specdec.config.drafter_options import DrafterOptions, check_drafters, read_
 from specdec.config.endpoint_options import ApiTargetOptions
 from specdec.config.replica import ReplicaSettings
 from specdec.config.retired import REMOVED
+from specdec.service.settings import Names
 
 _SAME_FOR_OWN_DRAFT = (
     "device", "native", "self_test", "max_sessions", "max_batch_seqs",
@@ -108,6 +109,23 @@ class TargetSettings(ReplicaSettings):
         description="An OpenAI-compatible endpoint that verifies in place of a model here, as JSON, "
         '{"base_url": "https://host/v1", "model": "M"}; of `model` the tokenizer and config are read, and no weights.',
     )
+
+    tls_draft_names: Names = Field(
+        default=(),
+        description="DNS or common names of client certificates of drafts, which may call Link, GetReplicaInfo and "
+        "GetTokenizer only; needs tls_allowed_client_names, without which every certificate may call.",
+    )
+
+    @property
+    def draft_names(self) -> tuple[str, ...]:
+        """See `ServiceSettings.draft_names`."""
+        return self.tls_draft_names
+
+    @model_validator(mode="after")
+    def _check_draft_names(self) -> Self:
+        if self.tls_draft_names and not self.tls_allowed_client_names:
+            raise ValueError("tls_draft_names needs tls_allowed_client_names")
+        return self
 
     @property
     def own_draft_settings(self) -> DraftSettings | None:

@@ -98,7 +98,7 @@ def build_server(
     ]
     interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
     if settings.tls_allowed_client_names:
-        interceptors.append(ClientNameInterceptor(settings.tls_allowed_client_names))
+        interceptors.append(ClientNameInterceptor(settings.tls_allowed_client_names, settings.draft_names))
     server = grpc.aio.server(
         interceptors=interceptors, options=options, maximum_concurrent_rpcs=settings.most_concurrent_calls
     )

@@ -70,6 +70,11 @@ class ServiceSettings(WireSettings, ServerTlsSettings, StoreSettings, TracingSet
         return self
 
     @property
+    def draft_names(self) -> tuple[str, ...]:
+        """Names of client certificates that may make the calls of drafts, and no others."""
+        return ()
+
+    @property
     def most_concurrent_calls(self) -> int | None:
         """Most calls that the server takes at once; None: no limit."""
         return None

@@ -20,6 +20,8 @@ from specdec.wire.settings import PeerSettings, client_tls_paths
 from specdec.wire.tls_files import TlsFiles, TlsMaterial, TlsPaths, client_context, server_context
 
 _HEALTH = "/grpc.health.v1.Health/"
+_FOR_DRAFTS = frozenset(f"/specdec.v1.TargetService/{name}" for name in ("Link", "GetReplicaInfo", "GetTokenizer"))
+"""Methods that drafts call."""
 _log = structlog.get_logger(__name__)
 
 
@@ -78,8 +80,10 @@ class ClientNameInterceptor(grpc.aio.ServerInterceptor):
     are not supported.
     """
 
-    def __init__(self, allowed_names: Iterable[str]) -> None:
+    def __init__(self, allowed_names: Iterable[str], draft_names: Iterable[str] = ()) -> None:
+        """`draft_names` may call only what drafts need: a target's link, model and tokenizer."""
         self._allowed_names = frozenset(name.lower() for name in allowed_names)
+        self._names_for_drafts = self._allowed_names | {name.lower() for name in draft_names}
 
     async def intercept_service(
         self,
@@ -95,17 +99,20 @@ class ClientNameInterceptor(grpc.aio.ServerInterceptor):
         )
         make_handler: Any = getattr(grpc, f"{kind}_rpc_method_handler")
         return make_handler(
-            self._checked(getattr(handler, kind)),
+            self._checked(getattr(handler, kind), self._names_for(handler_call_details.method)),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
 
-    def _checked(self, behavior: Callable[..., Any]) -> Callable[..., Any]:
+    def _names_for(self, method: str) -> frozenset[str]:
+        return self._names_for_drafts if method in _FOR_DRAFTS else self._allowed_names
+
+    def _checked(self, behavior: Callable[..., Any], names: frozenset[str]) -> Callable[..., Any]:
         if inspect.isasyncgenfunction(behavior):
 
             @functools.wraps(behavior)
             async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-                await self._check(context)
+                await self._check(context, names)
                 async with contextlib.aclosing(behavior(request, context)) as responses:
                     async for response in responses:
                         yield response
@@ -114,14 +121,14 @@ class ClientNameInterceptor(grpc.aio.ServerInterceptor):
 
         @functools.wraps(behavior)
         async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await self._check(context)
+            await self._check(context, names)
             return await behavior(request, context)
 
         return call
 
-    async def _check(self, context: grpc.aio.ServicerContext) -> None:
+    async def _check(self, context: grpc.aio.ServicerContext, allowed_names: frozenset[str]) -> None:
         names = certificate_names(context.auth_context())
-        if self._allowed_names.isdisjoint(name.lower() for name in names):
+        if allowed_names.isdisjoint(name.lower() for name in names):
             shown = ", ".join(sorted(names)) or "none"
             _log.warning("client_name_refused", peer=context.peer(), names=sorted(names))
             message = f"the names of the client's certificate ({shown}) are not in tls_allowed_client_names"

@@ -296,10 +296,15 @@ def test_the_production_example_has_tls_on_every_hop(render: Render) -> None:
         elif role == "gateway":
             assert "coordinator-tls-dir" in flags
         else:
-            (certificate,) = [
-                d for d in documents if d["kind"] == "Certificate" and d["metadata"]["name"].endswith("-coordinator")
+            callers = ("-coordinator", "-draft") if role == "target" else ("-coordinator",)
+            certificates = [
+                d for d in documents if d["kind"] == "Certificate" and d["metadata"]["name"].endswith(callers)
             ]
-            assert flags["tls-allowed-client-names"] in certificate["spec"]["dnsNames"]
+            names = [flags[flag] for flag in ("tls-allowed-client-names", "tls-draft-names") if flag in flags]
+            assert len(names) == len(certificates) == len(callers)
+            for name, certificate in zip(names, certificates, strict=True):
+                assert name in certificate["spec"]["dnsNames"]
+                assert "client auth" in certificate["spec"]["usages"]
     monitors = [d for d in documents if d["kind"] == "ServiceMonitor"]
     assert len(monitors) == len(SETTINGS)
     for monitor in monitors:
@@ -316,11 +321,11 @@ def test_certificates_name_what_is_called(case: str, render: Render) -> None:
         flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in container["args"])
         if names and role == "coordinator":
             assert flags["replica-tls-server-name"] in names["target"] & names.get("draft", names["target"])
-        if names and "target" in flags:
+        if names and not flags.keys().isdisjoint(("target", "link-targets")):
             assert flags["replica-tls-server-name"] in names["target"]
             (own,) = [d for d in documents if d["kind"] == "Certificate" and component(d) == role]
             assert "client auth" in own["spec"]["usages"]
-            assert names[role] & set(_flag(documents, "target", "--tls-allowed-client-names").split(","))
+            assert names[role] & set(_flag(documents, "target", "--tls-draft-names").split(","))
         if names and role == "gateway":
             host = flags["coordinators"].removeprefix("dns:///").partition(":")[0]
             assert host in names["coordinator"]

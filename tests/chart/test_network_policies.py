@@ -9,7 +9,7 @@ import yaml
 from tests.chart.rendered import CASES, CHART, WITH_REDIS, Document, Helm, Render, component, containers
 from tests.support.for_each import for_each
 
-ASKING = "a-draft-with-another-tokenizer"
+RELAYED = "relayed-proposals"
 every_case = for_each("case", CASES)
 
 
@@ -40,14 +40,17 @@ def test_every_pod_has_a_policy_or_none_has(case: str, render: Render) -> None:
 
 @every_case
 def test_only_coordinators_reach_replicas_and_only_prometheus_reaches_metrics(case: str, render: Render) -> None:
-    policies = _policies(render(case))
+    documents = render(case)
+    policies = _policies(documents)
+    if case in (RELAYED, "defaults"):
+        assert _drafts_call_targets(documents) == (case != RELAYED)
     for role in policies.keys() - {"redis", "test"}:
         health, metrics, grpc = policies[role]["ingress"]
         assert "from" not in health and _ports(health) == [8081]
         assert metrics["from"]
         if role in ("target", "draft"):
-            asked = role == "target" and case == ASKING
-            assert _peers(grpc, "from") == ["coordinator", *(["draft"] if asked else [])]
+            is_called = role == "target" and _drafts_call_targets(documents)
+            assert _peers(grpc, "from") == ["coordinator", *(["draft"] if is_called else [])]
 
 
 @every_case
@@ -73,7 +76,7 @@ def test_with_egress_policies_pods_call_what_their_flags_name(case: str, render:
         called = {53}
         for flag in container["args"]:
             name, _, value = flag.partition("=")
-            if name in ("--coordinators", "--targets", "--target", "--drafts", "--otlp-endpoint"):
+            if name in ("--coordinators", "--targets", "--target", "--link-targets", "--drafts", "--otlp-endpoint"):
                 called.add(int(value.rpartition(":")[2]))
             elif name == "--redis-url" and not _has_bundled_redis(documents):
                 called |= {int(port) for port in re.findall(r":(\d+)\b", value)}
@@ -84,7 +87,7 @@ def test_with_egress_policies_pods_call_what_their_flags_name(case: str, render:
         assert {port for rule in rules for port in _ports(rule)} == called
         inside = {name for rule in rules if rule.get("to") for name in _inside(rule)}
         callers = {"coordinator": {"target", "draft"}, "gateway": {"coordinator"}}
-        if case == ASKING:
+        if _drafts_call_targets(documents):
             callers["draft"] = {"target"}
         called_inside = callers.get(role, set())
         uses_redis = role in WITH_REDIS and _has_bundled_redis(documents)
@@ -117,6 +120,11 @@ def test_egress_policies_open_the_ports_that_urls_name(helm: Helm) -> None:
         ports = {port for rule in policies[role]["egress"] for port in _ports(rule)}
         assert {7001, 7003, 5555} <= ports
         assert not ports & {7002, 0}
+
+
+def _drafts_call_targets(documents: list[Document]) -> bool:
+    flags = [flag for role, _, container in containers(documents) if role == "draft" for flag in container["args"]]
+    return any(flag.startswith(("--target=", "--link-targets=")) for flag in flags)
 
 
 def _has_bundled_redis(documents: list[Document]) -> bool:

@@ -18,6 +18,7 @@ from specdec.client import Client, ClientSettings, Completion
 from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
 from specdec.commands.up.plan import LocalPlan, plan_services
 from specdec.commands.up.service_process import ServiceProcess
+from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 from specdec.wire.errors import PermissionDenied, Unavailable
 from tests.support.servers.certificates import Authority, Certificate, SecretVolume
@@ -39,6 +40,7 @@ from tests.support.services.secured import (
 )
 
 WAIT_S = 60.0
+DRAFT = "draft.specdec"
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 
@@ -92,8 +94,8 @@ def secure_cluster(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactor
         draft_model=str(tiny_pair.draft),
         device="cpu",
         free_ports=True,
-        target_settings={**settings["target"], "hold_off_ms": TINY_HOLD_OFF_MS},
-        draft_settings=settings["draft"],
+        target_settings={**settings["target"], "hold_off_ms": TINY_HOLD_OFF_MS, "tls_draft_names": DRAFT},
+        draft_settings={**settings["draft"], **replica_tls(volumes["draft"])},
         coordinator_settings={**settings["coordinator"], **replica_tls(volumes["coordinator"])},
     )
     services = plan_services(plan, environment={})
@@ -120,6 +122,29 @@ async def test_callers_with_a_wrong_name_are_refused_by_every_service(secure_clu
         async with open_tls(secure_cluster.port(role), secure_cluster.secured.credentials()) as channel:
             call: Any = channel.unary_unary(f"/specdec.v1.{role.capitalize()}Service/GetReplicaInfo")
             assert isinstance(await error_of(call(b"", timeout=CALL_TIMEOUT_S)), PermissionDenied)
+
+
+async def test_a_draft_may_join_sessions_at_a_target_and_open_none(secure_cluster: SecureCluster) -> None:
+    async with secure_cluster.client() as client:
+        await speculated(client, story())
+        links = [link for replica in (await client.status()).replicas for link in replica.links]
+    assert [link.is_direct for link in links] == [True], links
+    draft = secure_cluster.secured.authority.issue("draft", dns_names=[DRAFT])
+    credentials = grpc.ssl_channel_credentials(secure_cluster.secured.authority.certificate, draft.key, draft.chain)
+    async with open_tls(secure_cluster.port("target"), credentials) as channel:
+        for method, is_allowed in {"GetReplicaInfo": True, "SetDrafters": False}.items():
+            call: Any = channel.unary_unary(f"/specdec.v1.TargetService/{method}")
+            if is_allowed:
+                assert await call(b"", timeout=CALL_TIMEOUT_S)
+            else:
+                assert isinstance(await error_of(call(b"", timeout=CALL_TIMEOUT_S)), PermissionDenied)
+        for method, is_allowed in {"Link": True, "Verify": False}.items():
+            stream: Any = channel.stream_stream(f"/specdec.v1.TargetService/{method}")()
+            if is_allowed:
+                assert pb.LinkFrame.FromString(await stream.read()).HasField("hello")
+                stream.cancel()
+            else:
+                assert isinstance(await error_of(stream.read()), PermissionDenied)
 
 
 async def test_certificates_renewed_in_mid_stream_disturb_no_stream(

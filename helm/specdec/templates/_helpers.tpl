@@ -163,14 +163,6 @@ seccompProfile:
 {{- if and (include "specdec.servesTls" .) (get $demands .name | default false | ternary true (and $tls.mutual (not (hasKey $demands .name)))) }}true{{ end -}}
 {{- end -}}
 
-{{/* The names of which a caller's certificate needs one to call a target or draft; empty: any certificate of the
-     authority. A draft that asks a target has the replicas' name. Argument: {root, name}. */}}
-{{- define "specdec.callerNames" -}}
-{{- with include "specdec.coordinatorName" .root -}}
-{{ . }}{{ if and (eq $.name "target") (include "specdec.asksTarget" (dict "root" $.root "name" "draft")) }},{{ include "specdec.replicaServerName" $.root }}{{ end }}
-{{- end -}}
-{{- end -}}
-
 {{/* The name in coordinators' certificates that targets and drafts check; empty: any certificate of the authority. */}}
 {{- define "specdec.coordinatorName" -}}
 {{- $fromManager := printf "%s.%s.svc" (include "specdec.serviceName" (dict "root" . "name" "coordinator")) .Release.Namespace -}}
@@ -207,6 +199,11 @@ seccompProfile:
 {{/* Not empty when the role asks a target at its start. Argument: {root, name}. */}}
 {{- define "specdec.asksTarget" -}}
 {{- if and (eq .name "draft") .root.Values.draft.enabled .root.Values.draft.asksTarget }}true{{ end -}}
+{{- end -}}
+
+{{/* Not empty when the role calls targets, at its start or while it drafts. Argument: {root, name}. */}}
+{{- define "specdec.callsTargets" -}}
+{{- if and (eq .name "draft") .root.Values.draft.enabled (or .root.Values.draft.asksTarget .root.Values.draft.directLinks) }}true{{ end -}}
 {{- end -}}
 
 {{/* Seconds for a pod of the role to start. A coordinator, and a draft that asks a target, also wait for a target that
