@@ -31,6 +31,7 @@ from specdec.coordinator.observer import Observer
 from specdec.coordinator.open_inference import servicer as open_inference
 from specdec.coordinator.recovery import DraftRecovery, TargetRecovery
 from specdec.coordinator.recovery.hedging import Hedging
+from specdec.coordinator.recovery.slowness import SlowTargets
 from specdec.coordinator.recovery.watchdog import Watchdog
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.replicas.outliers import EjectionSettings
@@ -160,6 +161,7 @@ class CoordinatorService:
             sessions=self._sessions,
             fleet=self.fleet,
             moves=targets.moves,
+            slow=SlowTargets(self.fleet),
             stall_s=settings.session_stall_s,
             timeout_s=settings.target_timeout_s,
         )

@@ -1,4 +1,4 @@
-"""Move sessions whose target is up but makes no progress for them.
+"""Move sessions whose target is up but makes no progress for them, or far less than another would.
 
 Keepalive and the target's own servicer detect a silent target or a stalled engine. The watchdog looks at each session:
 it must get verdicts or progress reports, or it moves.
@@ -15,6 +15,7 @@ import time
 import structlog
 
 from specdec.coordinator.recovery.moves import TargetMoves
+from specdec.coordinator.recovery.slowness import SlowTargets
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.sessions.session import Session, TargetHost
 from specdec.coordinator.sessions.table import SessionTable
@@ -41,12 +42,29 @@ class Watchdog:
     """
 
     def __init__(
-        self, *, sessions: SessionTable, fleet: Fleet, moves: TargetMoves, stall_s: float, timeout_s: float
+        self,
+        *,
+        sessions: SessionTable,
+        fleet: Fleet,
+        moves: TargetMoves,
+        slow: SlowTargets,
+        stall_s: float,
+        timeout_s: float,
     ) -> None:
-        """`stall_s`: seconds without progress before a session moves; see `CoordinatorSettings.session_stall_s`."""
+        """Watch nothing yet.
+
+        Args:
+            sessions: all sessions.
+            fleet: knows other targets.
+            moves: moves sessions.
+            slow: finds sessions that progress too slowly.
+            stall_s: seconds without progress before a session moves; see `CoordinatorSettings.session_stall_s`.
+            timeout_s: seconds more after which a session without another target fails.
+        """
         self._sessions = sessions
         self._fleet = fleet
         self._moves = moves
+        self._slow = slow
         self._stall_s = stall_s
         self._timeout_s = timeout_s
         self._interval_s = min(_LONGEST_LOOK_S, self._stall_s / _LOOKS)
@@ -66,6 +84,7 @@ class Watchdog:
         self._due_s = now_s + self._interval_s
         if late_s >= _STANDSTILL_S:
             self._forgive(late_s, now_s)
+        self._slow.keep(self._sessions)
         for session in self._sessions:
             try:
                 self._look_at(session, now_s)
@@ -75,9 +94,9 @@ class Watchdog:
     def _look_at(self, session: Session, now_s: float) -> None:
         side = session.target
         host = side.host
-        if host is None or not side.is_open or not host.is_up or session.position >= side.credit_position:
-            return
-        if side.waits_for_prompt_credit:
+        is_starved = session.position >= side.credit_position or side.waits_for_prompt_credit
+        if host is None or not side.is_open or not host.is_up or is_starved:
+            self._slow.waits(session)
             return
         grown = 2 ** min(side.num_stalls, _MOST_DOUBLINGS)
         bound_s = self._stall_s * grown * (1 if host.tells_progress else _UNTOLD_FACTOR)
@@ -85,6 +104,9 @@ class Watchdog:
             self._stalled(session, host, now_s - side.heard_s, bound_s)
         elif side.queued_s is not None and now_s - side.queued_s >= _QUEUED_S * grown:
             self._queued(session, host)
+        elif (faster := self._slow.faster(session, host, now_s)) is not None:
+            _log.info("session_slow", **session.log_fields, target=host.address, faster=faster.address)
+            self._moves.move(session, faster)
 
     def _forgive(self, late_s: float, now_s: float) -> None:
         _log.warning("stood_still", late_s=round(late_s, 1))

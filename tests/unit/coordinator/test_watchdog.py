@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
+from specdec.coordinator.recovery.slowness import SlowTargets
 from specdec.coordinator.recovery.watchdog import Watchdog
 from specdec.coordinator.sessions.drafting import Drafting, DraftSide
 from specdec.coordinator.sessions.target_side import TargetSide
 
 OTHER = SimpleNamespace(is_ready=True)
+NOT_SLOW: Any = SimpleNamespace(
+    keep=lambda sessions: None, waits=lambda session: None, faster=lambda session, host, now_s: None
+)
 
 
 def moves_after(silent_s: float, *, tells: bool = True, **side_fields: Any) -> list[Any]:
@@ -39,10 +43,66 @@ def moves_at(
     )
     moves: Any = SimpleNamespace(move=lambda session, other: moved.append(other))
     sessions: Any = [session]
-    watchdog = Watchdog(sessions=sessions, fleet=fleet, moves=moves, stall_s=6.0, timeout_s=30.0)
+    watchdog = Watchdog(sessions=sessions, fleet=fleet, moves=moves, slow=NOT_SLOW, stall_s=6.0, timeout_s=30.0)
     for look_s in looks_s:
         watchdog.look(1000.0 + look_s)
     return moved
+
+
+def is_moved_at_s(
+    tokens_per_s: float, *, step_us: int = 1000, num_left: int = 1000, starved: Sequence[int] = (), epochs: int = 1
+) -> float | None:
+    """Seconds until a session is moved to an idle target, which takes `step_us` for a step; None: not in a minute."""
+    session: Any = SimpleNamespace(
+        session_id="s",
+        position=100,
+        num_prompt_tokens=100,
+        sampling=SimpleNamespace(max_tokens=num_left),
+        target=SimpleNamespace(epoch=1),
+        request=None,
+    )
+    idle = SimpleNamespace(load=SimpleNamespace(step_us=step_us))
+    fleet: Any = SimpleNamespace(find_idle=lambda request, besides: idle)
+    slow, host = SlowTargets(fleet), Any
+    for second in range(60):
+        session.position = 100 + int(second * tokens_per_s)
+        session.target.epoch = 1 + second * (epochs - 1)
+        if second in starved:
+            slow.waits(session)
+        elif slow.faster(session, host, float(second)) is not None:  # type: ignore[arg-type]
+            return second
+    return None
+
+
+def test_a_session_moves_where_it_would_be_done_much_sooner() -> None:
+    assert is_moved_at_s(10.0) == 3  # 100 s here, 1 s there
+    assert is_moved_at_s(300.0) is None  # a third of the other's speed
+    assert is_moved_at_s(10.0, num_left=40) is None  # done in 4 s
+    assert is_moved_at_s(10.0, step_us=0) is None  # an older target does not tell its speed
+    assert is_moved_at_s(0.0) is None  # a standstill has a bound of its own
+
+
+def test_a_wait_for_the_client_and_a_new_opening_are_not_slowness() -> None:
+    assert is_moved_at_s(10.0, starved=range(0, 60, 2)) is None
+    assert is_moved_at_s(10.0, epochs=2) is None
+
+
+def test_after_a_move_a_session_is_measured_for_twice_as_long() -> None:
+    session: Any = SimpleNamespace(
+        session_id="s", position=0, num_prompt_tokens=0, sampling=SimpleNamespace(max_tokens=10**6), request=None
+    )
+    session.target = SimpleNamespace(epoch=1)
+    idle = SimpleNamespace(load=SimpleNamespace(step_us=1000))
+    slow = SlowTargets(SimpleNamespace(find_idle=lambda request, besides: idle))  # type: ignore[arg-type]
+    moved = []
+    for second in range(40):
+        session.position += 10
+        if slow.faster(session, Any, float(second)) is not None:  # type: ignore[arg-type]
+            moved.append(second)
+            session.target.epoch += 1
+    assert moved == [3, 10, 23]
+    slow.keep([])
+    assert slow.faster(session, Any, 40.0) is None  # type: ignore[arg-type]
 
 
 def test_a_session_moves_when_the_bound_has_passed_and_not_before() -> None:
@@ -106,5 +166,5 @@ def test_a_session_that_cannot_be_looked_at_leaves_no_other_unwatched() -> None:
     moves: Any = SimpleNamespace(move=lambda session, other: moved.append(session))
     broken, good = session(None), session(100)
     sessions: Any = [broken, good]
-    Watchdog(sessions=sessions, fleet=fleet, moves=moves, stall_s=6.0, timeout_s=30.0).look(1006.0)
+    Watchdog(sessions=sessions, fleet=fleet, moves=moves, slow=NOT_SLOW, stall_s=6.0, timeout_s=30.0).look(1006.0)
     assert moved == [good]
