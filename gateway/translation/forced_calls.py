@@ -1,7 +1,7 @@
 """Calls that a tool choice requires: the output is constrained to a list of calls, in one form for all families.
 
-The list is JSON without white space between calls, `[{"name":...,"parameters":...}]`, written as a structural tag, so
-that each function's schema is a document of its own. `ForcedCallsParser` reads it. No marker of a family must be a
+The list is JSON without white space between calls and with single spaces at most within, as nobody reads it:
+`[{"name":...,"parameters":...}]`, written as a structural tag, so that each function's schema is a document of its own. `ForcedCallsParser` reads it. No marker of a family must be a
 token, and arguments fit the function's schema.
 """
 
@@ -84,7 +84,7 @@ def _call(index: int, function: Mapping[str, Any], unenforced: list[str]) -> dic
     return {
         "type": "tag",
         "begin": f'{{"name":"{name}","parameters":',
-        "content": {"type": "json_schema", "json_schema": {"type": "object", **own}},
+        "content": {"type": "json_schema", "style": "compact_json", "json_schema": {"type": "object", **own}},
         "end": "}",
     }
 

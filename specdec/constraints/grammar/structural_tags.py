@@ -21,6 +21,7 @@ _NO_END = ("",)
 _ANY = "/(?s:.*)/"
 _EMPTY = '""'
 """The empty alternative, which Lark needs written out."""
+_SPACE = r"\x20"
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """White space between JSON tokens. It is bounded, since a model could write it for ever."""
 
@@ -102,7 +103,7 @@ class _Writer:
             case formats.ConstString():
                 return self._literal(tag.value)
             case formats.SchemaFormat():
-                return self._grammar(json_schema_grammar(json.dumps(tag.schema)))
+                return self._grammar(json_schema_grammar(json.dumps(tag.schema), is_compact=tag.is_compact))
             case formats.LarkGrammar():
                 return self._grammar(json.dumps({"grammars": [{"lark_grammar": tag.text}]}))
             case formats.Repeat():
@@ -248,8 +249,13 @@ def _any_of(texts: Collection[str]) -> re.Pattern[str] | None:
     return re.compile(f"({written(trie)})") if trie else None
 
 
-def json_schema_grammar(schema: str) -> str:
-    """The grammar of a JSON schema (an object or a boolean, as JSON). Raises ValueError."""
+def json_schema_grammar(schema: str, *, is_compact: bool = False) -> str:
+    """The grammar of a JSON schema (an object or a boolean, as JSON). Raises ValueError.
+
+    `is_compact`: at most one space stands between two tokens; False: at most 40 characters of white space.
+    """
     if schema.strip() in ("true", "false"):
         schema = '{"not":{}}' if schema.strip() == "false" else "{}"
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITE_SPACE})
+    return LLMatcher.grammar_from_json_schema(
+        schema, overrides={"whitespace_pattern": _SPACE if is_compact else _WHITE_SPACE}
+    )

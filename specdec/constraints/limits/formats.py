@@ -19,6 +19,8 @@ class SchemaFormat:
     """JSON that a schema allows; `schema` is an object or a boolean."""
 
     schema: Mapping[str, Any] | bool
+    is_compact: bool = False
+    """At most one space stands between two tokens."""
 
 
 @dataclass(frozen=True, slots=True)

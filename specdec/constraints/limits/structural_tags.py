@@ -185,11 +185,12 @@ class _Reader:
         return _triggered(outer, "structures", tuple(tags))
 
     def _json_schema(self, fields: _Fields) -> SchemaFormat:
-        if fields.get("style") not in (None, "json"):
-            raise StructuralTagFault(f"{fields.path}.style", "must be json")
+        style = fields.get("style")
+        if style not in (None, "json", "compact_json"):
+            raise StructuralTagFault(f"{fields.path}.style", "must be json or compact_json")
         if fields.flag("any_order"):
             raise StructuralTagFault(f"{fields.path}.any_order", "is not supported")
-        return SchemaFormat(_schema(fields, "json_schema"))
+        return SchemaFormat(_schema(fields, "json_schema"), is_compact=style == "compact_json")
 
     def _any_text(self, fields: _Fields, free: bool) -> AnyText:
         self._check_place(fields, free)
