@@ -1,8 +1,8 @@
 """Calls that a tool choice requires: the output is constrained to a list of calls, in one form for all families.
 
 The list is JSON without white space between calls and with single spaces at most within, as nobody reads it:
-`[{"name":...,"parameters":...}]`, written as a structural tag, so that each function's schema is a document of its own. `ForcedCallsParser` reads it. No marker of a family must be a
-token, and arguments fit the function's schema.
+`[{"name":...,"parameters":...}]`, written as a structural tag, so that each function's schema is a document of its own.
+`ForcedCallsParser` reads it. No marker of a family must be a token, and arguments fit the function's schema.
 """
 
 from __future__ import annotations
