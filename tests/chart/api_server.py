@@ -1,4 +1,4 @@
-"""As much of a Kubernetes API server as helm needs to install and upgrade a release: it keeps objects, and patches."""
+"""As much of a Kubernetes API server as helm needs for a release's life: it keeps objects, and applies patches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {
 
 @dataclass
 class Cluster:
-    """What was created, by path, and what patches since would change, which is not applied: (kinds/name, patch)."""
+    """What exists, by path, and the patches that changed something: (kinds/name, patch)."""
 
     kubeconfig: Path
     objects: dict[str, Document] = field(default_factory=dict)
@@ -72,7 +72,11 @@ def api_server(folder: Path) -> Iterator[Cluster]:
             path, patch = urlsplit(self.path).path, self._body()
             if not _has(cluster.objects[path], patch):
                 cluster.patches.append(("/".join(path.split("/")[-2:]), patch))
+                cluster.objects[path] = _defaulted(_merged(cluster.objects[path], patch))
             self._answer(200, cluster.objects[path])
+
+        def do_DELETE(self) -> None:
+            self._answer(200, cluster.objects.pop(urlsplit(self.path).path, None))
 
         def _body(self) -> Document:
             document: Document = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -101,6 +105,33 @@ def api_server(folder: Path) -> Iterator[Cluster]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def _merged(document: Any, patch: Any) -> Any:
+    """A strategic merge patch applied: null removes a field, items of lists with names are merged by name."""
+    if isinstance(document, dict) and isinstance(patch, dict):
+        merged = {**document}
+        for key, value in patch.items():
+            if key.startswith("$"):
+                continue
+            if value is None:
+                merged.pop(key, None)
+            else:
+                merged[key] = _merged(document.get(key), value)
+        return merged
+    if isinstance(patch, list) and isinstance(document, list) and all("name" in each for each in patch if each):
+        named = {each["name"]: each for each in document if isinstance(each, dict) and "name" in each}
+        if named:
+            named |= {each["name"]: _merged(named.get(each["name"]), each) for each in patch}
+            return list(named.values())
+    return patch
+
+
+def _defaulted(document: Document) -> Document:
+    """Kubernetes assumes one pod where a Deployment names no number."""
+    if document.get("kind") == "Deployment":
+        document["spec"].setdefault("replicas", 1)
+    return document
 
 
 def _has(document: Any, patch: Any) -> bool:

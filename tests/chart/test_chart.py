@@ -347,10 +347,11 @@ def test_the_test_hook_calls_the_client_with_flags_it_has(case: str, render: Ren
         return
     assert pods.keys() == {"generate"} | ({"complete"} if case != "without-gateways" else set())
     (container,) = pods["generate"]["spec"]["containers"]
-    assert container["command"] == ["specdec", "generate"]
+    assert container["command"] == ["python3", "-c"]
+    assert '["specdec", "generate", "--timeout-s"' in container["args"][0]
     command = typer.main.get_command(app).get_command(None, "generate")  # type: ignore[attr-defined]
     options = {option for parameter in command.params for option in parameter.opts}
-    flags, prompt = container["args"][:-1], container["args"][-1]
+    flags, prompt = container["args"][2:-1], container["args"][-1]
     assert {flag.partition("=")[0] for flag in flags} <= options
     assert prompt and not prompt.startswith("-")
     coordinator = next(container for role, _, container in containers(documents) if role == "coordinator")

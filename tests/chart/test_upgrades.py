@@ -48,23 +48,29 @@ def test_a_secret_that_is_gone_is_made_again(cluster: Cluster, helm: Helm) -> No
     assert patch["data"]["redis-password"] not in (None, password)
 
 
-def test_switching_autoscaling_on_takes_no_pod_away(cluster: Cluster, helm: Helm) -> None:
-    _do(helm, "install", cluster, FIXED)
-    deployment = cluster.named("Deployment", "demo-specdec-coordinator")
-    assert deployment["spec"]["replicas"] == 4
-    _do(helm, "upgrade", cluster, AUTOSCALED)
-    assert cluster.named("HorizontalPodAutoscaler", "demo-specdec-coordinator")
-    assert cluster.patches == []
-    # It has scaled since.
-    deployment["spec"]["replicas"] = 6
-    _do(helm, "upgrade", cluster, AUTOSCALED)
-    assert cluster.patches == []
-
-
-def test_autoscaled_roles_are_installed_without_a_number_of_pods(cluster: Cluster, helm: Helm) -> None:
+def test_what_an_autoscaler_has_scaled_stays_over_upgrades_and_rollbacks(cluster: Cluster, helm: Helm) -> None:
     _do(helm, "install", cluster, AUTOSCALED)
-    assert "replicas" not in cluster.named("Deployment", "demo-specdec-coordinator")["spec"]
+    assert cluster.named("HorizontalPodAutoscaler", "demo-specdec-coordinator")
+    for pods, settings in ((8, {"max_running": 9}), (12, {"max_running": 10})):
+        cluster.named("Deployment", "demo-specdec-coordinator")["spec"]["replicas"] = pods
+        coordinator: Document = {**AUTOSCALED["coordinator"], "settings": settings}
+        _do(helm, "upgrade", cluster, {**AUTOSCALED, "coordinator": coordinator})
+        assert cluster.named("Deployment", "demo-specdec-coordinator")["spec"]["replicas"] == pods
+    for revision in ("2", "1"):
+        done = helm("rollback", "demo", revision, "--namespace", "llm", "--kubeconfig", str(cluster.kubeconfig))
+        assert done.returncode == 0, done.stderr
+        deployment = cluster.named("Deployment", "demo-specdec-coordinator")
+        assert deployment["spec"]["replicas"] == 12
+    flags = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert not [flag for flag in flags if flag.startswith("--max-running")]
     assert cluster.named("Deployment", "demo-specdec-target")["spec"]["replicas"] == 1
+
+
+def test_no_look_up_of_a_live_object_decides_a_number_of_pods(cluster: Cluster, helm: Helm) -> None:
+    _do(helm, "install", cluster, FIXED)
+    _do(helm, "upgrade", cluster, AUTOSCALED)
+    ((name, patch),) = cluster.patches
+    assert (name, patch["spec"]["replicas"]) == ("deployments/demo-specdec-coordinator", None)
 
 
 def test_a_changed_setting_rolls_only_the_role_that_has_it(cluster: Cluster, helm: Helm) -> None:

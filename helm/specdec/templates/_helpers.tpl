@@ -77,11 +77,13 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
+{{/* Argument: {root, image}; image.tag empty: global.imageTag, else the chart's version. */}}
 {{- define "specdec.image" -}}
+{{- with .root.Values.global.imageRegistry }}{{ trimSuffix "/" . }}/{{ end -}}
 {{- if .image.digest -}}
 {{ .image.repository }}@{{ .image.digest }}
 {{- else -}}
-{{ .image.repository }}:{{ .image.tag | default (.root.Chart.AppVersion | replace "+" "_") }}
+{{ .image.repository }}:{{ .image.tag | default .root.Values.global.imageTag | default (.root.Chart.AppVersion | replace "+" "_") }}
 {{- end -}}
 {{- end -}}
 
@@ -130,7 +132,7 @@ seccompProfile:
 {{- end }}
 {{- else if hasPrefix "pvc://" $source -}}
 {{- $parts := regexSplit "/" (trimPrefix "pvc://" $source) 2 -}}
-- {{ printf "--model=/models/%s" (last $parts) | quote }}
+- {{ printf "--model=%s" (printf "/models/%s" (index (append $parts "") 1) | trimSuffix "/") | quote }}
 {{- else -}}
 - {{ printf "--model=%s" (trimPrefix "image://" $source) | quote }}
 {{- end }}
