@@ -182,8 +182,9 @@ async def test_what_the_chart_renders_starts_registers_generates_and_is_scraped(
     pod, over_http = pods["demo-specdec-generate"], pods["demo-specdec-complete"]
     (container,) = pod["containers"]
     arguments = installed.arguments("coordinator", pod, container, redis_port)
-    command = [SPECDEC, *container["command"][1:], *arguments]
+    command = [sys.executable, *container["command"][1:], *arguments]
     environment = installed.environment(container)
+    environment["PATH"] = f"{Path(SPECDEC).parent}:{os.environ['PATH']}"
     done = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\w{3,}", done.stdout)

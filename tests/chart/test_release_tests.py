@@ -18,7 +18,7 @@ from tests.chart.rendered import Render
 
 FAILS_TWICE = """#!/bin/sh
 echo again >> "$0.calls"
-if [ "$(wc -l < "$0.calls")" -lt 3 ]; then echo "traceback" >&2; echo "UNAVAILABLE: nobody serves" >&2; exit 1; fi
+if [ "$(wc -l < "$0.calls")" -lt 3 ]; then printf "UNAVAILABLE:\\n nobody serves" >&2; exit 6; fi
 echo "once upon a time"
 """
 
