@@ -134,6 +134,7 @@ def change(protos: Path, name: str, before: str, after: str) -> None:
     path.write_text(text.replace(before, after))
 
 
+LINK = "    // Join the session at its target. Older drafts ignore it.\n    LinkGrant link = 6;\n"
 BREAKING = [
     (
         *("target.proto", "repeated TargetEntry entries = 2;", "repeated TargetEntry entries = 7;"),
@@ -166,8 +167,8 @@ BREAKING = [
         'Previously present field "9" with name "priority" on message "OpenSession" was deleted.',
     ),
     (
-        *("draft.proto", "    // End the session.\n    CloseSession close = 5;\n  }\n"),
-        "  }\n  // End the session.\n  CloseSession close = 5;\n",
+        *("draft.proto", f"    // End the session.\n    CloseSession close = 5;\n{LINK}  }}\n"),
+        f"{LINK}  }}\n  // End the session.\n  CloseSession close = 5;\n",
         'Field "5" with name "close" on message "DraftEntry" moved from inside to outside a oneof.',
     ),
     (
