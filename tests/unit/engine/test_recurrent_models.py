@@ -39,6 +39,13 @@ def test_logits_are_those_of_one_dense_forward_and_the_same_bits_in_every_way(
     check_all_ways(save_recurrent_model(name, tmp_path_factory.mktemp(name)), deterministic=True)
 
 
+@for_each("name", ["qwen3_next", "mamba"])
+def test_threads_change_no_bit(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = save_recurrent_model(name, tmp_path_factory.mktemp(name))
+    one, three = (SCENARIOS["trees"](load(directory, num_threads=threads)) for threads in (1, 3))
+    assert all(torch.equal(row, one[path][0]) for path, rows in three.items() for row in rows)
+
+
 @for_each("name", ["qwen3_next", "bamba"])
 def test_torch_alone_gives_the_same_guarantees(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     check_all_ways(save_recurrent_model(name, tmp_path_factory.mktemp(name)), native="off", deterministic=True)
