@@ -164,13 +164,16 @@ class _Builder:
             kernels is not None
             and self._group is None  # the fused decoder has no collectives
             and self._settings.fused == "auto"
-            and is_fusable(loaded.model, recorded.geometries, recorded.options, kernels.max_head_dim)
+            and is_fusable(
+                loaded.model, recorded.geometries, recorded.options, kernels.max_head_dim, takes_mixtures=True
+            )
         ):
             fused = FusedDecoder(loaded.model, kernels, recorded.geometries, recorded.options, loaded.max_model_len)
             error, row_invariant = self._test(fused, recorded.geometries, expected)
             if error <= tolerance(loaded.dtype) and row_invariant:
                 loaded.release_model()
-                return fused, f"fused-{KERNEL_VERSION}-{kernels.variant}", row_invariant
+                path = f"fused-{KERNEL_VERSION}-{kernels.variant}"
+                return fused, f"{path}-experts-{EXPERTS_VERSION}" if fused.has_mixtures else path, row_invariant
             _logger.error("the fused decoder failed its self-test and is not used", extra={"logit_error": error})
             loaded.model = ragged.model = load_model(self._settings).model
             ragged = RaggedModel(loaded.model, ragged.kernel, ragged.mask_windows)

@@ -19,12 +19,17 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
 from specdec.engine.checkpoints.formats import format_of
+from specdec.engine.model.mixtures.blocks import weights_of
+from specdec.engine.model.mixtures.weights import native_experts
 from specdec.engine.model.skipping import has_attention, has_mlp
+from specdec.engine.native.experts import NativeExperts
 from specdec.engine.native.kernels import AttentionView, BatchView, NativeKernels
 from specdec.engine.native.packing import PackedArena, WeightFormat, WeightPacking, WeightView
 from specdec.engine.sublayers import SkippedSublayers
 
 _FUSABLE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_FUSABLE_MIXTURES = frozenset({"Qwen3MoeForCausalLM", "MixtralForCausalLM"})
+"""Models of Llama's shape whose routers choose by a softmax over all experts."""
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _TABLE_CHUNK = 4096  # positions per call of the rotary module
 _STATUS = {1: "token id", 2: "position"}  # of specdec_decoder_step
@@ -38,6 +43,8 @@ class _DecoderLayer(ctypes.Structure):
         *((name, WeightView) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _POINTER) for name in ("qkv_bias", "output_bias", "gate_bias", "up_bias", "down_bias")),
         ("attention", AttentionView),
+        ("router", WeightView),
+        ("experts", _POINTER),
     ]
 
 
@@ -51,6 +58,7 @@ class _Decoder(ctypes.Structure):
         ("layers", ctypes.POINTER(_DecoderLayer)),
         *((name, _INT64) for name in ("num_layers", "hidden", "intermediate", "num_logits")),
         *((name, _INT64) for name in ("num_embeddings", "num_positions", "embedding_is_bfloat16")),
+        *((name, _INT64) for name in ("num_experts", "num_chosen", "expert_inner", "is_normalized")),
         ("norm_epsilon", ctypes.c_float),
     ]
 
@@ -60,6 +68,8 @@ def is_fusable(
     geometries: Sequence[LayerGeometry],
     options: Sequence[AttentionOptions],
     max_head_dim: int,
+    *,
+    takes_mixtures: bool = False,
 ) -> bool:
     """Whether a model with these attention calls has the shape of fused decoders."""
     config = model.config
@@ -67,7 +77,7 @@ def is_fusable(
         return False
     first = geometries[0]
     return (
-        type(model).__name__ in _FUSABLE
+        type(model).__name__ in (_FUSABLE | _FUSABLE_MIXTURES if takes_mixtures else _FUSABLE)
         and not format_of(config)
         and type(model).__module__.startswith("transformers.")
         and config.hidden_act == "silu"
@@ -104,6 +114,7 @@ class FusedDecoder:
         self._layers = (_DecoderLayer * len(layers))()
         heads = model.config.num_attention_heads
         calls = zip(geometries, options, strict=True)
+        self._mixtures: list[NativeExperts] = []
         self._attending: list[tuple[int, _DecoderLayer]] = []  # (layer of the cache, decoder layer)
         for target, layer in zip(self._layers, layers, strict=True):
             target.attention = _attention_view(heads, geometries[0], options[0])  # sizes for a layer without attention
@@ -132,6 +143,7 @@ class FusedDecoder:
             num_positions=max_model_len,
             embedding_is_bfloat16=embedding_is_bfloat16,
             norm_epsilon=model.config.rms_norm_eps,
+            **self._mixture_sizes(model.config),
         )
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
@@ -231,11 +243,32 @@ class FusedDecoder:
     def _take_mlp(self, target: _DecoderLayer, layer: Any) -> None:
         mlp = layer.mlp
         target.post_norm = self._keep(layer.post_attention_layernorm.weight)
+        if _is_mixture(mlp):
+            experts = native_experts(self._kernels, weights_of(mlp.experts))
+            mlp.experts.gate_up_proj = mlp.experts.down_proj = None
+            target.experts = ctypes.addressof(experts.view)
+            self._mixtures.append(experts)
+            return
         target.down_bias = self._keep(mlp.down_proj.bias)
         target.gate_bias = self._keep(self._padded(mlp.gate_proj.bias))
         target.up_bias = self._keep(self._padded(mlp.up_proj.bias))
         for module in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             module.weight = None
+
+    def _mixture_sizes(self, config: Any) -> dict[str, int]:
+        if not self._mixtures:
+            return {}
+        return {
+            "num_experts": max(each.view.num_experts for each in self._mixtures),
+            "num_chosen": config.num_experts_per_tok,
+            "expert_inner": max(each.view.inner for each in self._mixtures),
+            "is_normalized": getattr(config, "norm_topk_prob", True),  # Mixtral always does
+        }
+
+    @property
+    def has_mixtures(self) -> bool:
+        """Whether a layer has experts."""
+        return bool(self._mixtures)
 
     def _keep(self, tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
         if tensor is None:
@@ -257,10 +290,16 @@ def _packed_weights(layer: Any) -> dict[str, list[torch.Tensor]]:
     if has_attention(layer):
         packed["qkv"] = [torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)])]
         packed["output"] = [attention.o_proj.weight]
-    if has_mlp(layer):
+    if has_mlp(layer) and _is_mixture(mlp):
+        packed["router"] = [mlp.gate.weight]
+    elif has_mlp(layer):
         packed["gate_up"] = [mlp.gate_proj.weight, mlp.up_proj.weight]
         packed["down"] = [mlp.down_proj.weight]
     return packed
+
+
+def _is_mixture(mlp: Any) -> bool:
+    return hasattr(mlp, "experts")
 
 
 def _packed_bytes(layers: Sequence[Any], head: Any, packing: WeightPacking) -> int:

@@ -29,7 +29,7 @@ SOURCES = (
     "sampling.cpp",
     "ahead.cpp",
 )
-HEADERS = ("simd.h", "thread_pool.h", "packed.h", "linear.h", "attention.h")
+HEADERS = ("simd.h", "thread_pool.h", "packed.h", "linear.h", "experts.h", "attention.h")
 PREBUILT_FOLDER = "lib"
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w")
 _HERE = Path(__file__).parent

@@ -3,6 +3,7 @@
 // threads.
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "thread_pool.h"
 
@@ -16,6 +17,8 @@ struct DecoderLayer {  // no input_norm: no attention; no post_norm: no MLP
   PackedWeight qkv, output, gate_up, down;  // gate_up: panels of both, alternating
   const float *qkv_bias, *output_bias, *gate_bias, *up_bias, *down_bias;
   AttentionView attention;
+  PackedWeight router;         // [num_experts, hidden]
+  const ExpertsView* experts;  // gated; in place of gate_up and down
 };
 
 struct Decoder {
@@ -25,6 +28,7 @@ struct Decoder {
   const float *final_norm, *lm_head_bias;
   const DecoderLayer* layers;
   int64_t num_layers, hidden, intermediate, num_logits, num_embeddings, num_positions, embedding_is_bfloat16;
+  int64_t num_experts, num_chosen, expert_inner, is_normalized;  // of mixtures; 0: none
   float norm_epsilon;
 };
 
@@ -34,7 +38,8 @@ namespace {
 
 constexpr int64_t kPrivateNormRows = 16;  // rows up to which every thread norms all rows itself, to save a barrier
 
-// Floats of a step's workspace: hidden, normed, qkv, attended, activated.
+// Floats of a step's workspace: hidden, normed, qkv, attended, activated, scores of experts, and pairs of a row and an
+// expert: sorted, products, inner.
 struct Workspace {
   Workspace(const Decoder& decoder, int64_t num_rows, int num_threads, float* memory) {
     const AttentionView& heads = decoder.layers[0].attention;
@@ -47,10 +52,14 @@ struct Workspace {
     qkv = normed + (norm_stride != 0 ? num_threads : 1) * num_rows * decoder.hidden;
     attended = qkv + num_rows * qkv_width;
     activated = attended + num_rows * query_width;
-    end = activated + num_rows * decoder.intermediate;
+    scores = activated + num_rows * decoder.intermediate;
+    sorted = scores + num_rows * decoder.num_experts;
+    products = sorted + num_rows * decoder.num_chosen * decoder.hidden;
+    inner = products + num_rows * decoder.num_chosen * decoder.hidden;
+    end = inner + num_rows * decoder.num_chosen * decoder.expert_inner;
   }
   int64_t query_width, kv_width, qkv_width, norm_stride;
-  float *hidden, *normed, *qkv, *attended, *activated, *end;
+  float *hidden, *normed, *qkv, *attended, *activated, *scores, *sorted, *products, *inner, *end;
 };
 
 // out = x / rms(x) * weight
@@ -135,7 +144,11 @@ class Step {
 
   void run_layer(const DecoderLayer& layer, int thread, int num_threads) const {
     if (layer.input_norm != nullptr) run_attention(layer, thread, num_threads);
-    if (layer.post_norm != nullptr) run_mlp(layer, thread, num_threads);
+    if (layer.post_norm == nullptr) return;
+    if (layer.experts == nullptr)
+      run_mlp(layer, thread, num_threads);
+    else
+      run_experts(layer, thread, num_threads);
   }
 
   void run_attention(const DecoderLayer& layer, int thread, int num_threads) const {
@@ -155,6 +168,30 @@ class Step {
     pool_.barrier();
     project<true>(layer.down, layer.down_bias, space_.activated, decoder_.intermediate, decoder_.hidden, space_.hidden,
                   Share(num_panels(decoder_.hidden), thread, num_threads));
+    pool_.barrier();
+  }
+
+  void run_experts(const DecoderLayer& layer, int thread, int num_threads) const {
+    const int64_t num_rows = batch_.num_rows, num_experts = decoder_.num_experts, per_row = decoder_.num_chosen;
+    const float* normed = norm_rows(layer.post_norm, thread, num_threads);
+    project<false>(layer.router, nullptr, normed, decoder_.hidden, num_experts, space_.scores,
+                   Share(num_panels(num_experts), thread, num_threads));
+    pool_.barrier();
+    // Every thread makes the whole plan itself, to save barriers.
+    std::vector<int64_t> chosen(num_rows * per_row);
+    std::vector<float> weights(num_rows * per_row), buffer(num_experts);
+    for (int64_t row = 0; row < num_rows; ++row)
+      choose_experts(space_.scores + row * num_experts, num_experts, per_row, decoder_.is_normalized != 0, buffer.data(),
+                     chosen.data() + row * per_row, weights.data() + row * per_row);
+    const RoutingView routing{chosen.data(), weights.data(), num_rows, per_row};
+    const Experts experts(*layer.experts, routing);
+    experts.gather(normed, space_.sorted, thread, num_threads);
+    pool_.barrier();
+    experts.multiply_gate(space_.sorted, space_.inner, thread, num_threads);
+    pool_.barrier();
+    experts.multiply_down(space_.inner, space_.products, thread, num_threads);
+    pool_.barrier();
+    experts.add_up<true>(space_.products, space_.hidden, thread, num_threads);
     pool_.barrier();
   }
 

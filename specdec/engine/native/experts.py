@@ -57,7 +57,7 @@ class NativeExperts:
         self._biases = [None if bias is None else bias.detach().float().contiguous() for bias in (up_bias, down_bias)]
         self._hidden, self._inner = downs[0].shape
         self._up_width = int(ups[0][0].shape[0])
-        self._view = _ExpertsView(
+        self.view = _ExpertsView(
             ctypes.addressof(self._ups),
             ctypes.addressof(self._downs),
             *(None if bias is None else bias.data_ptr() for bias in self._biases),
@@ -96,7 +96,7 @@ class NativeExperts:
     ) -> None:
         num_rows, per_row = experts.shape
         num_pairs = num_rows * per_row
-        view = ctypes.byref(self._view)
+        view = ctypes.byref(self.view)
         routing = ctypes.byref(_RoutingView(experts.data_ptr(), weights.data_ptr(), num_rows, per_row))
         if self.is_gated:
             memory = rows.new_empty(num_pairs * (2 * self._hidden + self._inner))

@@ -25,8 +25,10 @@ from specdec.engine.model.mixtures.weights import (
     native_experts,
 )
 from specdec.engine.model.runner import ModelRunner
-from specdec.engine.native.kernels import NativeKernels
+from specdec.engine.native.kernels import KERNEL_VERSION, NativeKernels
 from specdec.engine.settings import EngineSettings
+from specdec.engine.sublayers import SkippedSublayers
+from tests.support.engine import paged_scenarios as play
 from tests.support.engine.exactness import TOKENS, check_exactness
 from tests.support.engine.mixtures import MIXTURES
 from tests.support.engine.paged_attention import random_rows
@@ -50,6 +52,37 @@ def test_mixtures_have_a_numerics_id_of_their_own(tmp_path: Path) -> None:
     save_random(MIXTURES["qwen3_moe"](), tmp_path)
     runner = ModelRunner.load(EngineSettings(model=str(tmp_path), device="cpu", num_blocks=16, native="on"))
     assert "-experts-1/" in runner.numerics_id
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_the_fused_decoder_takes_mixtures_beside_dense_layers_with_the_same_bits_for_any_threads(
+    is_normalized: bool, tmp_path: Path
+) -> None:
+    config = MIXTURES["qwen3_moe"]()
+    config.num_hidden_layers, config.mlp_only_layers, config.norm_topk_prob = 3, [1], is_normalized
+    fused = check_exactness(config, tmp_path, native="on")
+    assert f"fused-{KERNEL_VERSION}-" in fused.numerics_id
+    settings = {"model": str(tmp_path), "device": "cpu", "num_blocks": 96, "max_model_len": 128}
+    expected = play.play_alone(fused, TOKENS)
+    for others in ({"num_threads": 3}, {"fused": "off"}):
+        runner = ModelRunner.load(EngineSettings.model_validate({**settings, **others}))
+        for path, rows in play.play_alone(runner, TOKENS).items():
+            if "fused" in others:
+                torch.testing.assert_close(rows[0], expected[path][0], rtol=1e-4, atol=1e-4)
+            else:
+                assert torch.equal(rows[0], expected[path][0]), len(path)
+
+
+@torch.inference_mode()
+def test_a_fused_mixture_skips_sublayers_as_its_modules_do(tmp_path: Path) -> None:
+    save_random(MIXTURES["mixtral"](), tmp_path)
+    found = []
+    for fused in ("auto", "off"):
+        settings = {"model": str(tmp_path), "device": "cpu", "num_blocks": 16, "fused": fused, "num_threads": 1}
+        runner = ModelRunner.load(EngineSettings.model_validate(settings))
+        skipped = runner.without(SkippedSublayers(attention=frozenset({0}), mlp=frozenset({1})))
+        found.append(runner.likeliest(TOKENS, skipped.step_model))
+    assert torch.equal(*found)
 
 
 def mixture(num_experts: int, hidden: int, inner: int, *, is_gated: bool) -> ExpertWeights:

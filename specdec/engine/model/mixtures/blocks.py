@@ -60,14 +60,15 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _replace(experts: Any, pack: ExpertsPacker) -> None:
-    packed = pack(_weights_of(experts))
+    packed = pack(weights_of(experts))
     for name in _STACKED:
         if getattr(experts, name, None) is not None:
             setattr(experts, name, None)  # frees the originals
     experts.forward = _forward_of(experts, packed)
 
 
-def _weights_of(experts: Any) -> ExpertWeights:
+def weights_of(experts: Any) -> ExpertWeights:
+    """A mixture's weights in one form."""
     has_gate, has_bias = getattr(experts, "has_gate", True), getattr(experts, "has_bias", False)
     name = "gate_up_proj" if has_gate else "up_proj"
     up, down = getattr(experts, name).detach(), experts.down_proj.detach()
