@@ -24,7 +24,8 @@ Failures:
 
 - a stalled step counts at most `MOST_SURPRISE` times the mean;
 - an account that was emptied by mistake is reset to zero after a respite, which doubles each time;
-- a kind whose drafts never propose gets no reset after two failed trials;
+- a kind whose drafts never propose gets no reset after two failed trials, no session after the first few, and a trial
+  every few seconds;
 - a replaced source loses its record;
 - before a plain step was measured, the clock predicts step times from rows.
 """

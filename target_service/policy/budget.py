@@ -42,6 +42,12 @@ class Account:
     """Seconds of one prompt; None: unknown."""
     num_failed: int = 0
     """Trials that gained less than they cost."""
+    num_silent: int = 0
+    """Steps with speculating sessions since one of them had a proposal."""
+    silent_at_s: float = -math.inf
+    """Monotonic time of the last of these steps."""
+    probe_after_s: float = -math.inf
+    """Monotonic time before which no session of the kind is probed."""
     _respite_s: float = _FIRST_RESPITE_S
     _due_s: float = math.inf
 
@@ -49,6 +55,10 @@ class Account:
     def is_solvent(self) -> bool:
         """Whether the balance is zero or above."""
         return self.balance_s >= 0
+
+    def may_probe(self, now_s: float) -> bool:
+        """Whether sessions may be probed."""
+        return self.is_solvent and now_s >= self.probe_after_s
 
     def may_invest(self, num_beginning: int) -> bool:
         """Whether the draft may compute one more prompt besides the `num_beginning` prompts under way."""
@@ -99,6 +109,16 @@ class Account:
             return False
         self.balance_s = -most_s
         return True
+
+    def heard(self) -> None:
+        """Note that a session of the kind had a proposal in time."""
+        self.num_silent, self.probe_after_s = 0, -math.inf
+
+    def delay_probes(self, plain_s: float, now_s: float) -> None:
+        """Probe no other session for a while, as the draft was never in time: the cost of a trial is not measured, and
+        is taken for all that the account may lend.
+        """
+        self.probe_after_s = now_s + _most_s(plain_s) / SHARE
 
     def is_due(self, now_s: float) -> bool:
         """Whether the balance is negative and its respite is over, so that `make_even` may reset it."""

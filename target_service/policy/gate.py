@@ -4,7 +4,8 @@ A speculating session gains tokens, and costs every session of the batch time (`
 gains more than it costs. Otherwise it is suspended: its draft gets no tokens and computes nothing. A *probe* measures
 the gain of a suspended session: it speculates for some steps. One session is probed at a time, and after each probe
 that pays twice as many. A *reference* measures the time of a plain step: now and then no session speculates for some
-steps.
+steps. A draft that is never in time gains nothing, also where each request is too short to be judged: a session begins
+with the silence of those before it.
 
 Probes and misjudgements cost time. The account of each kind of sessions bounds that time (`budget.py`): below zero no
 session of the kind is probed, at the floor every session of the kind is suspended. Worst case: decoding takes 1.4 %
@@ -80,7 +81,8 @@ class SpeculationGate:
         if gain is not None and not self._pays(gain, _LEAVE):
             return GateState(kind, Phase.OFF, gain, now_s)
         self._note_beginning(kind)
-        return GateState(kind, Phase.PROBE if gain is None else Phase.ON, gain or FIRST_GAIN, now_s)
+        phase = Phase.PROBE if gain is None else Phase.ON
+        return GateState(kind, phase, gain or FIRST_GAIN, now_s, num_silent=self._account(kind).num_silent)
 
     def expect(self, num_sessions: int) -> None:
         """Note that the next step has `num_sessions` sessions."""
@@ -116,7 +118,7 @@ class SpeculationGate:
         """
         if not self.is_open(state):
             return
-        if not state.num_counted and not has_proposal:
+        if self._awaits_proposal(state, now_s, has_proposal=has_proposal):
             return
         state.num_counted += 1
         if not state.is_measured and state.invested_s:
@@ -126,7 +128,9 @@ class SpeculationGate:
         weight = WEIGHT if state.phase is Phase.ON else 1 / state.num_counted
         gain = num_accepted - num_nodes * self._node_tokens
         state.gain += weight * (gain - state.gain)
-        self._learn(state.kind, gain, WEIGHT)
+        # Chance evens out over many sessions; trials, and silence, are few and say more.
+        is_usual = state.phase is Phase.ON and not state.num_silent
+        self._learn(state.kind, gain, WEIGHT / self._num_sessions if is_usual else WEIGHT)
         if not self.is_gating:
             return
         if state.phase is Phase.PROBE:
@@ -134,8 +138,31 @@ class SpeculationGate:
         elif state.num_without_acceptance * math.log1p(max(0.0, state.gain)) > _ODDS:
             state.gain = 0.0
             self._suspend(state, now_s)
-        elif not self._pays(state.gain, _LEAVE):
+        elif not self._pays(state.gain + self._luck(state), _LEAVE):
             self._suspend(state, now_s)
+
+    def _luck(self, state: GateState) -> float:
+        """Tokens per step by which a session's gain may lie below its mean by chance, while its kind's gain pays: two
+        standard deviations of the moving mean. Sessions suspended for bad luck alone end last, and hold up their group.
+        """
+        if not self._pays(self._gains[state.kind], _LEAVE):
+            return 0.0
+        gain = max(0.0, state.gain)
+        return math.sqrt(2 * WEIGHT * gain * (1 + gain))
+
+    def _awaits_proposal(self, state: GateState, now_s: float, *, has_proposal: bool) -> bool:
+        """Whether a step says nothing yet: the draft may still begin, as no session of the kind has had a proposal."""
+        account = self._account(state.kind)
+        if has_proposal:
+            state.num_silent = 0
+            account.heard()
+            return False
+        if state.num_counted and not state.num_silent:
+            return False
+        state.num_silent += 1
+        account.num_silent += now_s > account.silent_at_s
+        account.silent_at_s = now_s
+        return self.computes_prompts or min(state.num_silent, account.num_silent) <= TRIAL_STEPS
 
     def invested(self, state: GateState, seconds: float) -> None:
         """Book `seconds` that the target spent on a session's prompt for its own draft."""
@@ -249,6 +276,9 @@ class SpeculationGate:
         if not (self._account(state.kind).is_solvent if state.has_begun else self._may_begin(state.kind)):
             return
         state.enter(Phase.PROBE, now_s)
+        account = self._account(state.kind)
+        if account.num_silent > TRIAL_STEPS:
+            account.delay_probes(self.clock.expected_plain_s(self._num_sessions), now_s)
         if not state.has_begun:
             self._note_beginning(state.kind)
 
@@ -261,11 +291,15 @@ class SpeculationGate:
         return self._min_gain_tokens
 
     def _pays(self, gain: float, speed_up: float) -> bool:
-        """Whether `gain` accepted tokens per step make decoding `speed_up` times faster at the present load."""
+        """Whether `gain` accepted tokens per step make decoding `speed_up` times faster at the present load.
+
+        Of sessions that began together the slowest ends last: with several sessions the margin is up to twice as large.
+        """
         if self._demanded_for != self._num_sessions:
             self._min_gain_tokens = self.clock.min_gain_tokens(self._num_sessions)
             self._demanded_for = self._num_sessions
-        return 1 + gain >= speed_up * (1 + self._min_gain_tokens)
+        margin = _LEAVE ** (1 - 1 / self._num_sessions)
+        return 1 + gain >= margin * speed_up * (1 + self._min_gain_tokens)
 
     def _learn(self, kind: str, gain: float, weight: float) -> None:
         known = self._gains.get(kind, FIRST_GAIN)
@@ -303,7 +337,7 @@ class SpeculationGate:
     def _consider_probes(self, states: Sequence[GateState], now_s: float) -> None:
         if self._references.num_left:
             return
-        states = [state for state in states if self._account(state.kind).is_solvent]
+        states = [state for state in states if self._account(state.kind).may_probe(now_s)]
         # The rest of a request pays its prompt back: of sessions without a computed prompt the newest come first.
         off = sorted((state for state in states if state.phase is Phase.OFF), key=_turn)
         for state in off:  # at a lower load a known gain may suffice

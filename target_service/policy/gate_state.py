@@ -37,6 +37,8 @@ class GateState:
     """Steps since the first proposal of the phase."""
     num_without_acceptance: int = 0
     """Counted steps since the last accepted token."""
+    num_silent: int = 0
+    """Speculating steps before the first proposal of the phase. A new session begins with the number of its kind."""
     invested_s: float = 0.0
     """Seconds that the target spent on the session's prompt for its own draft."""
 
@@ -52,4 +54,4 @@ class GateState:
 
     def restart(self) -> None:
         """Reset the counts: steps before the draft's first proposal are not counted."""
-        self.num_counted = self.num_without_acceptance = 0
+        self.num_counted = self.num_without_acceptance = self.num_silent = 0
