@@ -29,7 +29,7 @@ from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.upstream.coordinators import Coordinators, Health
 from specdec.gateway.upstream.names import NameWatch
 from specdec.service.byte_budget import ByteBudget
-from specdec.service.listening import StartupFailed, bound_sockets
+from specdec.service.listening import StartupFailed, bound_sockets, warn_if_open
 from specdec.service.memory_limit import budget_bytes
 from specdec.service.metrics_endpoint import metrics_endpoint
 from specdec.service.server import install_signals
@@ -120,6 +120,9 @@ class Gateway:
             "listening", host=settings.host, port=self.port, metrics_port=self.metrics_port,
             health_port=self.health_port, tls=self._server_tls is not None, version=__version__,
         )  # fmt: skip
+
+        remedy = "tls_dir with tls_verify_clients, network policies, or coordinators with api_keys_file"
+        warn_if_open(settings.host, verifies_clients=settings.verifies_clients, remedy=remedy)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, let running ones end, and cut off the rest after `timeout_s`."""

@@ -230,6 +230,11 @@ class CoordinatorSettings(ServiceSettings, PeerSettings):
     )
 
     @property
+    def has_keys(self) -> bool:
+        """Whether clients need an API key."""
+        return self.api_keys_file is not None
+
+    @property
     def most_concurrent_calls(self) -> int | None:
         """Most calls at once: clients are many, and each call holds its request in memory."""
         return self.max_concurrent_calls

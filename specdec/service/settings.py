@@ -75,6 +75,11 @@ class ServiceSettings(WireSettings, ServerTlsSettings, StoreSettings, TracingSet
         return ()
 
     @property
+    def has_keys(self) -> bool:
+        """Whether callers need a key."""
+        return False
+
+    @property
     def most_concurrent_calls(self) -> int | None:
         """Most calls that the server takes at once; None: no limit."""
         return None
