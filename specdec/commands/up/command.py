@@ -28,6 +28,7 @@ from specdec.commands.up.plan import (
     PORTS,
     LocalPlan,
     Placement,
+    check_models,
     describe_placement,
     gateway_is_installed,
     plan_services,
@@ -177,6 +178,7 @@ def up(
             gateway=not no_gateway and gateway_is_installed(),
             gateway_settings=parse_settings(gateway_set or [], "--gateway-set"),
         )
+        check_models(plan)
         plan = dataclasses.replace(plan, placement=_placement(placement, plan, console))
         with running_cluster(plan, console, log_dir, mps=mps) as cluster:
             console.print(f"Ready at {cluster.address}. Try:", style="bold")

@@ -17,7 +17,7 @@ class CoreAssignment:
 
 
 def share_cores(cores: Sequence[int]) -> CoreAssignment:
-    """Return the cores if the target runs its draft itself: its engine gets all but one, which the others share.
+    """Return the cores if there is no draft service: the target's engine gets all but one, which the others share.
 
     With one or two cores all share all. Raises ValueError when there is no core.
     """

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import glob
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from specdec.engine.checkpoints.folder import tensor_bytes
+from specdec.engine.errors import ModelLoadError
+
+_ENCODER = re.compile(r"(^|\.)(vision|visual|audio|image_encoder|vit)[._]|(^|\.)vision_model(\.|$)")
+"""Names of weights that no text model has (`specdec.engine.checkpoints.wrappers`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,5 +163,10 @@ def free_gpu_bytes(gpu: int) -> int:
 
 
 def weights_bytes(model: str) -> int:
-    """Return the size of a local model's weights; 0 for a hub id, whose size is not known here."""
-    return sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
+    """Return the size of a local model's weights, without those of encoders, which are not read; 0 for a hub id."""
+    files = sorted(Path(model).expanduser().glob("*.safetensors"))
+    try:
+        tensors = [tensor for file in files for tensor in tensor_bytes(file).items()]
+    except ModelLoadError as error:
+        raise ValueError(str(error)) from error
+    return sum(size for name, size in tensors if not _ENCODER.search(name))

@@ -27,7 +27,9 @@ from specdec.commands.up.devices import (
     weights_bytes,
 )
 from specdec.commands.up.service_process import ServiceSpec
-from specdec.engine.checkpoints.files import read_tokenizer
+from specdec.engine.checkpoints.files import find_model_files, read_tokenizer
+from specdec.engine.checkpoints.tokenizer_conversion import require_tokenizer
+from specdec.engine.errors import ModelLoadError
 
 Placement = Literal["apart", "together"]
 PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053, "gateway": 8000}
@@ -94,6 +96,8 @@ def plan_services(
     assignment = _cores_of_gpu_engines(assign_cores(usable)) if devices.is_cuda else assign_cores(usable)
     if plan.placement == "together" and _runs_drafts(plan):
         plan, assignment = _with_own_drafts(plan, devices), share_cores(usable)
+    elif plan.num_drafts == 0 and not devices.is_cuda:
+        assignment = share_cores(usable)
     specs = _replicas(plan, "target", devices.targets, assignment, environment)
     if "drafters" in plan.draft_settings:
         # Such a draft runs no model; it asks the target for its tokenizer.
@@ -152,6 +156,18 @@ def _with_own_drafts(plan: LocalPlan, devices: DevicePlan) -> LocalPlan:
         own.setdefault("kv_cache_memory_bytes", min(budgets))
     settings = {"own_draft": json.dumps(own), **plan.target_settings}
     return dataclasses.replace(plan, num_drafts=0, target_settings=settings)
+
+
+def check_models(plan: LocalPlan) -> None:
+    """Check the files of local models before a service starts. Raises ClusterFailed."""
+    for model in filter(None, (plan.target_model, plan.draft_model if _runs_drafts(plan) else "")):
+        if not Path(model).expanduser().exists() and not model.startswith(("/", ".", "~")):
+            continue  # a hub id, which the service loads
+        try:
+            folder, _ = find_model_files(model, None)
+            require_tokenizer(folder, read_tokenizer(folder).tokenizer_json)
+        except ModelLoadError as error:
+            raise ClusterFailed(str(error)) from error
 
 
 def require_engine(target_settings: Mapping[str, object]) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.engine.checkpoints.folder import check_folder
+from specdec.engine.checkpoints.tokenizer_conversion import converted_tokenizer
 from specdec.engine.errors import ModelLoadError
 from specdec.wire.tokenizer_files import canonical_json, tokenizer_digest, with_chat_template
 
@@ -34,9 +36,8 @@ def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
     Raises ``ModelLoadError`` if the name is neither a directory nor a reachable hub repository.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelLoadError(f"model: {model} has no config.json")
+    if path.exists():
+        check_folder(path)
         return path, revision or ""
     if model.startswith(("/", ".", "~")):
         raise ModelLoadError(f"model: no such directory: {model}")
@@ -103,9 +104,12 @@ class TokenizerFiles:
 
 
 def read_tokenizer(directory: Path) -> TokenizerFiles:
-    """Read ``tokenizer.json`` and ``tokenizer_config.json``, with a chat template from a file beside them."""
+    """Read ``tokenizer.json`` and ``tokenizer_config.json``, with a chat template from a file beside them.
+
+    Without the former, other formats are converted. Raises ``ModelLoadError`` if that fails.
+    """
     tokenizer, config_file = directory / "tokenizer.json", directory / "tokenizer_config.json"
-    text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else ""
+    text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else converted_tokenizer(directory)
     config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
     return TokenizerFiles(text, with_chat_template(config, directory))
 

@@ -22,6 +22,7 @@ from specdec.engine.checkpoints.files import (
     read_tokenizer,
     weights_digest,
 )
+from specdec.engine.checkpoints.folder import check_weights
 from specdec.engine.checkpoints.formats import check_format
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
 from specdec.engine.checkpoints.wrappers import own_class, text_model, without_encoders
@@ -43,6 +44,7 @@ from specdec.engine.settings import EngineSettings
 from specdec.engine.sublayers import skipped_sublayers
 
 _DUMMY_SEED = 0
+_MOST_REASON = 300  # characters of transformers' errors
 _UNLIMITED_LEN = 4096  # tokens; default for models without a limit
 _MOST_NAMED = 5
 """Weights that a message names."""
@@ -127,6 +129,7 @@ def load_model(
         digest = f"random-{_DUMMY_SEED}-{place}{config_digest(config.to_dict())}"
         model = random_model(config, dtype, device, settings.trust_remote_code, group)
     else:
+        check_weights(directory)
         digest = weights_digest(directory)
         model = _read_model(directory, config, settings, dtype, device, group)
     check_config(model.config)
@@ -247,11 +250,18 @@ def _read_model(
                 use_safetensors=True,
                 trust_remote_code=settings.trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
                 **placed,
             )
     except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:  # a format's package may be missing
-        raise ModelLoadError(f"model: {settings.model} could not be loaded: {error}") from error
+        reason = " ".join(str(error).split())[:_MOST_REASON]
+        raise ModelLoadError(f"model: {settings.model} could not be loaded: {reason}") from error
     model: PreTrainedModel = read[0]
+    for name, stored, wanted in sorted(read[1]["mismatched_keys"]):
+        raise ModelLoadError(
+            f"model: {settings.model} has {name} of shape {list(stored)}, and its config.json means {list(wanted)}; "
+            "they belong to different models"
+        )
     missing = sorted({name for name, _ in model.named_parameters()}.intersection(read[1]["missing_keys"]))
     if missing:  # transformers fills them with random numbers
         raise ModelLoadError(f"model: {settings.model} lacks {len(missing)} weights, such as {missing[0]}")

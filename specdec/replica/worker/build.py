@@ -14,7 +14,8 @@ from specdec.config import DraftSettings, TargetSettings
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.constraints.grammar.source import CONSTRAINTS_ID
 from specdec.engine.block_pool import BlockPool
-from specdec.engine.checkpoints.files import parallel_mask
+from specdec.engine.checkpoints.files import find_model_files, parallel_mask, read_tokenizer
+from specdec.engine.checkpoints.tokenizer_conversion import require_tokenizer
 from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.drawing.rows import Drawing
 from specdec.engine.engine import Engine
@@ -85,6 +86,9 @@ def build_engine(
         ModelNotSupported, ModelLoadError: the model cannot be used; the message is for people.
         EngineError: no message could open a session that fills the context.
     """
+    if port is not None and isinstance(settings, TargetSettings):  # its coordinator needs the tokenizer
+        folder, _ = find_model_files(settings.model, settings.revision)
+        require_tokenizer(folder, read_tokenizer(folder).tokenizer_json)
     beside = Beside(others_bytes) if heads is None else replace(heads, num_bytes=heads.num_bytes + others_bytes)
     runner = ModelRunner.load(settings, None if ranks is None else ranks.join(), beside)
     # With heads, steps return hidden states: captures wait until it is known which.

@@ -1,0 +1,181 @@
+"""Faults of a model's files are told in one line, with the file and what to do, before anything is loaded."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from specdec.commands.errors import ClusterFailed
+from specdec.commands.up.devices import weights_bytes
+from specdec.commands.up.plan import LocalPlan, check_models, plan_services
+from specdec.engine.checkpoints import tokenizer_conversion
+from specdec.engine.checkpoints.files import find_model_files, read_tokenizer
+from specdec.engine.checkpoints.folder import check_weights
+from specdec.engine.errors import ModelLoadError
+from specdec.engine.model.loader import load_model
+from specdec.engine.settings import EngineSettings
+from tests.support.engine.tiny_models import save_tiny_model
+from tests.support.zoo.cases import Case
+from tests.support.zoo.play import save_model
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tiny_model("llama", tmp_path / "model", num_layers=1)
+
+
+def adapter(folder: Path) -> Path:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "meta/base"}))
+    return folder
+
+
+def gguf(folder: Path) -> Path:
+    (folder / "config.json").unlink()
+    (folder / "q4.gguf").write_bytes(b"GGUF")
+    return folder
+
+
+def gguf_file(folder: Path) -> Path:
+    return gguf(folder) / "q4.gguf"
+
+
+def other_file(folder: Path) -> Path:
+    return folder / "config.json"
+
+
+def without_config(folder: Path) -> Path:
+    (folder / "config.json").unlink()
+    return folder
+
+
+def pickled(folder: Path) -> Path:
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+    return folder
+
+
+def without_weights(folder: Path) -> Path:
+    (folder / WEIGHTS).unlink()
+    return folder
+
+
+def pointer(folder: Path) -> Path:
+    (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    return folder
+
+
+def cut_off(folder: Path) -> Path:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-9])
+    return folder
+
+
+def cut_in_the_header(folder: Path) -> Path:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:20])
+    return folder
+
+
+def no_json(folder: Path) -> Path:
+    (folder / WEIGHTS).write_bytes((4).to_bytes(8, "little") + b"nope")
+    return folder
+
+
+def missing_shard(folder: Path) -> Path:
+    index = {"weight_map": {"a": WEIGHTS, "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def other_shape(folder: Path) -> Path:
+    tensors = load_file(folder / WEIGHTS)
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    return folder
+
+
+FAULTS: list[tuple[Callable[[Path], Path], str]] = [
+    (adapter, r"is a LoRA adapter of meta/base; merge them"),
+    (gguf, r"q4.gguf is a GGUF file; only safetensors are read: .*gguf_file='q4.gguf'"),
+    (gguf_file, r"q4.gguf is a GGUF file"),
+    (other_file, r"config.json is a file; give the folder"),
+    (without_config, r"has no config.json; it holds .*model.safetensors"),
+    (pickled, r"only pickled weights \(pytorch_model.bin\).* save_pretrained"),
+    (without_weights, r"has no \*.safetensors; it holds config.json"),
+    (pointer, r"model.safetensors is a pointer of Git LFS.* git lfs pull"),
+    (cut_off, r"model.safetensors is cut off: \d+ of \d+ bytes; download it again"),
+    (cut_in_the_header, r"model.safetensors is cut off or no safetensors file \(20 bytes\)"),
+    (no_json, r"model.safetensors is no safetensors file"),
+    (missing_shard, r"lacks model-00002-of-00002.safetensors, which .* names"),
+    (other_shape, r"has model.norm.weight of shape \[7\], and its config.json means \[64\]"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "why"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_fault_is_one_line_with_the_file_and_the_remedy(
+    spoil: Callable[[Path], Path], why: str, folder: Path
+) -> None:
+    with pytest.raises(ModelLoadError, match=why) as refusal:
+        load_model(EngineSettings(model=str(spoil(folder)), device="cpu"))
+    assert "\n" not in str(refusal.value)
+
+
+def test_whole_files_pass(folder: Path) -> None:
+    check_weights(folder)
+    assert find_model_files(str(folder), None) == (folder, "")
+
+
+def test_a_vocabulary_with_merges_becomes_a_tokenizer_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    text = read_tokenizer(folder).tokenizer_json
+    assert Tokenizer.from_str(text).encode("ab").ids == [2]
+
+    def never(*_: object) -> str:
+        raise AssertionError("converted again")
+
+    monkeypatch.setattr(tokenizer_conversion, "_convert", never)
+    assert read_tokenizer(folder).tokenizer_json == text
+
+
+def test_a_tokenizer_that_cannot_be_converted_is_named(folder: Path) -> None:
+    (folder / "tokenizer.model").write_bytes(b"no sentencepiece")
+    with pytest.raises(
+        ModelLoadError, match=r"no tokenizer.json, and tokenizer.model cannot be converted .*pip install"
+    ):
+        read_tokenizer(folder)
+
+
+def test_up_refuses_models_before_it_starts_a_service(folder: Path) -> None:
+    with pytest.raises(ClusterFailed, match=r"has no tokenizer.json.* it holds config.json"):
+        check_models(LocalPlan(target_model=str(folder), draft_model="", num_drafts=0))
+    with pytest.raises(ClusterFailed, match="no such directory: /nowhere"):
+        check_models(LocalPlan(target_model="/nowhere", draft_model="", num_drafts=0))
+    check_models(LocalPlan(target_model="somebody/a-hub-id", draft_model="", num_drafts=0))
+
+
+@pytest.mark.parametrize("num_cores", [2, 4, 8])
+def test_without_a_draft_the_target_has_the_drafts_cores_too(num_cores: int) -> None:
+    plan = LocalPlan(target_model="T", draft_model="", num_drafts=0, device="cpu")
+    target, coordinator = plan_services(plan, environment={}, cores=range(num_cores))
+    most = num_cores - (num_cores > 2)
+    assert target.environment["SPECDEC_TARGET_NUM_THREADS"] == str(most)
+    assert target.environment["SPECDEC_TARGET_ENGINE_CORES"] == ",".join(map(str, range(most)))
+    assert coordinator.cores == ((num_cores - 1,) if num_cores > 2 else (0, 1))
+
+
+def test_unread_weights_of_an_encoder_take_no_memory_in_the_plan(tmp_path: Path) -> None:
+    model = save_model(Case("llava", "LlavaForConditionalGeneration"), tmp_path)
+    total = sum(parameter.numel() for name, parameter in model.named_parameters() if "vision_tower" not in name)
+    assert weights_bytes(str(tmp_path)) == total * 4
+    assert weights_bytes("somebody/a-hub-id") == 0
