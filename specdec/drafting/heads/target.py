@@ -28,8 +28,15 @@ from specdec.engine.native.latent import NativeHeads
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.tree import MAX_TREE_NODES
 
-_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "embed_tokens.weight")
-_HEADS = ("lm_head.weight",)
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "transformer.wte.weight",
+    "embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",  # the last three: of vision-language models
+    "language_model.model.embed_tokens.weight",
+    "model.text_model.embed_tokens.weight",
+)
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 @dataclass(slots=True)

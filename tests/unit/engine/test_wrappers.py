@@ -16,12 +16,14 @@ from specdec.engine.parallel.sharding import TensorParallelRefused
 from specdec.engine.settings import EngineSettings
 from specdec.engine.sublayers import SkippedSublayers
 from specdec.engine.tap import FINAL
+from tests.support.heads.targets import target_of
 from tests.support.zoo.cases import Case
 from tests.support.zoo.play import save_model
 
 LLAVA = Case("llava", "LlavaForConditionalGeneration")
 QWEN_VL = Case("qwen2_vl", "Qwen2VLForConditionalGeneration")
 """transformers has no class for its text model alone."""
+GLM = "Glm4vForConditionalGeneration"
 WRAPPERS = pytest.mark.parametrize("case", [LLAVA, QWEN_VL], ids=str)
 
 
@@ -62,6 +64,16 @@ def test_sizes_and_limits_are_the_text_models(case: Case, tmp_path: Path) -> Non
     assert load(tmp_path, exit_layer=1).num_layers == 1
     with pytest.raises(ModelLoadError, match=f"exceeds the model's {config.max_position_embeddings} positions"):
         load(tmp_path, max_model_len=config.max_position_embeddings + 1)
+
+
+@pytest.mark.parametrize(
+    "case", [LLAVA, QWEN_VL, Case("gemma3", "Gemma3ForConditionalGeneration"), Case("glm4v", GLM)], ids=str
+)
+def test_heads_share_the_text_models_embedding_and_output_layer(case: Case, tmp_path: Path) -> None:
+    model = save_model(case, tmp_path)
+    target, width = target_of(tmp_path), model.config.get_text_config().hidden_size
+    assert torch.equal(target.embedding(width), model.get_input_embeddings().weight)
+    assert torch.equal(target.lm_head(width), model.get_output_embeddings().weight)
 
 
 def test_a_text_model_with_a_class_of_its_own_has_its_kernels(tmp_path: Path, native: None) -> None:
