@@ -81,6 +81,22 @@ def test_a_rollback_keeps_the_state_and_computes_only_new_tokens() -> None:
     assert [(item.start, item.num_new_tokens) for item in output.items] == [(len(PROMPT) + 1, 1)]
 
 
+def test_tokens_in_a_state_that_are_rolled_back_are_computed_again_without_it() -> None:
+    """Rows are too few for the tokens, so that the state goes ahead of the final ones."""
+    bench = Bench(num_rows=8)
+    seq = bench.add(PROMPT)
+    bench.engine.append(seq, list(range(30, 45)))
+    bench.engine.step()
+    held = bench.states.held(seq)
+    assert held is not None
+    assert held.num_tokens > seq.num_final_tokens
+    bench.engine.rollback(seq, len(PROMPT) + 1)
+    bench.engine.append(seq, [3])
+    output = bench.engine.step()
+    assert output is not None
+    assert [item.start for item in output.items] == [16]  # the prompt's snapshot
+
+
 def test_snapshots_are_at_ends_of_prompts_and_answers_and_where_prompts_part() -> None:
     bench = Bench()
     seq = bench.add(PROMPT)
