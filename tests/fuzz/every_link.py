@@ -1,6 +1,6 @@
 """The links that are attacked, each from both ends."""
 
-from tests.fuzz.links import bridge, client, coordinator, engine_frames, metrics, ranks, replicas, store, worker
+from tests.fuzz.links import bridge, client, coordinator, direct, engine_frames, metrics, ranks, replicas, store, worker
 
 ALL = {
     link.name: link
@@ -14,6 +14,8 @@ ALL = {
         store.LINK,
         worker.TARGET,
         worker.DRAFT,
+        direct.TO_TARGET,
+        direct.TO_DRAFT,
         replicas.TARGET,
         replicas.DRAFT,
     )

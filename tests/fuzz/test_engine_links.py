@@ -6,10 +6,11 @@ import pytest
 
 from tests.fuzz.cases import Link
 from tests.fuzz.fixed_seed import find_nothing
-from tests.fuzz.links import engine_frames, ranks, worker
+from tests.fuzz.links import direct, engine_frames, ranks, worker
 
 # As many as 15 CPU seconds hold together, five of which are torch's import.
 CASES = [(worker.TARGET, 60), (worker.DRAFT, 40), (engine_frames.LINK, 40), (ranks.LINK, 300)]
+CASES += [(direct.TO_TARGET, 25), (direct.TO_DRAFT, 25)]
 
 
 @pytest.mark.parametrize(("link", "num_cases"), CASES, ids=[link.name for link, _ in CASES])

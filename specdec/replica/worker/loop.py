@@ -263,7 +263,7 @@ class EngineWorker(Generic[SessionT]):
 
     def _handle(self, frame: Frame) -> None:
         match frame.kind:
-            case FrameKind.LINK_OPENED:
+            case FrameKind.LINK_OPENED if self._sessions.owner_of(frame.stream_id) is None:
                 self.links.streams.opened(frame.stream_id)
             case FrameKind.STREAM_CLOSED if frame.stream_id in self.links.streams:
                 self.links.closed(frame.stream_id, frame.payload.decode(errors="replace"))

@@ -7,6 +7,7 @@ own, so that an engine can be killed, frozen and slowed apart from its servicer.
 from __future__ import annotations
 
 import asyncio
+import select
 from collections import deque
 from collections.abc import Callable
 from functools import cache
@@ -21,6 +22,7 @@ from specdec.drafting.role.metrics import DraftRecorder
 from specdec.replica.bridge.engine_process import StreamSink
 from specdec.replica.bridge.engine_watch import END_REASONS, EndCause
 from specdec.replica.bridge.frame_codec import NO_STREAM, Frame, FrameKind
+from specdec.replica.bridge.local_sockets import LocalSockets
 from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.loop import EngineWorker
@@ -65,6 +67,7 @@ class TurnPort:
         self.pulse = _pulse()
         self.inbox: deque[Frame] = deque()
         self.outbox: list[Frame] = []
+        self.local = LocalSockets(select.poll())
         self.links: set[int] = set()
         """All streams between drafts and targets so far."""
         self.waits_s: float | None = None

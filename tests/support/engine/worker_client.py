@@ -93,7 +93,7 @@ class WorkerClient:
                 self.aborts[frame.stream_id] = status_pb2.Status.FromString(frame.payload)
             elif frame.kind is FrameKind.SESSION_SPAN:
                 self.spans.append(trace_pb2.SessionSpan.FromString(frame.payload))
-            elif frame.kind is FrameKind.MESSAGE:
+            elif frame.kind is FrameKind.MESSAGE and frame.stream_id not in self.port.links:
                 response = self.wire.response.FromString(frame.payload)
                 if response.HasField("attached"):
                     self.attached.append(response.attached)
