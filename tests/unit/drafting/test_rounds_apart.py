@@ -20,7 +20,9 @@ def pair() -> LocalPair:
     return LocalPair()
 
 
-def decoded(pair: LocalPair, mode: pb.VerifyMode.ValueType, temperature: float, draft_turns: int) -> list[Outcome]:
+def decoded(
+    pair: LocalPair, mode: pb.VerifyMode.ValueType, temperature: float, draft_turns: int, max_tokens: int = 64
+) -> list[Outcome]:
     """Outcomes of requests that run one at a time."""
     outcomes: list[Outcome] = []
     for number in range(4):
@@ -30,7 +32,7 @@ def decoded(pair: LocalPair, mode: pb.VerifyMode.ValueType, temperature: float, 
             verify_mode=mode,
             temperature=temperature,
             seed=number,
-            max_tokens=64,
+            max_tokens=max_tokens,
             ignore_eos=True,
         )
         ran = pair.run({"s": body}, draft_turns=draft_turns, late_turns=1, hold_off_ms=0.0)
@@ -56,3 +58,13 @@ def test_steps_in_rejection_mode_find_what_was_prepared_for_their_verdict(
     share, tokens = figures(decoded(pair, REJECTION, temperature, draft_turns))
     assert share > least_share
     assert tokens > least_tokens
+
+
+@pytest.mark.parametrize(("mode", "temperature"), [(COUPLED, 0.0), (COUPLED, 0.7), (REJECTION, 0.7)])
+def test_the_first_chain_comes_with_the_prompt_so_that_short_answers_are_verified_from_the_start(
+    pair: LocalPair, mode: pb.VerifyMode.ValueType, temperature: float
+) -> None:
+    outcomes = decoded(pair, mode, temperature, draft_turns=8, max_tokens=16)
+    early = [any(sum(step.verified_by_depth) > 0 for step in outcome.verdicts[1:3]) for outcome in outcomes]
+    assert sum(early) >= len(early) - 1, "the third token"
+    assert figures(outcomes)[1] > 2
