@@ -296,6 +296,7 @@ class CoordinatorService:
             max_logit_bias=settings.max_logit_bias,
             max_prompt_bytes=settings.max_prompt_bytes,
             eos_token_ids=frozenset(identity.eos_token_ids),
+            defaults=identity.sampling_defaults,
             max_draft_tokens=settings.max_draft_tokens,
             knows_constraints=bool(identity.constraints_id),
             trusts_chat_templates=settings.trust_request_chat_template,

@@ -80,7 +80,9 @@ def resolve_max_tokens(sampling: CheckedSampling, num_prompt_tokens: int, limits
     """
     room = limits.max_model_len - num_prompt_tokens
     most = min(room, limits.max_tokens)
-    wanted = most if sampling.max_tokens is None else sampling.max_tokens
+    if sampling.max_tokens is None:
+        return min(most, limits.defaults.max_new_tokens or most)
+    wanted = sampling.max_tokens
     if wanted <= most or not limits.refuses_excess_tokens:
         return min(wanted, most)
     context = f"this model's maximum context length is {limits.max_model_len} tokens, and the prompt has"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from specdec.config.drafter_options import DRAFT_MODEL, DRAFTER_NAMES
 from specdec.constraints.limits import fault_of
@@ -43,6 +43,8 @@ class Limits:
     max_prompt_bytes: int
     max_prompt_tokens: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    defaults: pb.SamplingDefaults = field(default_factory=pb.SamplingDefaults)
+    """Sampling parameters of requests that name none."""
     max_draft_tokens: int = 64
     knows_constraints: bool = False
     trusts_chat_templates: bool = False
@@ -126,13 +128,13 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
         InvalidRequest: a field is out of range; names the first.
     """
     sampling = pb.TokenSampling(
-        temperature=_number(params, "temperature", default=1.0),
-        top_k=params.top_k,
-        top_p=_number(params, "top_p", default=1.0),
-        min_p=_number(params, "min_p", default=0.0),
-        repetition_penalty=_number(params, "repetition_penalty", default=1.0),
-        presence_penalty=_number(params, "presence_penalty", default=0.0),
-        frequency_penalty=_number(params, "frequency_penalty", default=0.0),
+        temperature=_number(params, "temperature", limits, neutral=1.0),
+        top_k=params.top_k if params.HasField("top_k") else limits.defaults.top_k,
+        top_p=_number(params, "top_p", limits, neutral=1.0),
+        min_p=_number(params, "min_p", limits, neutral=0.0),
+        repetition_penalty=_number(params, "repetition_penalty", limits, neutral=1.0),
+        presence_penalty=_number(params, "presence_penalty", limits, neutral=0.0),
+        frequency_penalty=_number(params, "frequency_penalty", limits, neutral=0.0),
         logit_bias=_logit_bias(params, limits),
         min_tokens=params.min_tokens,
         ignore_eos=params.ignore_eos,
@@ -220,9 +222,11 @@ def _time_per_token_us(params: api.SpeculationParams) -> int:
     return round(wanted_ms * 1e3)
 
 
-def _number(params: api.SamplingParams, name: str, *, default: float) -> float:
+def _number(params: api.SamplingParams, name: str, limits: Limits, *, neutral: float) -> float:
+    """The client's value, else the model's default, which was checked when its target connected."""
     if not params.HasField(name):  # type: ignore[arg-type]
-        return default
+        has_default = name in pb.SamplingDefaults.DESCRIPTOR.fields_by_name and limits.defaults.HasField(name)  # type: ignore[arg-type]
+        return float(getattr(limits.defaults, name)) if has_default else neutral
     value: float = getattr(params, name)
     if (fault := RANGES[name].fault_of(value)) is not None:
         raise InvalidRequest(f"sampling.{name}", fault)

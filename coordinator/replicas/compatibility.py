@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from specdec.config.generation_config import fault_of
 from specdec.coordinator.sessions.session import Request
 from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.v1 import common_pb2 as pb
@@ -24,6 +25,9 @@ def unsound(identity: pb.ModelIdentity) -> str | None:
         return "its model has no name"
     if not identity.vocab_size or identity.max_model_len < 2:
         return f"a vocabulary of {identity.vocab_size} and a context of {identity.max_model_len} tokens are too small"
+    for field, value in identity.sampling_defaults.ListFields():
+        if (fault := fault_of(field.name, value)) is not None:
+            return f"its default {field.name} {fault}"
     if len(identity.eos_token_ids) > _MOST_END_IDS:
         return f"it has {len(identity.eos_token_ids)} end-of-sequence ids; the limit is {_MOST_END_IDS}"
     return None

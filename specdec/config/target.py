@@ -19,6 +19,7 @@ from pydantic_settings import NoDecode
 from specdec.config.draft import DraftSettings
 from specdec.config.drafter_options import DrafterOptions, check_drafters, read_drafters
 from specdec.config.endpoint_options import ApiTargetOptions
+from specdec.config.generation_config import FIELDS, defaults_of
 from specdec.config.replica import ReplicaSettings
 from specdec.config.retired import REMOVED
 from specdec.service.settings import Names
@@ -57,6 +58,11 @@ def _read_json(value: Any) -> Any:
         raise ValueError(f"is not JSON: {error}") from error
 
 
+def _checked_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    defaults_of(values)
+    return values
+
+
 class TargetSettings(ReplicaSettings):
     """Settings of a target replica."""
 
@@ -85,6 +91,18 @@ class TargetSettings(ReplicaSettings):
     adaptive_speculation: bool = Field(
         default=True,
         description="Suspend drafting for sessions whose plain decoding is measured to be faster.",
+    )
+    generation_config: str = Field(
+        default="auto",
+        min_length=1,
+        description="Where the sampling parameters of requests that name none come from: auto is the model's "
+        "generation_config.json, none is neutral values, anything else is a folder with such a file.",
+    )
+    override_generation_config: Annotated[
+        dict[str, Any], NoDecode, BeforeValidator(_read_json), AfterValidator(_checked_defaults)
+    ] = Field(
+        default_factory=dict,
+        description=f"JSON object of such parameters, in place of the file's: {', '.join(FIELDS)}.",
     )
     own_draft: Annotated[OwnDraftOptions | None, NoDecode, BeforeValidator(_read_own_draft)] = Field(
         default=None,

@@ -161,6 +161,7 @@ class ModelIdentity(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     CONSTRAINTS_ID_FIELD_NUMBER: _builtins.int
     DRAFT_VOCABULARY_FIELD_NUMBER: _builtins.int
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name clients use."""
     revision: _builtins.str
@@ -197,6 +198,10 @@ class ModelIdentity(_message.Message):
     def draft_vocabulary(self) -> Global___DraftVocabulary:
         """For a draft with another tokenizer than the target's: its translation to the target's token ids, which the identity describes. Absent: its tokenizer is the target's."""
 
+    @_builtins.property
+    def sampling_defaults(self) -> Global___SamplingDefaults:
+        """Sampling parameters of requests that name none, as the model's generation_config.json or the operator has them."""
+
     def __init__(
         self,
         *,
@@ -215,14 +220,80 @@ class ModelIdentity(_message.Message):
         device: _builtins.str = ...,
         constraints_id: _builtins.str = ...,
         draft_vocabulary: Global___DraftVocabulary | None = ...,
+        sampling_defaults: Global___SamplingDefaults | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_vocabulary", b"draft_vocabulary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_vocabulary", b"draft_vocabulary", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "constraints_id", b"constraints_id", "device", b"device", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "numerics_id", b"numerics_id", "revision", b"revision", "row_invariant", b"row_invariant", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "constraints_id", b"constraints_id", "device", b"device", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "numerics_id", b"numerics_id", "revision", b"revision", "row_invariant", b"row_invariant", "sampling_defaults", b"sampling_defaults", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelIdentity: _TypeAlias = ModelIdentity  # noqa: Y015
+
+@_typing.final
+class SamplingDefaults(_message.Message):
+    """Sampling parameters of requests that name none; absent ones are neutral."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    temperature: _builtins.float
+    """As in SamplingParams."""
+    top_p: _builtins.float
+    """As in SamplingParams."""
+    top_k: _builtins.int
+    """As in SamplingParams."""
+    min_p: _builtins.float
+    """As in SamplingParams."""
+    repetition_penalty: _builtins.float
+    """As in SamplingParams."""
+    max_new_tokens: _builtins.int
+    """Most output tokens of a choice."""
+    def __init__(
+        self,
+        *,
+        temperature: _builtins.float | None = ...,
+        top_p: _builtins.float | None = ...,
+        top_k: _builtins.int | None = ...,
+        min_p: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        max_new_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_new_tokens", b"max_new_tokens", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_new_tokens", b"max_new_tokens", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_new_tokens: _TypeAlias = _typing.Literal["max_new_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_new_tokens: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
+    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_new_tokens) -> _WhichOneofReturnType__max_new_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+
+Global___SamplingDefaults: _TypeAlias = SamplingDefaults  # noqa: Y015
 
 @_typing.final
 class DraftVocabulary(_message.Message):

@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY
 from specdec import __version__
 from specdec.config import TargetSettings
 from specdec.config.endpoint_options import ApiTargetOptions
+from specdec.config.generation_config import sampling_defaults
 from specdec.drafting.endpoints.calls import ApiFault, ApiRefused, Endpoint, read_endpoint
 from specdec.engine.checkpoints.files import TokenizerFiles, find_model_files, read_eos_token_ids, read_tokenizer
 from specdec.engine.errors import ModelLoadError
@@ -71,6 +72,10 @@ def _identity(
     if not isinstance(longest, int) or longest < 2:
         raise ModelLoadError("max_model_len: the config does not say how long the context is; set it")
     vocab_size = config.get("vocab_size")
+    try:
+        defaults = sampling_defaults(settings.generation_config, settings.override_generation_config, directory)
+    except ValueError as error:
+        raise ModelLoadError(str(error)) from error
     return pb.ModelIdentity(
         name=settings.served_name,
         architecture="api",
@@ -82,6 +87,7 @@ def _identity(
         max_model_len=longest,
         eos_token_ids=read_eos_token_ids(directory, config.get("eos_token_id")),
         device="none",
+        sampling_defaults=defaults,
     )
 
 

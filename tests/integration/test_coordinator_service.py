@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from specdec.commands.views.tables import model_table
 from specdec.coordinator.replicas.fleet import EjectionSettings, Fleet
 from specdec.coordinator.replicas.router import PrefixRouter
 from specdec.v1 import common_pb2 as pb
@@ -196,6 +198,29 @@ async def test_tokenize_and_detokenize_are_inverse() -> None:
         error = await error_of(harness.stub.Detokenize(api.DetokenizeRequest(token_ids=[99999])))
         assert isinstance(error, InvalidRequest)
         assert error.field == "token_ids[0]"
+
+
+async def test_requests_that_name_no_sampling_take_the_models_and_are_told_them() -> None:
+    defaults = pb.SamplingDefaults(temperature=0.5, top_p=0.75, top_k=20, repetition_penalty=1.25, max_new_tokens=7)
+    target = ScriptedTarget(identity(sampling_defaults=defaults))
+    sent: list[pb.TokenSampling] = []
+    on_open = target.on_open
+    target.on_open = lambda session: (sent.append(session.body.sampling), on_open(session))  # type: ignore[method-assign,assign,return-value]
+    async with running([target]) as harness:
+        bare = api.GenerateRequest(prompt_token_ids=api.TokenIds(token_ids=[5, 6]))
+        result = await collect(harness.stub.Generate(bare))
+        assert result.started is not None
+        assert result.started.model.sampling_defaults == defaults
+        assert len(result.ids()) == 7
+        own = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_tokens": 9}
+        assert len((await collect(harness.stub.Generate(request(**own)))).ids()) == 9
+        info = await harness.stub.GetModelInfo(api.GetModelInfoRequest())
+    assert info.target.sampling_defaults == defaults
+    told = [(one.temperature, one.top_p, one.top_k, one.repetition_penalty) for one in sent]
+    assert told == [(0.5, 0.75, 20, 1.25), (1.0, 1.0, 0, 1.0)]
+    output = Console(record=True, width=120)
+    output.print(model_table(info))
+    assert "temperature 0.5, top_p 0.75, top_k 20" in output.export_text()
 
 
 async def test_model_info_and_status_tell_what_is_served() -> None:

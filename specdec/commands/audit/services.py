@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from specdec.client import Client
+from specdec.config.generation_config import neutral_sampling
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
@@ -65,6 +66,7 @@ class OwnService:
         """Complete a prompt, past end-of-sequence tokens."""
         request = api.GenerateRequest(model=self._model)
         request.prompt_token_ids.token_ids.extend(prompt)
+        request.sampling.CopyFrom(neutral_sampling())
         request.sampling.MergeFrom(
             api.SamplingParams(temperature=temperature, seed=seed, max_tokens=num_tokens, ignore_eos=True)
         )

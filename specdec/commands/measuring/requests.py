@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from specdec.client import Client, ClientSettings, Completion
+from specdec.config.generation_config import neutral_sampling
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
@@ -65,6 +66,7 @@ def make_request(prompt: Prompt, sampling: Sampling, seed: int, *, speculate: bo
         request.prompt = prompt
     else:
         request.prompt_token_ids.token_ids.extend(prompt)
+    request.sampling.CopyFrom(neutral_sampling())
     request.sampling.temperature = sampling.temperature
     request.sampling.seed = seed
     request.sampling.max_tokens = sampling.max_tokens

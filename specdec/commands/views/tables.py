@@ -202,6 +202,9 @@ def model_table(info: coordinator_pb2.GetModelInfoResponse) -> Table:
     table.add_row("numerics", cell(numerics))
     table.add_row("context", f"{info.max_model_len} tokens")
     table.add_row("limits", f"{info.max_tokens_limit} output tokens, {info.max_choices} choices")
+    if defaults := info.target.sampling_defaults.ListFields():
+        told = ", ".join(f"{field.name} {value:g}" for field, value in defaults)
+        table.add_row("defaults", cell(f"{told}: for requests that name none"))
     table.add_row("chat template", "yes" if info.has_chat_template else "no")
     return table
 

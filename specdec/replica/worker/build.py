@@ -11,6 +11,7 @@ import structlog
 
 from specdec import __version__
 from specdec.config import DraftSettings, TargetSettings
+from specdec.config.generation_config import sampling_defaults
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.constraints.grammar.source import CONSTRAINTS_ID
 from specdec.engine.block_pool import BlockPool
@@ -120,6 +121,7 @@ def build_engine(
         dtype=runner.identity.dtype,
         device=str(runner.device),
         constraints_id="" if grammars is None else CONSTRAINTS_ID,
+        sampling_defaults=_sampling_defaults(settings) if isinstance(settings, TargetSettings) else None,
     )
     check_openings(identity, settings.max_message_bytes)
     if port is not None:
@@ -189,6 +191,14 @@ def check_openings(identity: pb.ModelIdentity, max_message_bytes: int) -> None:
             f"max_message_bytes: {max_message_bytes} is too small for a context of {identity.max_model_len} tokens: "
             f"opening a session takes up to {needed} bytes; raise it, or lower max_model_len"
         )
+
+
+def _sampling_defaults(settings: TargetSettings) -> pb.SamplingDefaults:
+    directory, _ = find_model_files(settings.model, settings.revision)
+    try:
+        return sampling_defaults(settings.generation_config, settings.override_generation_config, directory)
+    except ValueError as error:
+        raise ModelLoadError(str(error)) from error
 
 
 def _send_tokenizer(runner: ModelRunner, port: EnginePort) -> None:

@@ -74,7 +74,7 @@ FLOORS = {
         command
     """,
     "specdec.config": """
-        endpoint_options retired
+        endpoint_options generation_config retired
         replica
         coordinator drafter_options sources
         draft
