@@ -84,11 +84,20 @@ def _recurrent_parts(config: "PreTrainedConfig") -> str:
     return f"its config has {hints[0]}: it keeps" if hints and not types else ""
 
 
+def _size(config: "PreTrainedConfig", field: str) -> object:
+    """A field of a config; None if it is missing or differs from layer to layer."""
+    try:
+        return getattr(config, field, None)
+    except (AttributeError, KeyError, ValueError, RuntimeError):
+        return None
+
+
 def _check_one(config: "PreTrainedConfig") -> None:
     name = config.model_type
     for field, most in _MOST.items():
-        size = getattr(config, field, None)
-        if isinstance(size, int | float) and not 0 <= size <= most:
+        size = _size(config, field)
+        least = -1 if field == "max_position_embeddings" else 0  # XLNet: no limit
+        if isinstance(size, int | float) and not least <= size <= most:
             raise ModelNotSupported(name, f"its config's {field} is {size}; sizes from 0 to {most} are supported")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelNotSupported(name, "it is an encoder-decoder model; only decoder-only models are paged")
