@@ -150,7 +150,7 @@ LARGE: dict[str, tuple[str, bytes]] = {
         COMPLETIONS,
         b'{"prompt":"x",' + b",".join(b'"a%d":1' % number for number in range(500_000)) + b"}",
     ),
-    "a field with a long name": (COMPLETIONS, b'{"prompt":"x","' + b"a" * (MOST_BODY_BYTES - 30) + b'":1}'),
+    "a field with a long name": (COMPLETIONS, b'{"prompt":{},"' + b"a" * (MOST_BODY_BYTES - 30) + b'":1}'),
     "messages without end": (CHAT, filled(b'{"messages":[', b'{"role":"user","content":"a"}', b"]}")),
     "wrong messages without end": (CHAT, filled(b'{"messages":[', b"1", b"]}")),
     "parts without end": (

@@ -23,7 +23,7 @@ MOST_WAIT_S = 10.0
 FAR_S = 10**6
 ANSWERS = {
     "OK", "OVERLOADED", "PROMPT_BYTES_EXCEEDED", "TOO_MANY_REQUESTS_OF_TENANT", "QUEUE_TIMEOUT", "READER_STALLED",
-    "INVALID_REQUEST", "CANCELLED", "DEADLINE_UNREACHABLE",
+    "INVALID_REQUEST", "CONTEXT_LENGTH_EXCEEDED", "CANCELLED", "DEADLINE_UNREACHABLE",
 }  # fmt: skip
 PROMPT = "the quick brown fox jumps over the lazy dog. " * 2000
 """As much as takes the tokenizer, and not this process, in which client, coordinator and replicas are, some time."""
