@@ -22,7 +22,7 @@ build() { # KIND FOLDER OUT
 
 package() { # FOLDER NAME...: what of it is the source
     mkdir -p "$work/source" "$work/sdist" "$work/unpacked"
-    tar --create --directory "$1" --exclude=__pycache__ --exclude='*.egg-info' --mode='u=rwX,go=rX' "${@:2}" |
+    tar --create --directory "$1" --exclude=__pycache__ --exclude='*.egg-info' --exclude='*.xz' --mode='u=rwX,go=rX' "${@:2}" |
         tar --extract --directory "$work/source"
     build sdist "$work/source" "$work/sdist"
     tar --extract --file "$work"/sdist/*.tar.gz --strip-components=1 --directory "$work/unpacked"
