@@ -151,7 +151,10 @@ def test_the_package_of_the_pair_has_its_files_and_none_of_the_scripts_beside_th
     with zipfile.ZipFile(packages.pair) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     folders = [ROOT / "models" / name for name in ("target", "draft", "eagle3")]
-    data = [*(path for folder in folders for path in folder.iterdir() if path.suffix != ".xz"), ROOT / "models/prompts.json"]
+    data = [
+        *(path for folder in folders for path in folder.iterdir() if path.suffix != ".xz"),
+        ROOT / "models/prompts.json",
+    ]
     assert found == {f"specdec_shipped_models/{path.relative_to(ROOT / 'models')}" for path in data}
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.shipped_pair import shipped_pair
-from specdec.commands.up.cluster import RoleSettings, free_port, service_spec
+from specdec.commands.up.cluster import RoleSettings, free_port, port_is_free, service_spec
 from specdec.commands.up.cores import CoreAssignment, assign_cores, share_cores
 from specdec.commands.up.devices import (
     DevicePlan,
@@ -241,7 +241,10 @@ def _num_ranks(settings: Mapping[str, object]) -> int:
 
 
 def _common_defaults(plan: LocalPlan, role: str, number: int) -> dict[str, object]:
-    metrics_port = METRICS_PORTS[role] if number == 0 and not plan.free_ports else None
+    metrics_port = None
+    if number == 0 and not plan.free_ports:
+        usual = METRICS_PORTS[role]
+        metrics_port = usual if port_is_free(usual) else free_port()
     defaults: dict[str, object] = {"metrics_port": metrics_port, "log_format": "console", "drain_s": DRAIN_S}
     if plan.redis_url is not None:  # no flag: it may hold a password, and process lists show flags
         defaults["redis_url"] = plan.redis_url

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.shipped_pair import shipped_pair
 from specdec.commands.up import devices
+from specdec.commands.up import plan as planning
 from specdec.commands.up.command import parse_settings
 from specdec.commands.up.cores import CoreAssignment, assign_cores, share_cores
 from specdec.commands.up.plan import LocalPlan, describe_placement, plan_services, split_evenly, usual_placement
@@ -311,3 +312,13 @@ def test_a_setting_may_be_switched_off_also_of_a_draft_that_the_target_runs_itse
     settings = parse_settings(["metrics_port=null", "speculate=true", "model=x"], "--draft-set")
     assert settings == {"metrics_port": None, "speculate": True, "model": "x"}
     assert json.loads(json.dumps(settings))["metrics_port"] is None
+
+
+def test_a_second_cluster_finds_its_metrics_ports_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "port_is_free", lambda port: port != planning.METRICS_PORTS["target"])
+    monkeypatch.setattr(planning, "free_port", lambda: 31_234)
+    pair = shipped_pair()
+    plan = LocalPlan(target_model=f"{pair}/target", draft_model=f"{pair}/draft")
+    services = plan_services(plan, environment={}, cores=[0, 1, 2])
+    told = {spec.role: spec.environment[f"SPECDEC_{spec.role.upper()}_METRICS_PORT"] for spec in services}
+    assert told == {"target": "31234", "draft": "9093", "coordinator": "9090"}
