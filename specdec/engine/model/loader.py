@@ -202,10 +202,14 @@ def _skip(model: PreTrainedModel, settings: EngineSettings, tokenizer: Tokenizer
 
 
 def _tell_non_finite(model: PreTrainedModel) -> None:
-    """Log the weights that hold NaN or infinity: a request that meets them fails. Cost: one pass over all weights."""
+    """Log the weights in host memory that hold NaN or infinity: a request that meets them fails.
+
+    Cost: one pass over these weights.
+    """
     broken = []
     for name, weight in model.named_parameters():
-        if not (weight.dtype.is_floating_point and weight.numel() and weight.element_size() > 1):
+        is_read = weight.dtype.is_floating_point and weight.numel() and weight.element_size() > 1
+        if not (is_read and weight.device.type == "cpu"):
             continue
         least, most = weight.detach().aminmax()
         if not (torch.isfinite(least) and torch.isfinite(most)):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
 from tests.support.engine.mixtures import MIXTURES
 from tests.support.engine.tiny_models import VOCAB_SIZE
+from tests.support.scripted.model import make_tokenizer
 
 _QWEN2: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -111,6 +112,7 @@ class Reference(nn.Module):
         for name in ("token_norm", "hidden_norm", "projection"):
             own[f"{prefix}{names[name]}.weight"] = getattr(self, name).detach().clone()
         save_file({**tensors, **own}, directory / "model.safetensors", metadata={"format": "pt"})
+        make_tokenizer().save(str(directory / "tokenizer.json"))
         return directory
 
 

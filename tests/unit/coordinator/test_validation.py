@@ -174,7 +174,7 @@ def test_a_bad_word_that_the_model_cannot_say_is_left_out_and_one_of_many_tokens
         (pb.Constraint(), "sampling.constraint"),
         (pb.Constraint(regex=""), "sampling.constraint.regex"),
         (pb.Constraint(json_schema="{"), "sampling.constraint.json_schema"),
-        (pb.Constraint(grammar="a" * 2**17), "sampling.constraint.grammar"),
+        (pb.Constraint(grammar="a" * 2**19), "sampling.constraint.grammar"),
         (pb.Constraint(regex="a", after_token_id=100), "sampling.constraint.after_token_id"),
         (pb.Constraint(regex="a", after_token_id=1, after_token="b"), "sampling.constraint.after_token"),
     ],

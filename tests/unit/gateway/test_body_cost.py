@@ -29,6 +29,7 @@ from specdec.gateway.service import Gateway
 from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.translation import forced_calls
 from specdec.gateway.translation.completion_request import completion_to_generate
+from specdec.service.byte_budget import ByteBudget
 from specdec.wire.errors import InvalidRequest, Unavailable
 from specdec.wire.message_sizes import MOST_CONVERSATION_VALUES
 from tests.support.cost import lines_run
@@ -77,7 +78,7 @@ CONVERSATIONS = {
     + b"}}",
     "tools": b'{"messages":[{"role":"user","content":"a"}],"tools":' + grown(TOOL, ROOM - 80) + b"}",
     "tools of which one is called": b'{"messages":[{"role":"user","content":"a"}],"tool_choice":"required","tools":'
-    + grown(TOOL, 90 * (len(TOOL) + 1))
+    + grown(TOOL, 60 * (len(TOOL) + 1))  # each takes 2 KB; of 250 functions at most, whatever the body's size
     + b"}",
 }
 CALLS = b'{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{}}]}'
@@ -150,7 +151,7 @@ def num_errors(model: type[RequestModel], body: Any) -> int:
 class Nobody:
     """In place of coordinators: what was read and translated has cost what it costs."""
 
-    def caller(self, metadata: object) -> Any:
+    def caller(self, metadata: object, held: object) -> Any:
         raise Unavailable("nobody serves")
 
 
@@ -165,7 +166,8 @@ async def called(app: Any, path: str, body: bytes) -> bytes:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
-    await app({**scope, "state": {"metadata": ()}}, receive, send)
+    with ByteBudget(1 << 40, 1 << 40).hold("a client") as held:
+        await app({**scope, "state": {"metadata": (), "held": held}}, receive, send)
     return b"%d " % sent[0]["status"] + sent[1]["body"]
 
 

@@ -162,6 +162,9 @@ class FarProof:
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    allowed = wanted > FORBIDDEN
-    found, wanted = found[allowed].double(), wanted[allowed].double()
-    return float((found - wanted).square().mean().sqrt() / wanted.std().clamp_min(1e-12))
+    allowed, found, wanted = wanted > FORBIDDEN, found.double(), wanted.double()
+    count = allowed.sum()
+    apart = torch.where(allowed, found - wanted, 0.0).square().sum() / count
+    mean = torch.where(allowed, wanted, 0.0).sum() / count
+    spread = torch.where(allowed, wanted - mean, 0.0).square().sum() / (count - 1)
+    return float(apart.sqrt() / spread.sqrt().clamp_min(1e-12))
