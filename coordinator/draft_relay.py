@@ -22,6 +22,8 @@ _MOST_DOUBLINGS = 6
 """Doublings, at most, of a draft's stall time-out: each missed time-out doubles it."""
 _FLOOD = 4
 """Multiple of the limits of proposals above which the draft is taken for faulty."""
+_MOST_LINK_CHANGES = 64
+"""Joins and leaves of a draft between two commits, at most: each leave may cost all the session's tokens."""
 
 
 class DraftRelay:
@@ -74,7 +76,12 @@ class DraftRelay:
 
     def on_link(self, session: Session, side: DraftSide, state: pb.LinkState) -> None:
         """A draft has joined the session at its target, or has left it there and lacks the tokens since."""
+        side.num_link_changes += 1
+        if side.num_link_changes > _MOST_LINK_CHANGES:
+            self._on_draft(session, side, DraftFault.FLOOD)
+            return
         was_linked, side.is_linked = side.is_linked, state.is_direct
+        side.linked_position = max(side.linked_position, state.position)
         side.told = min(state.position, session.position)
         self._observer.linked(side.host.address, session, state)
         if was_linked and not side.is_linked and not side.is_suspended and side.told < session.position:

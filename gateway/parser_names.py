@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -23,13 +24,24 @@ class ParserNames:
         self._clock = clock
         self._kept: ParserPair | None = None if AUTO in (reasoning, tools) else ParserPair(reasoning, tools)
         self._asked_s = float("inf") if self._kept is not None else float("-inf")
+        self._asking = asyncio.Lock()
 
     async def of(self, caller: Callable[[], CallerStub]) -> ParserPair:
-        """The parsers, asked for in a caller's name. Raises SpecdecError if no coordinator answers, or not to it."""
-        if self._kept is None or self._clock() - self._asked_s > _KEPT_S:
-            info: api.GetModelInfoResponse = await caller().call(
-                "GetModelInfo", api.GetModelInfoRequest(with_tokenizer=True)
-            )
-            self._kept = parsers_of_template(info.tokenizer.chat_template, self._reasoning, self._tools)
-            self._asked_s = self._clock()
+        """The parsers, asked for in a caller's name. Raises SpecdecError if no coordinator answers, or not to it.
+
+        One caller asks at a time: the answer has the whole tokenizer. Meanwhile others use the former answer.
+        """
+        if self._kept is not None and (self._asking.locked() or not self._is_old):
+            return self._kept
+        async with self._asking:
+            if self._kept is None or self._is_old:
+                info: api.GetModelInfoResponse = await caller().call(
+                    "GetModelInfo", api.GetModelInfoRequest(with_tokenizer=True)
+                )
+                self._kept = parsers_of_template(info.tokenizer.chat_template, self._reasoning, self._tools)
+                self._asked_s = self._clock()
         return self._kept
+
+    @property
+    def _is_old(self) -> bool:
+        return self._clock() - self._asked_s > _KEPT_S

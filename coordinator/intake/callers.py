@@ -23,6 +23,8 @@ TENANT_KEY = "specdec-tenant"
 """Metadata key of the tenant, which owns request ids and prefix cache."""
 _MAX_TENANT_CHARS = 128
 """Characters of a tenant's name, as in the file of API keys: the name is part of keys in the store."""
+_SMALL_BYTES = 1024
+"""Bytes of a message that needs no room: questions, and aborts of what takes all of it, are always read."""
 
 
 class Callers:
@@ -61,7 +63,8 @@ class Callers:
         """
         async with self._reads.reading(f"{tenant} {peer_host(context.peer())}"):
             data = await receive_request(context, self._request_read_s)
-        self._prompt_bytes.check(tenant, len(data))
+        if len(data) > _SMALL_BYTES:
+            self._prompt_bytes.check(tenant, len(data))
         return data
 
     def handler(

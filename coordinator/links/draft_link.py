@@ -163,7 +163,7 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
         is_first = side is not None and session.drafting.sides[0] is side
         if side is None or not is_first or target.host is None or not target.is_open or not self._settings.grants_links:
             return
-        if side.granted_for == target.epoch:
+        if side.granted_for == target.epoch or target.told_epoch != target.epoch:  # the target's opening follows
             return
         side.granted_for = target.epoch
         grant = pb.LinkGrant(key=secrets.token_bytes(_KEY_BYTES), epoch=side.epoch)

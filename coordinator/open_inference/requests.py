@@ -158,6 +158,7 @@ def _parameters(request: oip.ModelInferRequest, tensors: Mapping[str, list[Any]]
             raise InvalidRequest("sampling_parameters", f"has more than {_MOST_PARAMETERS_BYTES} bytes")
         try:
             given = json.loads(text or "{}")
+            json.dumps(given, ensure_ascii=False).encode()  # half of a surrogate pair is in no text of protobuf
         except (ValueError, RecursionError) as error:
             raise InvalidRequest("sampling_parameters", f"is not JSON: {error}") from None
         if not isinstance(given, dict):

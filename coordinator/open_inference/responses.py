@@ -24,6 +24,7 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    """Since the last response, as at Triton's vLLM backend."""
     finish_reason: bytes = b""
 
 
@@ -79,4 +80,5 @@ class InferResponses:
         for choice in choices:
             choice.texts.clear()
             choice.token_ids.clear()
+            choice.num_tokens = 0
         return response

@@ -24,6 +24,8 @@ _CONTENTS = {
     "BYTES": "bytes_contents",
 }
 _LENGTH = struct.Struct("<I")
+_MOST_DIMENSIONS = 16
+"""Of a shape: the product of thousands of sizes would take minutes."""
 
 
 def read_tensors(request: oip.ModelInferRequest) -> dict[str, list[Any]]:
@@ -47,6 +49,8 @@ def read_tensors(request: oip.ModelInferRequest) -> dict[str, list[Any]]:
             raise InvalidRequest(
                 f"{field}.datatype", f"{tensor.datatype!r} is not read; the types are {', '.join(_CONTENTS)}"
             )
+        if len(tensor.shape) > _MOST_DIMENSIONS:
+            raise InvalidRequest(f"{field}.shape", f"has more than {_MOST_DIMENSIONS} dimensions")
         if any(size < 0 for size in tensor.shape):
             raise InvalidRequest(f"{field}.shape", "has a negative size")
         count = prod(tensor.shape)

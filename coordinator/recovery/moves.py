@@ -141,7 +141,7 @@ class TargetMoves:
         self._observer.session_reopened(target.role)
         target.open_session(session)
         for side in session.drafting.sides[:]:
-            if side.is_linked:  # it may have tokens that never arrived here
+            if side.may_be_ahead(session.position):  # its tokens may never arrive here
                 self._observer.session_reopened(side.host.role)
                 side.host.open_session(session)
             else:

@@ -49,6 +49,8 @@ class DraftSide:
     """It was told to stop drafting; it gets the tokens when it is to resume."""
     is_linked: bool = False
     """It has joined the session at the target, which sends it the tokens."""
+    linked_position: int = 0
+    """The greatest position up to which it has said to know tokens, by way of the target."""
     granted_for: int | None = None
     """Epoch of the target's opening for which it was granted a link; None: for none."""
     is_open: bool = False
@@ -73,6 +75,8 @@ class DraftSide:
     """Proposals since the last commit."""
     num_proposed_bytes: int = 0
     """Bytes of these proposals."""
+    num_link_changes: int = 0
+    """Joins and leaves of its link since the last commit."""
 
     def committed(self, position: int, now_s: float, *, is_plain: bool) -> float | None:
         """A commit that ends at `position` is sent: a proposal is due.
@@ -80,7 +84,7 @@ class DraftSide:
         `is_plain`: the step verified nothing. If it verified something, a draft that has not answered the commit
         before was far enough ahead. Returns the seconds that commit has waited, None if it was answered.
         """
-        self.num_proposals = self.num_proposed_bytes = 0
+        self.num_proposals = self.num_proposed_bytes = self.num_link_changes = 0
         if self.unanswered_s is None:
             self.unanswered_s, self.unanswered_position = now_s, position
             if self.num_late:
@@ -121,6 +125,10 @@ class DraftSide:
         if self.unanswered_s is None:
             return False
         return now_s - self.unanswered_s >= max(_DEAF_S, _DEAF_ANSWERS * self.answer_s)
+
+    def may_be_ahead(self, position: int) -> bool:
+        """Whether it may have tokens from the target that have not arrived here; `position`: the session's."""
+        return self.is_linked or self.linked_position > position
 
     def suspended(self) -> None:
         """The draft is told to stop: no proposal is due, and measuring begins anew."""

@@ -76,7 +76,8 @@ class ModellessDrafting(Role[ModellessSession]):
         """Take a commit. Raises SessionFailure if it leaves a gap or contradicts an earlier one."""
         if kind != "commit":
             return
-        session.is_suspended = body.suspend
+        if body.start_position + len(body.token_ids) >= session.num_committed:  # not overtaken on another way
+            session.is_suspended = body.suspend
         self._commit(session, body.start_position, list(body.token_ids))
         if session.is_suspended:
             self._quieten(session)

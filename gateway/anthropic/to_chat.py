@@ -11,6 +11,7 @@ from specdec.gateway.anthropic.request import Conversation, MessagesRequest
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.errors import ApiError, invalid, unsupported
 from specdec.gateway.api.fields import JsonSchema, JsonSchemaFormat
+from specdec.gateway.api.foreign_fields import SWITCHES
 from specdec.gateway.chat.messages import VALUES_PER_PART, VALUES_PER_TOOL, check_num_values
 from specdec.gateway.translation.constraint import SCHEMA_FIELD as CHAT_SCHEMA_FIELD
 from specdec.wire.errors import InvalidRequest
@@ -55,7 +56,8 @@ def to_chat(asked: Conversation) -> AsChat:
         path = f"messages[{index}]"
         for message in _turn(path, turn):
             if messages and messages[-1]["role"] == message["role"] == "user":
-                messages[-1]["content"] = [*_parts(messages[-1]["content"]), *_parts(message["content"])]
+                messages[-1]["content"] = parts = _parts(messages[-1]["content"])
+                parts += _parts(message["content"])
             else:
                 messages.append(message)
                 paths.append(path)
@@ -84,7 +86,7 @@ def to_chat(asked: Conversation) -> AsChat:
 
 
 def _variables(asked: Conversation) -> dict[str, Any] | None:
-    thinks = {} if asked.thinking is None else {"enable_thinking": asked.thinking.type != "disabled"}
+    thinks = {} if asked.thinking is None else dict.fromkeys(SWITCHES, asked.thinking.type != "disabled")
     return {**thinks, **(asked.chat_template_kwargs or {})} or None
 
 
@@ -103,7 +105,7 @@ def _choice(asked: Conversation) -> str | dict[str, Any] | None:
         return _CHOICES[choice.type]
     if not choice.name:
         raise invalid("tool_choice.name", "is missing: the type tool names one", "missing_required_parameter")
-    if choice.name not in {tool.get("name") for tool in asked.tools or ()}:
+    if all(tool.get("name") != choice.name for tool in asked.tools or ()):
         raise invalid("tool_choice.name", f"no tool has the name {choice.name!r}", "invalid_value")
     return {"type": "function", "function": {"name": choice.name}}
 

@@ -233,7 +233,7 @@ class SamplingFields(RequestModel):
     """Sampling, ends of choices, and extras of the answer, for chats and completions."""
 
     model: str | None = Field(None, description="Name listed by /v1/models; default: the served model.")
-    temperature: Temperature | None = Field(None, description="0 is greedy; default 1.")
+    temperature: Temperature | None = Field(None, description="0 is greedy; default: the model's, else 1.")
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, le=_MOST_COUNT)] | None = Field(None, description="-1 and 0 keep all.")
     min_p: MinP | None = None

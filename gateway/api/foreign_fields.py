@@ -43,6 +43,8 @@ _THINKS = ("enable_thinking", "think", "thinking")
 _SWITCH: Mapping[str | bool, bool] = MappingProxyType(
     {True: True, False: False, "enabled": True, "adaptive": True, "disabled": False}
 )
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables with which templates switch thoughts."""
 _LEAST_TOP_P = 1e-6
 """What top_p 0 means: the most likely token alone."""
 
@@ -86,7 +88,7 @@ def _rename(name: str, fields: dict[str, Any], known: set[str]) -> None:
         wanted = _SWITCH.get(kind) if isinstance(kind, str | bool) else None
         if wanted is not None:
             del fields[name]
-            _add(fields, "chat_template_kwargs", {"enable_thinking": wanted, "thinking": wanted})
+            _add(fields, "chat_template_kwargs", dict.fromkeys(SWITCHES, wanted))
 
 
 def _take_reasoning(fields: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -99,7 +101,7 @@ def _take_reasoning(fields: dict[str, Any], wanted: dict[str, Any]) -> None:
     if wanted.get("exclude") is True:
         fields.setdefault("include_reasoning", False)
     if isinstance(enabled := wanted.get("enabled"), bool):
-        _add(fields, "chat_template_kwargs", {"enable_thinking": enabled, "thinking": enabled})
+        _add(fields, "chat_template_kwargs", dict.fromkeys(SWITCHES, enabled))
 
 
 def _add(fields: dict[str, Any], name: str, more: dict[str, Any]) -> None:

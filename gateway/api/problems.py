@@ -93,6 +93,8 @@ def _path(body: dict[str, Any], problem: Any) -> list[str | int]:
     for number, step in enumerate(location):
         is_last = number == len(location) - 1
         if isinstance(step, str) and isinstance(at, dict):
+            if problem["type"] == "extra_forbidden" and not is_last and _is_kind(at, step, location[number + 1 :]):
+                continue
             if step in at or (is_last and problem["type"] == "missing"):
                 path.append(step)
                 at = at.get(step)
@@ -100,6 +102,11 @@ def _path(body: dict[str, Any], problem: Any) -> list[str | int]:
             path.append(step)
             at = at[step]
     return path
+
+
+def _is_kind(at: dict[str, Any], step: str, rest: tuple[str | int, ...]) -> bool:
+    """Whether a step names a kind of object, such as json_schema, and no field: the unknown field is beside it."""
+    return at.get("type") == step and not (rest[0] == step and step in at) and rest[0] in at
 
 
 def _written(path: list[str | int]) -> str:

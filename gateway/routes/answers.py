@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -17,8 +18,11 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Encode the body."""
-        return orjson.dumps(content)
+        """Encode the body. Integers that a model writes in a call's arguments may have more than 64 bits."""
+        try:
+            return orjson.dumps(content)
+        except orjson.JSONEncodeError:
+            return json.dumps(content, separators=(",", ":")).encode()
 
 
 _ANTHROPIC_PATHS = "/v1/messages"

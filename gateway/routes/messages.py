@@ -21,8 +21,8 @@ from specdec.gateway.http.edge import NOT_ENFORCED, tell_names
 from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name, while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, anthropic_error, body_of, errors, streams
-from specdec.gateway.routes.output import new_id, output, stream_error
-from specdec.gateway.translation.chat_request import chat_field_names, chat_to_generate, parsers
+from specdec.gateway.routes.output import Translate, kept, new_id, output, stream_error
+from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_field_names, chat_to_generate, parsers
 from specdec.gateway.translation.constraint import SCHEMA_FIELD as CHAT_SCHEMA_FIELD
 from specdec.gateway.translation.head import AnswerHead
 from specdec.v1 import coordinator_pb2 as api
@@ -88,7 +88,9 @@ def message_routes(parts: Parts) -> APIRouter:
         tell_names(request, NOT_ENFORCED, [path.replace(CHAT_SCHEMA_FIELD, SCHEMA_FIELD, 1) for path in unenforced])
         body.request_id = new_id(None)
         events = MessageEvents(AnswerHead(f"msg_{body.request_id}", int(time.time())), make_parser())
-        batches = output(parts, parts.caller(request), body, events.add)
+        caller = parts.caller(request)
+        add: Translate[list[dict[str, Any]]] = events.add if asked.stream else kept(caller, events.add)
+        batches = output(parts, caller, body, add)
         if not asked.stream:
             return JsonResponse(await while_connected(request.receive, _whole(batches)))
 
@@ -120,6 +122,7 @@ def message_routes(parts: Parts) -> APIRouter:
                 raise chat.as_written(error) from None
             return api.TokenizeRequest(model=asked.model, messages=generate.messages)
 
+        request.state.field_names = CHAT_FIELD_NAMES
         _, body = await parts.reader.read(request, CountTokensRequest, translated)
         answer = await while_connected(request.receive, parts.caller(request).call("Tokenize", body))
         return JsonResponse({"input_tokens": len(answer.token_ids)})

@@ -51,6 +51,16 @@ async def output(
                 yield told
 
 
+def kept(caller: CallerStub, translate: Translate[T]) -> Translate[T]:
+    """`translate` for an answer that is kept whole: it raises Overloaded if there is no room for the next chunk."""
+
+    def told(chunk: api.GenerateResponse, texts: TokenTexts) -> T:
+        caller.held.grow(_COST_OF_OUTPUT * chunk.ByteSize())
+        return translate(chunk, texts)
+
+    return told
+
+
 @dataclass(slots=True)
 class WholeOutput:
     """The whole output of one prompt."""
@@ -62,12 +72,15 @@ class WholeOutput:
     texts: TokenTexts
 
 
+def _both(chunk: api.GenerateResponse, texts: TokenTexts) -> tuple[api.GenerateResponse, TokenTexts]:
+    return chunk, texts
+
+
 async def whole_output(parts: Parts, caller: CallerStub, body: api.GenerateRequest) -> WholeOutput:
     """Collect the whole output. Raises SpecdecError: Overloaded if there is no room for it."""
     completion, texts = Completion(), TokenTexts({})
-    async with aclosing(output(parts, caller, body, lambda *told: told)) as all_told:
+    async with aclosing(output(parts, caller, body, kept(caller, _both))) as all_told:
         async for chunk, known in all_told:
-            caller.held.grow(_COST_OF_OUTPUT * chunk.ByteSize())
             completion.add(chunk)
             texts = known
     finished = completion.require_finished()

@@ -18,7 +18,7 @@ from specdec.gateway.http.edge import NOT_ENFORCED, tell_names
 from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name, while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
-from specdec.gateway.routes.output import new_id, output, stream_error
+from specdec.gateway.routes.output import kept, new_id, output, stream_error
 from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, parsers
 from specdec.gateway.translation.head import AnswerHead
 from specdec.gateway.translation.response_answer import ResponseEvents
@@ -94,7 +94,8 @@ def _batches(
         batch, held = held, []
         return batch
 
-    return output(parts, caller, body, told)
+    # A stream's last event has the whole answer, too.
+    return output(parts, caller, body, kept(caller, told))
 
 
 async def _last(batches: AsyncGenerator[Sequence[Event], None]) -> object:

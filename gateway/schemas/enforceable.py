@@ -6,10 +6,15 @@ records, pydantic for sets. Some of them say nothing, some can be written in oth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import permutations
 from typing import Any
 
+import orjson
+
+from specdec.constraints.limits import MAX_CONSTRAINT_BYTES
+from specdec.gateway.api.errors import cut
 from specdec.gateway.schemas.formats import HINTS, KNOWN_FORMATS, PATTERNS, RANGES, fault_of_pattern
 from specdec.wire.errors import InvalidRequest
 
@@ -39,6 +44,8 @@ _LACKING = (
 _OF_SETS = frozenset({"type", "items", "uniqueItems", "minItems", "maxItems"})
 _MOST_PERMUTED = 4
 """Values of a set whose permutations are written out."""
+_MOST_TOLD = 1024
+"""Paths that are told: a header has no room for more."""
 _ADVICE = "cannot be enforced here: leave it out, or send strict: false"
 
 
@@ -63,6 +70,8 @@ class _Reader:
     def __init__(self, strict: bool, unenforced: list[str]) -> None:
         self._strict = strict
         self._unenforced = unenforced
+        self._num_left = MAX_CONSTRAINT_BYTES
+        """Bytes of copies that may be written: copies of copies would grow without end."""
 
     def schema(self, path: str, schema: Any) -> Any:
         """The schema at a path, changed."""
@@ -77,7 +86,7 @@ class _Reader:
             if keyword == "$id" and isinstance(value, str) and value.startswith("#"):
                 read["$anchor"] = value[1:]  # as drafts before 2019 wrote it
             else:
-                read[keyword] = self._inner(f"{path}.{keyword}", keyword, value)
+                read[keyword] = self._inner(f"{path}.{cut(keyword)}", keyword, value)
         self._format(path, read)
         self._pattern(path, read)
         self._names(path, read)
@@ -94,22 +103,33 @@ class _Reader:
                 return [self.schema(f"{path}[{index}]", each) for index, each in enumerate(value)]
             return self.schema(path, value)
         if keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            return {name: self.schema(f"{path}.{name}", each) for name, each in value.items()}
+            return {name: self.schema(f"{path}.{cut(name)}", each) for name, each in value.items()}
         return value
 
     def _leave_out(self, path: str, read: dict[str, Any], keyword: str, why: str = "") -> None:
         if keyword not in read:
             return
+        at = f"{path}.{cut(keyword)}"
         if self._strict:
-            raise InvalidRequest(f"{path}.{keyword}", f"{why or keyword} {_ADVICE}")
+            raise InvalidRequest(at, f"{why or keyword} {_ADVICE}")
         del read[keyword]
-        self._unenforced.append(f"{path}.{keyword}")
+        if len(self._unenforced) < _MOST_TOLD:
+            self._unenforced.append(at)
+
+    def _has_room(self, value: Any, num_copies: int) -> bool:
+        """Take the room for copies of a value, if there is as much."""
+        num_bytes = 0 if num_copies <= 1 else num_copies * len(orjson.dumps(value))
+        if num_bytes > self._num_left:
+            return False
+        self._num_left -= num_bytes
+        return True
 
     def _format(self, path: str, read: dict[str, Any]) -> None:
         name = read.get("format")
         if not isinstance(name, str):
             return
         types = read.get("type", "string")
+        is_of_texts = "string" in types if isinstance(types, list) else types == "string"
         if types == "integer" and name in RANGES:
             del read["format"]
             least, most = RANGES[name]
@@ -117,7 +137,7 @@ class _Reader:
                 read.setdefault("minimum", least)
             if "exclusiveMaximum" not in read:
                 read.setdefault("maximum", most)
-        elif (types != "string" and "string" not in types) or name in HINTS:
+        elif not is_of_texts or name in HINTS:
             del read["format"]
         elif name in KNOWN_FORMATS:
             return
@@ -149,7 +169,7 @@ class _Reader:
             del read["propertyNames"]
         elif read.get("patternProperties") or not isinstance(properties, dict):
             self._leave_out(path, read, "propertyNames")
-        elif allowed is not None:
+        elif allowed is not None and self._has_room(others, len(allowed)):
             del read["propertyNames"]
             read["properties"] = {name: properties.get(name, others) for name in allowed}
             read["additionalProperties"] = False
@@ -169,10 +189,13 @@ class _Reader:
         if not is_plain or values is None or len(values) > _MOST_PERMUTED:
             self._leave_out(path, read, "uniqueItems")
             return
-        least = _bound(read.get("minItems"), 0)
+        least = max(0, _bound(read.get("minItems"), 0))
         most = min(len(values), _bound(read.get("maxItems"), len(values)))
-        read.clear()
         sizes = range(least, most + 1)
+        if not self._has_room(values, sum(math.perm(len(values), size) for size in sizes)):
+            self._leave_out(path, read, "uniqueItems")
+            return
+        read.clear()
         read["enum"] = [list(some) for size in sizes for some in permutations(values, size)]
 
     def _number_of_properties(self, path: str, read: dict[str, Any]) -> None:
@@ -201,9 +224,10 @@ class _Reader:
         required = read.get("required")
         pairs = read.get("dependentRequired")
         if isinstance(pairs, dict) and isinstance(required, list) and set(pairs) <= set(map(str, required)):
-            more = [name for names in pairs.values() if isinstance(names, list) for name in names]
-            read["required"] = [*required, *(name for name in dict.fromkeys(more) if name not in required)]
-            del read["dependentRequired"]
+            named = [*required, *(name for names in pairs.values() if isinstance(names, list) for name in names)]
+            if all(isinstance(name, str) for name in named):
+                read["required"] = list(dict.fromkeys(named))
+                del read["dependentRequired"]
         if "then" not in read and "else" not in read:
             read.pop("if", None)
         if "if" not in read:
@@ -226,7 +250,8 @@ class _Reader:
 def _also(read: dict[str, Any], pattern: str) -> None:
     """Demand that a text matches one more pattern."""
     if "pattern" in read:
-        read["allOf"] = [*read.get("allOf", []), {"pattern": pattern}]
+        others = read.get("allOf", [])
+        read["allOf"] = [*others, {"pattern": pattern}] if isinstance(others, list) else others
     else:
         read["pattern"] = pattern
 
@@ -246,7 +271,7 @@ def _pattern_of(names: Any) -> str | None:
     told = {keyword: value for keyword, value in names.items() if keyword != "type"}
     if set(told) == {"pattern"} and isinstance(told["pattern"], str):
         return str(told["pattern"])
-    if set(told) == {"format"} and told["format"] in PATTERNS:
+    if set(told) == {"format"} and isinstance(told["format"], str) and told["format"] in PATTERNS:
         return f"^(?:{PATTERNS[told['format']]})$"
     if told and set(told) <= {"minLength", "maxLength"}:
         return f"^(?s:.{{{_bound(told.get('minLength'), 0)},{told.get('maxLength', '')}}})$"
@@ -266,4 +291,5 @@ def _values(schema: Any) -> list[Any] | None:
 
 def _bound(value: Any, default: int) -> int:
     """A bound as a number; the default if it is absent or none."""
-    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return int(value) if is_number else default

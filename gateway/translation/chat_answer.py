@@ -45,13 +45,22 @@ class _ChatAnswer:
         self._request = request
         self._head = head
         self._echo = echo
-        self._choices = [_Choice(make_parser()) for _ in range(request.num_choices)]
+        self._make_parser = make_parser
+        self._is_thinking: bool | None = None
+        self._choices: dict[int, _Choice] = {}
+        """Those with output: only a coordinator knows whether a request's number of choices is allowed."""
 
     def begin(self, started: api.GenerateStarted) -> None:
         """Take what the first chunk says."""
         self._head.take(started)
-        for choice in self._choices:
-            parsing.begin(choice.parser, is_thinking(started))
+        self._is_thinking = is_thinking(started)
+
+    def _choice(self, index: int) -> _Choice:
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = _Choice(self._make_parser())
+            parsing.begin(choice.parser, self._is_thinking)
+        return choice
 
     def _deltas(self, choice: _Choice, deltas: list[MessageDelta]) -> list[dict[str, Any]]:
         """The deltas as `ChatDelta`s without the role."""
@@ -136,7 +145,7 @@ class ChatEvents(_ChatAnswer):
         return []
 
     def _output(self, delta: api.ChoiceDelta, texts: TokenTexts) -> list[dict[str, Any]]:
-        choice, tokens = self._choices[delta.index], list(delta.tokens)
+        choice, tokens = self._choice(delta.index), list(delta.tokens)
         self._num_output += len(tokens)
         deltas = self._deltas(choice, choice.parser.push(delta.text))
         details = self._details(choice, tokens, delta.steps, texts)
@@ -150,7 +159,7 @@ class ChatEvents(_ChatAnswer):
         return events
 
     def _begin(self, index: int) -> list[dict[str, Any]]:
-        choice = self._choices[index]
+        choice = self._choice(index)
         if choice.has_begun:
             return []
         choice.has_begun = True
@@ -163,7 +172,7 @@ class ChatEvents(_ChatAnswer):
         return [event, self._event(index, {"content": self._echo}, no_details, {"finish_reason": None})]
 
     def _end(self, finished: api.ChoiceFinished) -> list[dict[str, Any]]:
-        choice, index = self._choices[finished.index], finished.index
+        choice, index = self._choice(finished.index), finished.index
         events = self._begin(index)
         for fields in self._deltas(choice, choice.parser.finish()):
             events.append(self._event(index, fields, self._no_details, {"finish_reason": None}))
@@ -205,7 +214,7 @@ class ChatWhole(_ChatAnswer):
         return whole
 
     def _whole(self, index: int, output: ParsedOutput, texts: TokenTexts) -> dict[str, Any]:
-        choice = self._choices[index]
+        choice = self._choice(index)
         parsed = [*choice.parser.push(output.text), *choice.parser.finish()]
         message = _joined(self._deltas(choice, parsed), self._echo)
         details = self._details(choice, output.tokens, output.steps, texts)

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from specdec.constraints.limits import MAX_CONSTRAINT_BYTES
-from specdec.gateway.api.errors import invalid
+from specdec.gateway.api.errors import cut, invalid
 from specdec.gateway.api.fields import (
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -97,8 +97,9 @@ def _of_outputs(wanted: StructuredOutputs | None, unenforced: list[str]) -> pb.C
             value = _with_schemas(_parsed(value), path, unenforced)
         if form in ("json_schema", "structural_tag") and not isinstance(value, str):
             value = _written(value)
-    except (RecursionError, orjson.JSONEncodeError):
-        raise invalid(path, "is nested too deeply") from None
+    except (RecursionError, orjson.JSONEncodeError) as error:
+        is_deep = isinstance(error, RecursionError) or "ecursion" in str(error)
+        raise invalid(path, "is nested too deeply" if is_deep else f"cannot be written as JSON: {error}") from None
     return pb.Constraint(**{form: value})
 
 
@@ -117,20 +118,21 @@ def _with_schemas(tag: Any, path: str, unenforced: list[str]) -> Any:
     changed = {}
     for key, value in tag.items():
         if key == name:
-            changed[key] = enforceable(value, f"{path}.{key}", strict=False, unenforced=unenforced)
+            changed[key] = enforceable(value, f"{path}.{cut(key)}", strict=False, unenforced=unenforced)
         else:
-            changed[key] = _with_schemas(value, f"{path}.{key}", unenforced)
+            changed[key] = _with_schemas(value, f"{path}.{cut(key)}", unenforced)
     return changed
 
 
 def _parsed(schema: Any) -> Any:
-    """A schema that may be written as a text; a text that is no JSON or too long is left for others to refuse."""
+    """A schema that may be written as a text; what is none, or is too long, is left to others."""
     if not isinstance(schema, str) or len(schema) > MAX_CONSTRAINT_BYTES:
         return schema
     try:
-        return json.loads(schema)
+        written = json.loads(schema)
     except (ValueError, RecursionError):
         return schema
+    return schema if isinstance(written, str) else written
 
 
 def _written(schema: object) -> str:

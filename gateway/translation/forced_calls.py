@@ -80,11 +80,12 @@ def _call(index: int, function: Mapping[str, Any], unenforced: list[str]) -> dic
     path, strict = f"tools[{index}].function.parameters", function.get("strict") is True
     schema = function.get("parameters")
     own = enforceable(schema, path, strict=strict, unenforced=unenforced) if schema else _NO_PARAMETERS
+    own = {"type": "object", **own} if isinstance(own, dict) else own
     name = _UNSAFE.sub(lambda match: _escaped(match[0]), function["name"])
     return {
         "type": "tag",
         "begin": f'{{"name":"{name}","parameters":',
-        "content": {"type": "json_schema", "style": "compact_json", "json_schema": {"type": "object", **own}},
+        "content": {"type": "json_schema", "style": "compact_json", "json_schema": own},
         "end": "}",
     }
 

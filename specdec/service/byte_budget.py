@@ -39,13 +39,14 @@ class ByteBudget:
 
     @contextmanager
     def hold(self, client: str, num_bytes: int = 0) -> Iterator[Held]:
-        """Hold a request's bytes.
+        """Hold a request's bytes. No bytes are never refused: a request that may grow begins with none.
 
         Raises:
             Overloaded: the client's budget, or that of all, has no room (PROMPT_BYTES_EXCEEDED).
         """
         held = Held(self, client)
-        held.grow(num_bytes)
+        if num_bytes:
+            held.grow(num_bytes)
         try:
             yield held
         finally:

@@ -68,7 +68,7 @@ class Discovery:
         name, _, port = entry.removeprefix(_DNS_PREFIX).rpartition(":")
         try:
             found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: no such name can exist
             _log.warning("lookup_failed", name=name, error=str(error))
             return
         addresses = sorted({join_address(str(where[0]), int(where[1])) for *_, where in found})

@@ -38,9 +38,6 @@ class PlayedEngine:
         assert stream_id == STREAM
         self.sink = sink
 
-    def refuse(self, stream_id: int, reason: str) -> None:
-        self.came.put_nowait(("refused", reason))
-
     def close_stream(self, stream_id: int, reason: str = "") -> None:
         self.came.put_nowait(("closed", reason))
 
@@ -96,6 +93,17 @@ async def test_frames_pass_unopened_both_ways_until_one_engine_ends_the_stream(l
     assert await linked.target.next() == ("closed", "")
 
 
+async def test_what_an_engine_sends_right_behind_its_dialling_arrives(linked: Linked) -> None:
+    linked.dial()
+    linked.draft.sink.on_message(b"hello")
+    linked.draft.sink.on_message(b"join")
+    assert [await linked.target.next() for _ in range(3)] == [
+        ("opened", "LINK_OPENED"),
+        ("message", b"hello"),
+        ("message", b"join"),
+    ]
+
+
 async def test_an_address_that_the_settings_do_not_name_is_never_called(linked: Linked) -> None:
     host, _, port = linked.address.partition(":")
     assert host == "127.0.0.1"
@@ -103,7 +111,7 @@ async def test_an_address_that_the_settings_do_not_name_is_never_called(linked: 
         linked.dial(other)
         if other:
             kind, reason = await linked.draft.next()
-            assert kind == "refused"
+            assert kind == "closed"
             assert "link_targets" in str(reason)
             assert other in str(reason)
     assert linked.target.sink is None

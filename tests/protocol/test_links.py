@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from specdec.replica.bridge.frame_codec import FrameKind
 from specdec.v1 import common_pb2 as pb
+from specdec.v1 import draft_pb2, target_pb2
 from specdec.wire.proposals import MOST_PROPOSALS
 from tests.protocol.linked_pair import EPOCH, KEY, PROMPT, LinkedPair, linked_pair
 from tests.protocol.simulation.model import reference
@@ -226,6 +229,33 @@ def test_a_suspended_draft_gets_its_tokens_at_once_when_it_resumes(pair: LinkedP
         pair._from_target(frame)
     commits = [entry.commit for entry in pair.carried if entry.WhichOneof("entry") == "commit"][:2]
     assert [(list(commit.token_ids), commit.suspend) for commit in commits] == [([20], True), ([21, 22, 23], False)]
+
+
+@for_each("role", ("target", "draft"))
+def test_what_follows_on_an_aborted_link_is_no_coordinators(role: str) -> None:
+    with linked_pair() as pair:
+        joined(pair)
+        core = getattr(pair, role)
+        request: Any = target_pb2.VerifyRequest if role == "target" else draft_pb2.DraftRequest
+        pair.send_bytes(core, b"\xff")
+        pair.send_bytes(core, request(attach=pb.Attach(owner_id="test", lease_generation=9)).SerializeToString())
+        pair.turn()
+        (abort,) = pair.aborts
+        assert "does not parse" in abort.message
+        pair.cut()
+        assert pair.run() == expected()
+
+
+def test_a_target_that_says_hello_on_and_on_gets_one_connection(pair: LinkedPair) -> None:
+    joined(pair)
+    local = pair.draft.port.local
+    name = local.listen()
+    hello = pb.LinkFrame(hello=pb.LinkHello(max_message_bytes=1 << 20, socket_path=name)).SerializeToString()
+    for _ in range(3):
+        pair.send_bytes(pair.draft, hello)
+    pair.turn()
+    opened = [frame for frame in local.receive() if frame.kind is FrameKind.LINK_OPENED]
+    assert len(opened) == 1
 
 
 @for_each("role", ("target", "draft"))

@@ -71,11 +71,12 @@ class DraftWork(PassObserver, Generic[FollowingT]):
     def entry(
         self, session: FollowingT, kind: str, body: Any, commit: Callable[[FollowingT, int, list[int]], None]
     ) -> None:
-        """Pass a commit to `commit` and measure its time."""
+        """Pass a commit to `commit` and measure its time. One that was overtaken on another way suspends nothing."""
         if kind == "commit":
             started_s = time.monotonic()
-            session.is_suspended = body.suspend
-            self.beginnings.heard(session, body.suspend)
+            if body.start_position + len(body.token_ids) >= self._held.position(session):
+                session.is_suspended = body.suspend
+                self.beginnings.heard(session, body.suspend)
             commit(session, body.start_position, list(body.token_ids))
             self._recorder.commit_handled(time.monotonic() - started_s)
 

@@ -68,8 +68,8 @@ class EngineProcess:
 
         `on_session_span` is called with the encoded SessionSpan of each traced session that has ended; it must not
         block. `on_look` is called a few times a second with the seconds for which the engine has been silent. `on_dial`
-        is called when the engine opens a stream to a target, with its id and the address; it answers by `adopt` or
-        `refuse`.
+        is called when the engine opens a stream to a target, with its id and the address; it calls `adopt`. None: the
+        stream is closed at once.
         """
         self.instance_id = secrets.token_hex(8)
         """New for each start."""
@@ -207,10 +207,6 @@ class EngineProcess:
         """Send the frames of a stream that the engine has opened to `sink`."""
         self._sinks[stream_id] = sink
 
-    def refuse(self, stream_id: int, reason: str) -> None:
-        """Tell the engine that a stream that it has opened cannot be had."""
-        self._write(FrameKind.STREAM_CLOSED, stream_id, reason.encode())
-
     def open_call(self, sink: StreamSink, request: bytes) -> int:
         """Send the engine a unary request, answered to `sink`; returns its id. Close it like a stream."""
         return self._open(sink, FrameKind.CALL, request)
@@ -298,6 +294,8 @@ class EngineProcess:
                     sink.on_abort(abort_status(frame.payload))
             case FrameKind.LINK_DIAL if self._on_dial is not None and frame.stream_id >= FIRST_DIALLED:
                 self._on_dial(self, frame.stream_id, frame.payload.decode(errors="replace"))
+            case FrameKind.LINK_DIAL:
+                self._write(FrameKind.STREAM_CLOSED, frame.stream_id, b"the draft has no link_targets")
             case FrameKind.LOAD:
                 if self.info is not None:
                     self._take_load(frame.payload)

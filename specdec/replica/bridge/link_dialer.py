@@ -44,7 +44,9 @@ class LinkDialer:
 
     def dial(self, engine: EngineProcess, stream_id: int, address: str) -> None:
         """Open a stream for the engine, under its id; the engine learns its end."""
-        call = asyncio.create_task(self._call(engine, stream_id, address), name="link")
+        stream = RelayedStream(engine, None, self._metrics, self._settings.stream_buffer_bytes, is_link=True)
+        stream.expect(stream_id)  # the engine's first messages come right behind
+        call = asyncio.create_task(self._call(engine, stream, stream_id, address), name="link")
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
@@ -55,18 +57,17 @@ class LinkDialer:
         await asyncio.gather(*self._calls, return_exceptions=True)
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
-    async def _call(self, engine: EngineProcess, stream_id: int, address: str) -> None:
+    async def _call(self, engine: EngineProcess, stream: RelayedStream, stream_id: int, address: str) -> None:
         try:
             channel = await self._channel(address)
         except (LookupError, TlsFilesBroken) as error:
             _log.warning("link_refused", target=address, reason=str(error))
-            engine.refuse(stream_id, str(error))
+            engine.close_stream(stream_id, str(error))
             return
         call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.current.stream_stream(_METHOD)()
         self._metrics.links.inc()
         try:
-            buffer_bytes = self._settings.stream_buffer_bytes
-            await RelayedStream(engine, call, self._metrics, buffer_bytes, is_link=True).call(stream_id)
+            await stream.call(call)
         finally:
             self._metrics.links.dec()
 

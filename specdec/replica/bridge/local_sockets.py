@@ -66,24 +66,20 @@ class LocalSockets:
         """Connect to an engine of this host; returns the stream's id, None if there is no such engine."""
         if not name.startswith(_PREFIX) or not name.isascii() or len(name) > len(_PREFIX) + 32:
             return None
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection: socket.socket | None = None
         try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.setblocking(False)  # a listener without room refuses at once
             connection.connect(f"\0{name}")
         except OSError:
-            connection.close()
+            if connection is not None:
+                connection.close()
             return None
         return self._add(connection)
 
     def receive(self) -> list[Frame]:
         """What has arrived: LINK_OPENED for each new connection, its messages, STREAM_CLOSED at its end."""
-        frames: list[Frame] = []
-        while self._listener is not None:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                break
-            if (stream_id := self._add(connection)) is not None:
-                frames.append(Frame(FrameKind.LINK_OPENED, stream_id, b"local"))
+        frames = [] if self._listener is None else self._accepted(self._listener)
         for stream_id in list(self._connections):
             frames += self._received(stream_id)
         return frames
@@ -117,6 +113,18 @@ class LocalSockets:
         if connection is not None:
             self._poller.unregister(connection.socket)
             connection.socket.close()
+
+    def _accepted(self, listener: socket.socket) -> list[Frame]:
+        """LINK_OPENED for new connections, at most so many per call: any process of the host may connect on and on."""
+        frames: list[Frame] = []
+        for _ in range(_MOST_SOCKETS):
+            try:
+                connection, _address = listener.accept()
+            except OSError:
+                break
+            if (stream_id := self._add(connection)) is not None:
+                frames.append(Frame(FrameKind.LINK_OPENED, stream_id, b"local"))
+        return frames
 
     def _add(self, connection: socket.socket) -> int | None:
         if len(self._connections) >= _MOST_SOCKETS or _user_of(connection) != os.geteuid():

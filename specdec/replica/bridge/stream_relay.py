@@ -91,7 +91,7 @@ class RelayedStream:
         *,
         is_link: bool,
     ) -> None:
-        """`context`: a ServicerContext of grpc.aio, or a call that streams in both directions.
+        """`context`: a ServicerContext of grpc.aio; None: `call` brings one.
 
         `is_link`: between a draft and a target.
         """
@@ -117,10 +117,17 @@ class RelayedStream:
         if self._status is not None:
             await abort_with_status(self._context, self._status)
 
-    async def call(self, stream_id: int) -> None:
-        """Relay a stream that the engine has opened to a service, until the service, the engine or an error ends it."""
-        self._stream_id, call = stream_id, self._context
+    def expect(self, stream_id: int) -> None:
+        """Queue what the engine sends on a stream that it has opened, until `call`."""
+        self._stream_id = stream_id
         self._engine.adopt(stream_id, self)
+
+    async def call(self, call: Any) -> None:
+        """Relay the expected stream to a service, until the service, the engine or an error ends it.
+
+        `call`: one that streams in both directions.
+        """
+        self._context = call
         try:
             await self._relay()
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):

@@ -218,10 +218,6 @@ class SimulatedEngine:
         """As EngineProcess."""
         self._sinks[stream_id] = sink
 
-    def refuse(self, stream_id: int, reason: str) -> None:
-        """As EngineProcess."""
-        self._put(FrameKind.STREAM_CLOSED, stream_id, reason.encode())
-
     def close_stream(self, stream_id: int, reason: str = "") -> None:
         """As EngineProcess."""
         if self._sinks.pop(stream_id, None) is not None:

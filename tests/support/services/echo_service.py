@@ -15,6 +15,7 @@ from typing import Literal
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from prometheus_client import CollectorRegistry
 
+from specdec.replica.bridge.frame_codec import FIRST_DIALLED
 from specdec.replica.bridge.frames import EnginePort, FrameKind
 from specdec.service.settings import ReplicaServiceSettings
 from specdec.telemetry import TargetMetrics
@@ -71,6 +72,9 @@ def run_engine(port: EnginePort, settings: EchoSettings) -> None:
                 case FrameKind.MESSAGE, b"hang":
                     port.pulse.begin_turn()
                     threading.Event().wait()
+                case FrameKind.MESSAGE, b"dial":
+                    port.send(FrameKind.LINK_DIAL, FIRST_DIALLED, b"target:1")
+                    port.send(FrameKind.MESSAGE, frame.stream_id, b"dialled")
                 case FrameKind.MESSAGE, b"drained":
                     port.send(FrameKind.DRAINED)
                 case FrameKind.MESSAGE, b"abort":

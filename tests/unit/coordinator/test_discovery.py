@@ -70,6 +70,11 @@ async def test_a_name_server_that_fails_takes_no_replica_away(names: Names) -> N
     assert await discovery.refresh() == before
 
 
+async def test_a_name_that_cannot_exist_keeps_no_other_from_being_looked_up() -> None:
+    found = await Discovery(["dns:///targets..svc:1", "dns:///localhost:5"]).refresh()
+    assert ReplicaAddress("127.0.0.1:5", "localhost") in found
+
+
 async def test_a_name_of_this_machine_is_really_looked_up() -> None:
     assert ReplicaAddress("127.0.0.1:5", "localhost") in await Discovery(["dns:///localhost:5"]).refresh()
 

@@ -140,6 +140,34 @@ def test_a_draft_that_leaves_its_link_gets_what_it_lacks(position: int) -> None:
     assert at.draft.commits == [*lacking, (6, [10], False)]
 
 
+def test_a_draft_that_left_its_link_with_unknown_tokens_is_ahead_until_they_arrive() -> None:
+    at = Stage()
+    assert not at.side.may_be_ahead(at.session.position)
+    at.link()
+    assert at.side.may_be_ahead(at.session.position)
+    at.link(is_direct=False, position=5)
+    assert at.side.may_be_ahead(at.session.position)
+    at.verdict(7)
+    assert at.side.may_be_ahead(at.session.position)
+    at.verdict(8)
+    assert not at.side.may_be_ahead(at.session.position)
+
+
+def test_a_draft_that_joins_and_leaves_on_and_on_is_faulty() -> None:
+    at = Stage()
+    at.session.token_ids.extend([7] * 1000)
+    for _ in range(200):
+        at.link()
+        at.link(is_direct=False, position=3)
+    assert set(at.faults) == {DraftFault.FLOOD}
+    assert len(at.draft.commits) == 32
+    at.faults.clear()
+    for token in range(100):
+        at.verdict(token)
+        at.link()
+    assert not at.faults
+
+
 def test_a_draft_that_seems_deaf_gets_its_tokens_from_both_until_it_answers() -> None:
     at = Stage()
     at.link()
@@ -200,7 +228,10 @@ async def test_each_pair_of_openings_gets_one_grant_with_a_key_of_its_own(grants
         link.grant_link(at.session)
         link.grant_link(at.session)
     assert len(at.target.grants) == (1 if grants else 0)
-    at.session.target.epoch += 1
+    at.session.target.supersede()
+    links[0].grant_link(at.session)
+    assert len(at.target.grants) == (1 if grants else 0), "the target has not been told to open it again"
+    at.session.target.told_epoch = at.session.target.epoch
     for link in links:
         link.grant_link(at.session)
     keys = {grant.key for grant in at.target.grants}

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.coordinator.open_inference.requests import read_call
+from specdec.coordinator.open_inference.responses import InferResponses
 from specdec.coordinator.open_inference.tensors import add_output, read_tensors
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import open_inference_pb2 as oip
@@ -131,9 +132,29 @@ REFUSED: dict[str, tuple[oip.ModelInferRequest, str]] = {
     "beams": (infer({"use_beam_search": True}), "sampling_parameters.use_beam_search"),
     "a wrong type": (infer({"temperature": [1]}), "sampling_parameters.temperature"),
     "out of range": (infer({"max_tokens": -5}), "sampling_parameters.max_tokens"),
+    "half a character": (infer({"cache_salt": "\ud800"}), "sampling_parameters"),
+    "half a character in a name": (infer({"\ud800": 1}), "sampling_parameters"),
     "two structures": (infer({"guided_decoding": {"json": {}, "regex": "a"}}), "sampling_parameters.guided_decoding"),
     "ids of two choices": (infer({"n": 2}, return_output_ids=[True]), "inputs"),
 }
+
+
+def test_a_shape_of_many_sizes_is_refused_before_they_are_multiplied() -> None:
+    request = infer()
+    request.inputs[0].shape[:] = [2**62] * 500_000
+    with pytest.raises(InvalidRequest, match="dimensions"):
+        read_call(request, may_stream=False)
+
+
+def test_a_streamed_response_counts_its_own_tokens() -> None:
+    call = read_call(infer(stream=[True], return_num_output_tokens=[True]), may_stream=True)
+    responses, counts = InferResponses(call, "r"), list[int]()
+    tokens = [api.OutputToken(id=1), api.OutputToken(id=2)]
+    for chunk in (api.ChoiceDelta(text="a", tokens=tokens), api.ChoiceDelta(text="b", tokens=tokens[:1])):
+        response = responses.take(api.GenerateResponse(delta=chunk))
+        assert response is not None
+        counts.append(struct.unpack("<I", response.raw_output_contents[1])[0])
+    assert counts == [2, 1]
 
 
 @for_each("name", list(REFUSED))

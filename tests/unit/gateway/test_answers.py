@@ -185,6 +185,11 @@ def test_calls_end_as_openai_ends_them(choice: Any, reason: str) -> None:
     assert told["message"]["tool_calls"] == [call]
 
 
+def test_a_number_of_choices_that_will_be_refused_costs_nothing() -> None:
+    chunks = [started(), delta("a", index=1), choice_finished(pb.FINISH_REASON_STOP, index=1), finished()]
+    assert [event["choices"][0]["index"] for event in chat_events(chunks, n=2**32 - 1)] == [1, 1, 1]
+
+
 def test_speculation_is_told_in_numbers() -> None:
     told = chat_whole(PLAIN)["metrics"]["speculative_decoding"]
     assert told == {

@@ -109,6 +109,11 @@ def test_a_property_may_have_the_name_of_a_keyword(name: str) -> None:
     assert not accepts(constraint, written(("paint", {name: "green"})))
 
 
+def test_a_schema_that_allows_nothing_is_left_to_the_compiler() -> None:
+    tag = json.loads(constraint_of(with_schemas(f={"not": {}})).structural_tag)
+    assert tag["format"]["elements"][1]["tags"][0]["content"]["json_schema"] is False
+
+
 def test_each_schema_is_a_document_with_its_own_references_and_hints() -> None:
     color = {"$defs": {"c": {"$anchor": "col", "enum": ["red"]}}, "type": "object", "required": ["a"]}
     schemas = {

@@ -137,6 +137,15 @@ def test_unknown_fields_are_left_out_and_told_by_their_path() -> None:
     ]  # fmt: skip
 
 
+def test_an_unknown_field_beside_the_form_that_the_type_names_leaves_the_form() -> None:
+    ignored: list[str] = []
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}, "shape": 1}
+    asked = validated(ChatRequest, {"messages": MESSAGES, "response_format": form}, ignored)
+    assert ignored == ["response_format.shape"]
+    assert asked.response_format is not None
+    assert asked.response_format.type == "json_schema"
+
+
 def test_what_cannot_be_honoured_is_refused_where_unknown_fields_are_ignored() -> None:
     for name, value in {
         "audio": {"voice": "x"},

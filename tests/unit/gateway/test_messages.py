@@ -16,6 +16,7 @@ from specdec.gateway.anthropic.to_chat import to_chat
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.problems import validated
 from specdec.gateway.chat.parsing import make_message_parser
+from specdec.gateway.routes.answers import JsonResponse
 from specdec.gateway.translation.chat_request import chat_to_generate
 from specdec.gateway.translation.head import AnswerHead
 from specdec.v1 import common_pb2 as pb
@@ -139,6 +140,7 @@ def test_a_choice_of_tools_forces_calls_where_it_says_so(choice: dict[str, Any],
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice.name"),
+        ({"tools": [{**TOOL, "name": {}}], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice.name"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"container": "c"}, "container"),
     ],
@@ -155,7 +157,7 @@ def test_thinking_and_a_schema_reach_template_and_constraint() -> None:
         thinking={"type": "enabled", "budget_tokens": 1024},
         output_config={"format": {"type": "json_schema", "schema": schema}},
     )
-    assert json.loads(body.messages.template_variables_json) == {"enable_thinking": True}
+    assert json.loads(body.messages.template_variables_json) == {"enable_thinking": True, "thinking": True}
     assert json.loads(body.sampling.constraint.json_schema)["required"] == ["a"]
 
 
@@ -204,3 +206,16 @@ def test_a_stop_sequence_is_told() -> None:
     message = whole_message(events_of(["<think></think>a"], stop_string="\n\nHuman:"))
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "\n\nHuman:")
     assert [block["type"] for block in message["content"]] == ["text"]
+
+
+def test_integers_of_any_size_in_a_calls_arguments_reach_the_client() -> None:
+    called = CALLED.replace("12", "9" * 30)
+    message = whole_message(events_of([called]))
+    assert json.loads(JsonResponse(message).body)["content"][-1]["input"]["a"] == int("9" * 30)
+
+
+def test_turns_of_one_role_are_joined_in_one_list() -> None:
+    parts = user(*[text("x")] * 3)
+    body = generate(parts, *[user(text(str(index))) for index in range(3)], {"role": "user", "content": "end"})
+    assert [message.role for message in body.messages.messages] == ["user"]
+    assert len(parts["content"]) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import pytest
@@ -55,6 +56,7 @@ class Coordinator:
     async def call(self, method: str, request: Any) -> Any:
         assert (method, request.with_tokenizer) == ("GetModelInfo", True)
         self.num_asked += 1
+        await asyncio.sleep(0)
         if self.fault is not None:
             raise self.fault
         return api.GetModelInfoResponse(tokenizer=api.TokenizerInfo(chat_template=self.template))
@@ -73,6 +75,17 @@ async def test_a_coordinator_is_asked_once_a_minute_and_again_after_an_error() -
     assert told.num_asked == 2
     now_s, told.template = 61.0, ""
     assert await names.of(caller) == ParserPair("none", "none")
+
+
+async def test_many_requests_at_once_ask_once() -> None:
+    now_s, told = 0.0, Coordinator(GLM)
+    names = ParserNames("auto", "auto", clock=lambda: now_s)
+    caller = cast("Any", lambda: told)
+    for _ in range(2):
+        asked = told.num_asked
+        found = await asyncio.gather(*(names.of(caller) for _ in range(5)))
+        assert (found, told.num_asked - asked) == (5 * [ParserPair("think", "glm45")], 1)
+        now_s += 61.0
 
 
 async def test_nobody_is_asked_where_both_are_set() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from specdec.constraints.limits import fault_of
+from specdec.constraints.limits import MAX_CONSTRAINT_BYTES, fault_of
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.responses import ResponsesRequest
@@ -141,6 +141,50 @@ def test_values_that_look_like_schemas_stay_as_they_are() -> None:
     assert accepts(constraint, '{"uniqueItems": true, "title": "x"}')
 
 
+@for_each(
+    "schema",
+    [
+        {"type": 5, "format": "date"},
+        {"type": None, "format": "x"},
+        {"dependentRequired": {"a": [{}]}, "required": ["a"]},
+        {"propertyNames": {"format": []}},
+        {"minProperties": float("inf"), "required": []},
+        {"type": "string", "format": "byte", "pattern": "a", "allOf": 5},
+        {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": -1},
+    ],
+)
+def test_values_of_wrong_kinds_are_left_to_the_compiler(schema: Any) -> None:
+    enforceable(schema, "s", strict=False, unenforced=[])
+
+
+def _records(depth: int) -> Any:
+    inner: Any = {"type": "string"}
+    for _ in range(depth):
+        inner = {"propertyNames": {"enum": list("abcdefgh")}, "additionalProperties": inner}
+    return inner
+
+
+def _sets(depth: int) -> Any:
+    inner: Any = {"enum": [0, 1]}
+    for _ in range(depth):
+        inner = {"type": "array", "items": inner, "uniqueItems": True, "minItems": 2, "maxItems": 2}
+    return inner
+
+
+@for_each("schema", [_records(60), _sets(60), {**SET, "items": {"enum": ["x" * 100_000, "y", "z"]}}])
+def test_copies_of_copies_are_bounded(schema: Any) -> None:
+    constraint, unenforced = read(schema)
+    assert len(constraint.json_schema) < 4 * MAX_CONSTRAINT_BYTES
+    assert unenforced
+
+
+def test_long_names_cost_their_length_once() -> None:
+    unenforced: list[str] = []
+    named = {f"a{index}": {"not": {"type": "null"}} for index in range(2000)}
+    enforceable({"properties": {"k" * 100_000: {"properties": named}}}, "s", strict=False, unenforced=unenforced)
+    assert sum(map(len, unenforced)) < 1_000_000
+
+
 def test_models_of_pydantic_are_taken() -> None:
     class Order(BaseModel):
         """A long description."""
@@ -218,6 +262,16 @@ def test_texts_that_are_nested_too_deeply_are_refused(name: str, depth: int) -> 
         fault = str(error.param), error.message
     assert fault is not None
     assert name in fault[0]
+
+
+def test_schemas_as_texts_that_cannot_be_written_again_are_refused_or_left() -> None:
+    half = '"\\ud800"'
+    body = chat_to_generate(chat(structured_outputs={"json": half}))
+    assert body.sampling.constraint.json_schema == half
+    for schema in ('{"const": "\\ud800"}', f'{{"const": {"9" * 30}}}'):
+        with pytest.raises(ApiError, match="cannot be written as JSON") as caught:
+            chat_to_generate(chat(structured_outputs={"json": schema}))
+        assert caught.value.param == "structured_outputs.json"
 
 
 def test_strict_schemas_are_refused_where_they_were_sent() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.requests import ClientDisconnect
@@ -13,6 +13,12 @@ from starlette.requests import ClientDisconnect
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.http.events import KEPT_ALIVE, Event, EventStream, begun, framed, while_connected
 from specdec.gateway.routes.merging import all_of, merged
+from specdec.gateway.routes.output import kept
+from specdec.gateway.upstream.coordinators import Coordinators
+from specdec.service.byte_budget import ByteBudget
+from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Overloaded
+from tests.support.services.chunks import delta, texts_of
 
 
 class Wire:
@@ -239,3 +245,15 @@ async def test_the_first_error_of_several_calls_cancels_the_others() -> None:
     with pytest.raises(ApiError, match="oh"):
         await all_of([waits(), fails()])
     assert has_ended.is_set()
+
+
+def test_each_chunk_of_an_answer_that_is_kept_whole_holds_bytes() -> None:
+    coordinators = Coordinators(cast("Any", lambda address: None), ["x:1"], lambda: None)  # never called
+    budget, told = ByteBudget(total_bytes=1000, client_bytes=1000), list[api.GenerateResponse]()
+    with budget.hold("other", 500), budget.hold("client") as held:
+        add = kept(coordinators.caller((), held), lambda chunk, _: told.append(chunk))
+        add(delta("x" * 100), texts_of([]))
+        assert held.num_bytes >= 300
+        with pytest.raises(Overloaded):
+            add(delta("x" * 100), texts_of([]))
+    assert (len(told), budget.num_bytes) == (1, 0)

@@ -12,6 +12,7 @@ import pytest
 from google.rpc import status_pb2
 
 from specdec.replica.bridge.engine_process import EngineProcess
+from specdec.replica.bridge.frame_codec import FIRST_DIALLED
 from specdec.v1 import common_pb2
 from tests.support.services.echo_process import echo_process, gone, ready_echo, stop_process, verify_stream
 from tests.support.services.echo_service import TOKENIZER_BYTES, EchoSettings
@@ -86,6 +87,17 @@ async def test_frames_of_a_closed_stream_are_dropped_and_the_engine_knows() -> N
 
         assert await observer.next() == b"opened 1\nopened 2\nclosed 1"
         assert sink.received.empty()
+
+
+async def test_a_dialled_stream_is_closed_at_once_where_nobody_dials() -> None:
+    async with engine() as process:
+        await process.wait_ready()
+        sink = Sink()
+        stream_id = process.open_stream(sink, "peer")
+        await process.send_message(stream_id, b"dial")
+        assert await sink.next() == b"dialled"
+        await process.send_message(stream_id, b"events")
+        assert await sink.next() == f"opened 1\nclosed {FIRST_DIALLED}".encode()
 
 
 async def test_load_report_updates_the_replica_info() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -105,6 +106,48 @@ def test_other_users_and_too_many_connections_get_no_answer(
     assert draft.local.connect(name) is not None
     assert draft.local.connect(name) is not None
     assert draft.local.connect(name) is None
+
+
+def test_a_listener_without_room_is_not_waited_for(ports: tuple[EnginePort, EnginePort]) -> None:
+    _, draft = ports
+    other = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with other:
+        other.bind("\0specdec-link-full")
+        other.listen(0)
+        ids = [draft.local.connect("specdec-link-full") for _ in range(4)]
+    assert ids[0] is not None
+    assert ids[-1] is None
+
+
+def test_no_descriptor_is_no_connection(ports: tuple[EnginePort, EnginePort], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = ports
+    name = target.local.listen()
+
+    def refuse(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    assert draft.local.connect(name) is None
+
+
+def test_a_crowd_of_connections_is_taken_in_parts(
+    ports: tuple[EnginePort, EnginePort], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = ports
+    name = target.local.listen()
+    monkeypatch.setattr(local_sockets, "_MOST_SOCKETS", 2)
+    monkeypatch.setattr(os, "geteuid", lambda: -1)  # all are other users'
+    peers = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
+    for peer in peers:
+        peer.connect(f"\0{name}")
+        peer.setblocking(False)
+    assert target.local.receive() == []
+    with pytest.raises(BlockingIOError):
+        peers[2].recv(1)
+    assert target.local.receive() == []
+    assert [peer.recv(1) for peer in peers] == [b""] * 3
+    for peer in peers:
+        peer.close()
 
 
 def test_a_name_that_leads_to_no_engine_is_not_called(ports: tuple[EnginePort, EnginePort]) -> None:

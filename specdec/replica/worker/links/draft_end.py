@@ -131,7 +131,9 @@ class DraftEnd(LinkEnd[SessionT]):
     def _greeted(self, stream_id: int, hello: pb.LinkHello) -> None:
         """Take the shorter way to a target on this host, for its present sessions too: they join again."""
         target = next((target for target, dialled in self._dialled.items() if dialled == stream_id), None)
-        if target is None or not hello.socket_path or (local := self._port.local.connect(hello.socket_path)) is None:
+        if target is None or not hello.socket_path or stream_id in self._shorter:
+            return
+        if (local := self._port.local.connect(hello.socket_path)) is None:
             return
         self._shorter[stream_id] = local
         self.streams.opened(local)

@@ -70,7 +70,9 @@ class LinkEnd(ABC, Generic[SessionT]):
     # --- streams
 
     def message(self, stream_id: int, payload: bytes) -> Iterator[None]:
-        """Handle a frame of a stream, entry by entry."""
+        """Handle a frame of a stream, entry by entry; what comes after the stream's end is dropped."""
+        if not self.streams.is_open(stream_id):
+            return
         try:
             frame = pb.LinkFrame.FromString(payload)
         except DecodeError:
@@ -85,9 +87,10 @@ class LinkEnd(ABC, Generic[SessionT]):
                 self._abort(stream_id, "MALFORMED_MESSAGE", message)
             elif not self._is_handled(stream_id, entry) and self.streams.is_flooded(stream_id):
                 self._abort(stream_id, "TOO_MANY_STRAYS", "too many entries of sessions that are not joined")
-            if stream_id not in self.streams:
+            if not self.streams.is_open(stream_id):
                 return
             yield
+        self._host.steps.work()
 
     def _is_handled(self, stream_id: int, entry: pb.LinkEntry) -> bool:
         session = self._host.sessions.get(entry.session_id)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from google.rpc import code_pb2
 
-from specdec.replica.bridge.frame_codec import FIRST_LOCAL
+from specdec.replica.bridge.frame_codec import FIRST_DIALLED, FIRST_LOCAL
 from specdec.replica.bridge.frames import EnginePort, FrameKind
 from specdec.replica.worker.errors import stream_status
 from specdec.replica.worker.pending_responses import ResponseLimits
@@ -35,10 +35,17 @@ class LinkStreams:
         self._port = port
         self._limits = limits
         self._streams: dict[int, _Stream] = {}
+        self._aborted: set[int] = set()
+        """Aborted streams that a peer opened, until their end is told."""
         self.socket_name = ""
         """Name of the engine's socket for others of its host; empty: there is none."""
 
     def __contains__(self, stream_id: int) -> bool:
+        """Whether a stream is a link's, open or not: what still comes on it must not become a coordinator's."""
+        return stream_id >= FIRST_DIALLED or stream_id in self._streams or stream_id in self._aborted
+
+    def is_open(self, stream_id: int) -> bool:
+        """Whether a stream has neither ended nor been aborted."""
         return stream_id in self._streams
 
     def opened(self, stream_id: int) -> None:
@@ -53,12 +60,13 @@ class LinkStreams:
 
     def taken(self, stream_id: int, num_bytes: int) -> None:
         """The peer has read `num_bytes` more."""
-        stream = self._streams[stream_id]
-        stream.num_untaken_bytes = max(0, stream.num_untaken_bytes - num_bytes)
+        if (stream := self._streams.get(stream_id)) is not None:
+            stream.num_untaken_bytes = max(0, stream.num_untaken_bytes - num_bytes)
 
     def closed(self, stream_id: int) -> None:
         """Forget a stream that has ended."""
         self._streams.pop(stream_id, None)
+        self._aborted.discard(stream_id)
 
     def put(self, stream_id: int | None, session_id: str, epoch: int, **action: object) -> bool:
         """Queue an entry; `action` is the one field of its oneof. False: the stream is gone, or the entry too large."""
@@ -103,5 +111,7 @@ class LinkStreams:
     def abort(self, stream_id: int, reason: str, message: str) -> None:
         """End a stream with a status."""
         self.closed(stream_id)
+        if stream_id < FIRST_DIALLED:
+            self._aborted.add(stream_id)
         status = stream_status(code_pb2.FAILED_PRECONDITION, reason, message)
         self._port.send(FrameKind.STREAM_ABORT, stream_id, status.SerializeToString())

@@ -83,6 +83,19 @@ def test_a_suspended_draft_computes_and_proposes_nothing(client: WorkerClient) -
     assert num_computed < client.session().num_committed
 
 
+@pytest.mark.parametrize("suspend", [True, False])
+def test_a_commit_that_was_overtaken_on_another_way_suspends_and_resumes_nothing(
+    client: WorkerClient, suspend: bool
+) -> None:
+    client.entry("s", open=open_session(PROMPT, max_tokens=200, ignore_eos=True))
+    commit(client, 20, [7, 8])
+    commit(client, 22, [9], suspend=suspend)
+    commit(client, 20, [7, 8], suspend=not suspend)
+    assert client.session().is_suspended == suspend
+    commit(client, 23, [10], suspend=not suspend)
+    assert client.session().is_suspended != suspend
+
+
 def test_where_one_session_after_the_other_is_suspended_the_next_waits_for_its_first_commit(
     client: WorkerClient,
 ) -> None:
