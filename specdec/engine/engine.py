@@ -238,6 +238,7 @@ class Engine:
         self.ahead.release()
         for seq in self._unaccepted:
             self._forget_nodes(seq)
+            self.scheduler.states.settle(seq)  # a sequence that does not run now would keep its nodes' rows
         self._unaccepted = []
         scheduled = self.scheduler.schedule(only)
         self._in_step = [item.seq for item in scheduled.items]

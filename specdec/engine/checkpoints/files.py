@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.engine.checkpoints.folder import check_folder
+from specdec.engine.checkpoints.folder import check_folder, read_json
 from specdec.engine.checkpoints.tokenizer_conversion import converted_tokenizer
 from specdec.engine.errors import ModelLoadError
 from specdec.wire.tokenizer_files import canonical_json, tokenizer_digest, with_chat_template
@@ -106,18 +106,22 @@ class TokenizerFiles:
 def read_tokenizer(directory: Path) -> TokenizerFiles:
     """Read ``tokenizer.json`` and ``tokenizer_config.json``, with a chat template from a file beside them.
 
-    Without the former, other formats are converted. Raises ``ModelLoadError`` if that fails.
+    Without the former, other formats are converted. Raises ``ModelLoadError`` if that fails, or if a file is no JSON.
     """
     tokenizer, config_file = directory / "tokenizer.json", directory / "tokenizer_config.json"
-    text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else converted_tokenizer(directory)
-    config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    if tokenizer.is_file():
+        read_json(tokenizer)
+        text = tokenizer.read_text(encoding="utf-8")
+    else:
+        text = converted_tokenizer(directory)
+    config = read_json(config_file) if config_file.is_file() else {}
     return TokenizerFiles(text, with_chat_template(config, directory))
 
 
 def read_eos_token_ids(directory: Path, config_eos: int | list[int] | None) -> tuple[int, ...]:
-    """End-of-sequence ids of ``generation_config.json``, or else of the model's config."""
+    """End-of-sequence ids of ``generation_config.json``, or else of the model's config. Raises ``ModelLoadError``."""
     file = directory / "generation_config.json"
-    eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    eos = read_json(file).get("eos_token_id") if file.is_file() else None
     if eos is None:
         eos = config_eos
     if eos is None:

@@ -25,7 +25,7 @@ def check_folder(path: Path) -> None:
         return
     adapter = path / "adapter_config.json"
     if adapter.is_file():
-        base = _json(adapter).get("base_model_name_or_path") or "its base model"
+        base = read_json(adapter).get("base_model_name_or_path") or "its base model"
         raise ModelLoadError(
             f"model: {path} is a LoRA adapter of {base}; merge them (peft: merge_and_unload, save_pretrained) and give "
             "the merged model's folder"
@@ -50,7 +50,7 @@ def check_weights(path: Path) -> None:
         _check_file(file)
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        listed = set(map(str, _json(index).get("weight_map", {}).values()))
+        listed = set(map(str, read_json(index).get("weight_map", {}).values()))
         if missing := sorted(listed - {file.name for file in files}):
             raise ModelLoadError(f"model: {path} lacks {missing[0]}, which {index.name} names; download it again")
 
@@ -58,6 +58,17 @@ def check_weights(path: Path) -> None:
 def tensor_bytes(file: Path) -> dict[str, int]:
     """Bytes of each tensor of a safetensors file, from its header. Raises ``ModelLoadError`` as `check_weights`."""
     return {name: int(last) - int(first) for name, (first, last) in _offsets(file)}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises ``ModelLoadError``."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ModelLoadError(f"model: {file} cannot be read: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"model: {file} is no JSON object; download it again")
+    return content
 
 
 def names_in(path: Path) -> str:
@@ -105,13 +116,3 @@ def _gguf(file: Path) -> str:
         f"model: {file} is a GGUF file; only safetensors are read: save_pretrained of transformers' "
         f"from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}) makes such a folder"
     )
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise ModelLoadError(f"model: {file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"model: {file} is no JSON object")
-    return content

@@ -357,5 +357,8 @@ class _Builder:
         most_useful = settings.max_batch_seqs * (-(-loaded.max_model_len // settings.block_size) + 4)
         num_blocks = min(budget // block_bytes, most_useful) if block_bytes else most_useful
         if num_blocks < 2:
-            raise ModelLoadError(f"kv_cache_memory_bytes: {budget} bytes do not hold two blocks of {block_bytes} bytes")
+            rest = f" beside {state_bytes} bytes of recurrent layers' states" if state_bytes else ""
+            raise ModelLoadError(
+                f"kv_cache_memory_bytes: {budget} bytes do not hold two blocks of {block_bytes} bytes{rest}; raise it"
+            )
         return int(num_blocks)

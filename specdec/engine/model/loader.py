@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
@@ -202,16 +203,20 @@ def _skip(model: PreTrainedModel, settings: EngineSettings, tokenizer: Tokenizer
 
 
 def _tell_non_finite(model: PreTrainedModel) -> None:
-    """Log the weights in host memory that hold NaN or infinity: a request that meets them fails.
-
-    Cost: one pass over these weights.
+    """Log the weights in host memory (of a shard: its own parts) that hold NaN or infinity: a request that meets them
+    fails. Cost: one pass over these weights.
     """
     broken = []
     for name, weight in model.named_parameters():
         is_read = weight.dtype.is_floating_point and weight.numel() and weight.element_size() > 1
         if not (is_read and weight.device.type == "cpu"):
             continue
-        least, most = weight.detach().aminmax()
+        own = weight.detach()
+        if isinstance(own, DTensor):
+            own = own.to_local()  # over all ranks it would take six collectives, of which gloo's minimum loses NaN
+            if not own.numel():
+                continue
+        least, most = own.aminmax()
         if not (torch.isfinite(least) and torch.isfinite(most)):
             broken.append(name)
     if broken:

@@ -302,9 +302,12 @@ class Step {
 
 extern "C" {
 
-// Floats of workspace for a step of num_rows rows.
+// Floats of workspace for steps of at most num_rows rows. Few rows may need more than many, as each thread norms them.
 int64_t specdec_decoder_workspace(const Decoder* decoder, int64_t num_rows, int num_threads) {
-  return Workspace(*decoder, num_rows, num_threads, nullptr).end - static_cast<float*>(nullptr);
+  const auto floats = [&](int64_t rows) {
+    return Workspace(*decoder, rows, num_threads, nullptr).end - static_cast<float*>(nullptr);
+  };
+  return std::max(floats(num_rows), floats(std::min(num_rows, kPrivateNormRows)));
 }
 
 // Runs one step; logits [num_logits rows, decoder->num_logits]. Returns 0. For a token id (1) or a position (2) outside

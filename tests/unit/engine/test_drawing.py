@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import random
@@ -191,6 +192,16 @@ def test_several_threads_draw_the_same() -> None:
     [first, *others] = [draw_all(runner_of("llama", n), contexts, many, [4, 3, 4]) for n in (1, 2, 3)]
     assert [len(draws) for draws in first] == [4, 3, 4]
     assert all(other == first for other in others)
+
+
+def test_a_call_whose_rows_end_one_by_one_has_memory_for_the_few_that_are_left() -> None:
+    """Of few rows every thread holds a norm of its own, which takes more memory than one norm of some more rows."""
+    runner = runner_of("llama", 3)
+    assert runner.fused is not None
+    decoder, _ = runner.fused
+    floats = decoder.library.specdec_decoder_workspace
+    needed = [floats(ctypes.byref(decoder._decoder), num_rows, 3) for num_rows in range(1, 65)]
+    assert needed == sorted(needed)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

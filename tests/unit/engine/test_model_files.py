@@ -100,6 +100,26 @@ def other_shape(folder: Path) -> Path:
     return folder
 
 
+def cut_tokenizer(folder: Path) -> Path:
+    (folder / "tokenizer.json").write_text('{"model": {')
+    return folder
+
+
+def cut_tokenizer_config(folder: Path) -> Path:
+    (folder / "tokenizer_config.json").write_text("{")
+    return folder
+
+
+def no_object(folder: Path) -> Path:
+    (folder / "tokenizer.json").write_text("[]")
+    return folder
+
+
+def cut_generation_config(folder: Path) -> Path:
+    (folder / "generation_config.json").write_text("{")
+    return folder
+
+
 FAULTS: list[tuple[Callable[[Path], Path], str]] = [
     (adapter, r"is a LoRA adapter of meta/base; merge them"),
     (gguf, r"q4.gguf is a GGUF file; only safetensors are read: .*gguf_file='q4.gguf'"),
@@ -113,6 +133,10 @@ FAULTS: list[tuple[Callable[[Path], Path], str]] = [
     (cut_in_the_header, r"model.safetensors is cut off or no safetensors file \(20 bytes\)"),
     (no_json, r"model.safetensors is no safetensors file"),
     (missing_shard, r"lacks model-00002-of-00002.safetensors, which .* names"),
+    (cut_tokenizer, r"tokenizer.json cannot be read: .*; download it again"),
+    (cut_tokenizer_config, r"tokenizer_config.json cannot be read: .*; download it again"),
+    (no_object, r"tokenizer.json is no JSON object; download it again"),
+    (cut_generation_config, r"generation_config.json cannot be read: .*; download it again"),
     (other_shape, r"has model.norm.weight of shape \[7\], and its config.json means \[64\]"),
 ]
 

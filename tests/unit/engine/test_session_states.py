@@ -69,6 +69,22 @@ def test_a_session_holds_at_most_two_states_however_much_is_drafted() -> None:
     assert bench.used == (0, 0)
 
 
+def test_rejected_nodes_hold_no_rows_while_their_session_waits() -> None:
+    bench = Bench()
+    waiting, other = bench.add(PROMPT), bench.add([*PROMPT[:5], 40])
+    bench.engine.append(waiting, [5])
+    waiting.tree = TokenTree(range(1, 13))
+    bench.engine.step()
+    assert bench.used[1] >= 12
+    bench.engine.append(other, [6])
+    bench.engine.step(only={other.seq_id})
+    assert bench.used[1] < 6
+    bench.engine.append(waiting, [7])
+    output = bench.engine.step()
+    assert output is not None
+    assert [(item.start, item.num_new_tokens) for item in output.items] == [(len(PROMPT) + 1, 1)]
+
+
 def test_a_rollback_keeps_the_state_and_computes_only_new_tokens() -> None:
     bench = Bench()
     seq = bench.add(PROMPT)

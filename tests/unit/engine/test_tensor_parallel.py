@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from specdec.engine.batch import Batch, build_batch
 from specdec.engine.errors import ModelNotSupported
 from specdec.engine.leading_runner import LeadingRunner
-from specdec.engine.model.loader import check_tensor_parallel
+from specdec.engine.model.loader import _tell_non_finite, check_tensor_parallel
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan
 from specdec.engine.parallel.step_frames import (
@@ -103,6 +109,23 @@ def test_what_the_machine_does_not_have_is_refused_before_any_weight_is_read(
         check_tensor_parallel(settings_of(model, device="cuda:2"))
     with pytest.raises(TensorParallelRefused, match=r"^tensor_parallel_size: 2 .*CUDA_VISIBLE_DEVICES"):
         check_tensor_parallel(settings_of(model))
+
+
+def test_a_rank_looks_for_weights_that_are_no_numbers_in_its_own_part_without_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model: Any = nn.Linear(4, 6, bias=False)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        part = torch.full((3, 4), torch.nan)
+        whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        model.weight = nn.Parameter(whole, requires_grad=False)
+        with CommDebugMode() as collectives:
+            _tell_non_finite(model)
+    finally:
+        dist.destroy_process_group()
+    assert "1 weights hold NaN or infinity: weight" in caplog.text
+    assert collectives.get_total_counts() == 0
 
 
 def test_a_model_that_cannot_be_paged_is_refused_for_that(tmp_path: Path) -> None:
