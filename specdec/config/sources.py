@@ -49,6 +49,7 @@ _VALUE_NAMES = {
     "tuple[int,...]": "LIST",
     "tuple[str,...]": "LIST",
     "tuple[JSON,...]": "LIST",
+    "dict[str,Any]": "JSON",
 }
 
 

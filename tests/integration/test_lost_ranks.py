@@ -15,6 +15,7 @@ import pytest
 from specdec.config import TargetSettings
 from specdec.replica.bridge.engine_process import EngineProcess
 from tests.support.engine.tiny_models import save_tiny_model
+from tests.support.scripted.model import make_tokenizer
 from tests.support.services.faults import eventually
 from tests.support.services.rank_processes import all_gone, rank_of, ranks_of
 
@@ -26,7 +27,9 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("llama", tmp_path_factory.mktemp("model"))
+    model = save_tiny_model("llama", tmp_path_factory.mktemp("model"))
+    make_tokenizer().save(str(model / "tokenizer.json"))
+    return model
 
 
 @asynccontextmanager

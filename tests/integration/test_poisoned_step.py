@@ -14,6 +14,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
 from tests.support.engine.tiny_models import save_tiny_model
 from tests.support.engine.worker_client import reason_of
+from tests.support.scripted.model import make_tokenizer
 from tests.support.services.poisoned_target import POISON
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -89,6 +90,7 @@ async def run(entry: str, model: Path) -> Results:
 
 async def test_a_request_that_steps_raise_for_ends_alone(tmp_path: Path) -> None:
     model = save_tiny_model("llama", tmp_path / "model")
+    make_tokenizer().save(str(model / "tokenizer.json"))
     undisturbed = await run("specdec.target_service.worker:run_engine", model)
     disturbed = await run("tests.support.services.poisoned_target:run_engine", model)
     assert undisturbed.reasons == {}

