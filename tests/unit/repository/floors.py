@@ -212,7 +212,8 @@ FLOORS = {
         plan
     """,
     "specdec.gateway": """
-        api chat page schemas upstream
+        api chat page upstream
+        schemas
         http parser_names settings translation
         anthropic parts
         routes
