@@ -246,7 +246,7 @@ define generate_stubs
 include="$$($(BIN)/python -c 'import pathlib, google.rpc; print(pathlib.Path(list(google.rpc.__path__)[0]).parents[1])')"
 PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I$(PROTO_ROOT) -I"$$include" \
     --python_out=$(1) --mypy_out=$(1) --grpc_python_out=$(1) --mypy_grpc_out=$(1) $(PROTOS)
-rm -f $(1)/specdec/v1/common_pb2_grpc.py* $(1)/specdec/v1/trace_pb2_grpc.py*
+rm -f $(1)/specdec/v1/common_pb2_grpc.py* $(1)/specdec/v1/trace_pb2_grpc.py* $(1)/specdec/v1/vllm_engine_pb2_grpc.py*
 endef
 
 .PHONY: proto

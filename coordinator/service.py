@@ -46,6 +46,7 @@ from specdec.coordinator.tenants.api_keys import ApiKeys, Authenticator, KeyFile
 from specdec.coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from specdec.coordinator.tenants.shared_quotas import SharedQuotas
 from specdec.coordinator.timings import Timings
+from specdec.coordinator.vllm_engine import servicer as vllm_engine
 from specdec.service.byte_budget import ByteBudget
 from specdec.service.listening import StartupFailed
 from specdec.service.memory_limit import budget_bytes
@@ -84,7 +85,7 @@ class CoordinatorService:
     """A coordinator; `specdec.service.server.run_service` runs it."""
 
     name = "coordinator"
-    grpc_names: Sequence[str] = (SERVICE_NAME, open_inference.SERVICE_NAME)
+    grpc_names: Sequence[str] = (SERVICE_NAME, open_inference.SERVICE_NAME, vllm_engine.SERVICE_NAME)
 
     def __init__(
         self, settings: CoordinatorSettings, registry: CollectorRegistry, timings: Timings | None = None
@@ -198,6 +199,14 @@ class CoordinatorService:
         self._open_inference = open_inference.OpenInferenceServicer(
             generator=self._generator, fleet=self.fleet, callers=callers
         )
+        self._vllm_engine = vllm_engine.VllmEngineServicer(
+            generator=self._generator,
+            fleet=self.fleet,
+            admission=self._admission,
+            limits_of=self.limits,
+            callers=callers,
+            prompt_bytes=self._prompt_bytes,
+        )
         self._servicer = CoordinatorServicer(
             generator=self._generator,
             fleet=self.fleet,
@@ -221,6 +230,7 @@ class CoordinatorService:
         """See `Service.register`."""
         self._servicer.register(server)
         self._open_inference.register(server)
+        self._vllm_engine.register(server)
 
     async def start(self) -> None:
         """Connect to all replicas; returns when a target has answered, even without drafts."""

@@ -12,13 +12,14 @@ import grpc
 
 from specdec.wire.abort import abort_with
 
-_OWN_METHODS = ("/specdec.", "/inference.")
+_METHODS_OF_GRPC = "/grpc."
+"""Health and reflection, whose handlers are gRPC's own."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Ends a call whose handler raised: a SpecdecError with its status, any other as Internal, logged with an id.
 
-    Only specdec's methods are wrapped. No cost per message.
+    Methods of gRPC's own services are not wrapped. No cost per message.
     """
 
     async def intercept_service(
@@ -28,7 +29,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """The method's handler, wrapped."""
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(_OWN_METHODS):
+        if handler is None or handler_call_details.method.startswith(_METHODS_OF_GRPC):
             return handler
         kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
         make_handler: Any = getattr(grpc, f"{kind}_rpc_method_handler")

@@ -104,7 +104,7 @@ FLOORS = {
         draft_relay finishing intake timings
         decode_loop recovery replay
         connections generation
-        open_inference servicer
+        open_inference servicer vllm_engine
         service
         child_main
         child_process
@@ -125,6 +125,10 @@ FLOORS = {
         tensors
         requests
         responses
+        servicer
+    """,
+    "specdec.coordinator.vllm_engine": """
+        requests responses tokenizer_archive
         servicer
     """,
     "specdec.draft_service": """
