@@ -3,9 +3,10 @@
 A speculating session gains tokens, and costs every session of the batch time (`StepClock`). It speculates while it
 gains more than it costs. Otherwise it is suspended: its draft gets no tokens and computes nothing. A *probe* measures
 the gain of a suspended session: it speculates for some steps. One session is probed at a time, and after each probe
-that pays twice as many. A *reference* measures the time of a plain step: now and then no session speculates for some
-steps. A draft that is never in time gains nothing, also where each request is too short to be judged: a session begins
-with the silence of those before it.
+that pays twice as many. Of sessions of an unknown kind the first are probed; the others wait for the result. A
+*reference* measures the time of a plain step: now and then no session speculates for some steps. A draft that is never
+in time gains nothing, also where each request is too short to be judged: a session begins with the silence of those
+before it.
 
 Probes and misjudgements cost time. The account of each kind of sessions bounds that time (`budget.py`): below zero no
 session of the kind is probed, at the floor every session of the kind is suspended. Worst case: decoding takes 1.4 %
@@ -26,7 +27,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from specdec.target_service.policy.budget import TRIAL_STEPS, WORTHWHILE, Account
-from specdec.target_service.policy.gate_state import FIRST_GAIN, GateState, Phase
+from specdec.target_service.policy.gate_state import Gain, GateState, Phase
 from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.policy.references import References, Settling
 from specdec.target_service.policy.step_clock import StepClock
@@ -39,6 +40,8 @@ suspends a session: exp(-8)."""
 _LEAST_TRIALS = 2
 """Trials of a kind (probes, emptied accounts) that must fail before its account is no longer reset: the first text may
 be unguessable."""
+_MOST_FIRST = 2
+"""Number of sessions of unknown kinds that are probed as they begin; the others of their group wait for the result."""
 _PROBE_EVERY_S = 0.4
 """Seconds from a probe, or from a suspension, to the next probe."""
 
@@ -52,8 +55,8 @@ class SpeculationGate:
     computes_prompts: bool = False
     """The target runs a draft itself, which computes prompts first."""
     clock: StepClock = field(default_factory=StepClock)
-    _gains: dict[str, float] = field(default_factory=dict)
-    """Tokens per step that sessions of each kind gain, less the cost of verifying, in tokens."""
+    _gains: dict[str, Gain] = field(default_factory=dict)
+    """Gain of each kind of sessions."""
     _accounts: dict[str, Account] = field(default_factory=dict)
     """An account for each kind of sessions, so that no kind pays for the losses of another."""
     _beginning: Counter[str] = field(default_factory=Counter)
@@ -62,6 +65,8 @@ class SpeculationGate:
     _references: References = field(default_factory=References)
     _settling: Settling = field(default_factory=Settling)
     _probe_due_s: float = 0.0
+    _num_probed: int = 0
+    """Number of sessions under a probe."""
     _num_at_once: int = 1
     """Number of sessions that are probed together; it doubles after each probe that found a gain."""
     _min_gain_tokens: float = 0.0
@@ -72,17 +77,21 @@ class SpeculationGate:
 
     def admit(self, kind: str, now_s: float) -> GateState:
         """State of a session that begins to decode: open if its kind gains or is unknown, and its account has funds."""
-        gain = self._gains.get(kind)
         if not self.is_gating:
-            return GateState(kind, Phase.ON, FIRST_GAIN, now_s)
-        if not self._may_begin(kind):
-            # Otherwise short sessions, which end before they are judged, would lose time that suspends none of them.
-            return GateState(kind, Phase.OFF, gain or FIRST_GAIN, now_s)
-        if gain is not None and not self._pays(gain, _LEAVE):
+            return GateState(kind, Phase.ON, 0.0, now_s)
+        known = self._gains.get(kind)
+        gain = 0.0 if known is None else known.mean
+        if known is None:
+            may_begin = self._num_probed < _MOST_FIRST
+        else:
+            may_begin = self._pays(gain, _LEAVE)
+        # Without `_may_begin` short sessions, which end before they are judged, would lose time that suspends none.
+        if not (may_begin and self._may_begin(kind)):
             return GateState(kind, Phase.OFF, gain, now_s)
         self._note_beginning(kind)
-        phase = Phase.PROBE if gain is None else Phase.ON
-        return GateState(kind, phase, gain or FIRST_GAIN, now_s, num_silent=self._account(kind).num_silent)
+        self._num_probed += known is None
+        phase = Phase.PROBE if known is None else Phase.ON
+        return GateState(kind, phase, gain, now_s, num_silent=self._account(kind).num_silent)
 
     def expect(self, num_sessions: int) -> None:
         """Note that the next step has `num_sessions` sessions."""
@@ -138,17 +147,16 @@ class SpeculationGate:
         elif state.num_without_acceptance * math.log1p(max(0.0, state.gain)) > _ODDS:
             state.gain = 0.0
             self._suspend(state, now_s)
-        elif not self._pays(state.gain + self._luck(state), _LEAVE):
+        elif not self._pays(self._judged_gain(state), _LEAVE):
             self._suspend(state, now_s)
 
-    def _luck(self, state: GateState) -> float:
-        """Tokens per step by which a session's gain may lie below its mean by chance, while its kind's gain pays: two
-        standard deviations of the moving mean. Sessions suspended for bad luck alone end last, and hold up their group.
+    def _judged_gain(self, state: GateState) -> float:
+        """Gain by which a session is judged: of the gains within two standard deviations of its own moving mean, the
+        one nearest to its kind's. Sessions suspended for bad luck alone end last, and hold up their group.
         """
-        if not self._pays(self._gains[state.kind], _LEAVE):
-            return 0.0
-        gain = max(0.0, state.gain)
-        return math.sqrt(2 * WEIGHT * gain * (1 + gain))
+        kind = self._gains[state.kind]
+        luck = 2 * math.sqrt(kind.variance * WEIGHT / 2)
+        return min(max(kind.mean, state.gain - luck), state.gain + luck)
 
     def _awaits_proposal(self, state: GateState, now_s: float, *, has_proposal: bool) -> bool:
         """Whether a step says nothing yet: the draft may still begin, as no session of the kind has had a proposal."""
@@ -208,25 +216,27 @@ class SpeculationGate:
         step_s = turn_s - prompt_s
         if not (self._settling.covers(now_s - turn_s) or prompt_s):
             rows_s = min(num_nodes * row_s, step_s / 2)
-            step_s = rows_s + self.clock.observe_turn(
-                len(states), num_speculating / len(states), step_s - rows_s, now_s
-            )
+            step_s = rows_s + self.clock.observe_turn(len(states), num_speculating / len(states), step_s - rows_s)
         if not self.is_gating:
             return
         plain_s = self.clock.plain_s(len(states))
         if plain_s is not None:
             self._node_tokens = len(states) * row_s / plain_s
-            self._book(states, speculate, num_tokens, step_s, plain_s)
+            self._book(states, speculate, num_tokens, step_s, plain_s, row_s)
             self._hold_to_bounds({state.kind for state in states if state is not None}, waiting, plain_s, now_s)
         if self._references.num_left:
+            self._references.saw_plain(self._num_sessions)
             if self._references.ends(is_settled=now_s >= self._settling.until_s):
                 self._resume(waiting, now_s)
-        elif num_speculating and self._references.begins(self.clock, self._num_sessions, step_s, now_s):
+        elif not num_speculating:
+            self._references.saw_plain(self._num_sessions)
+        elif self._references.begins(self.clock, self._num_sessions, step_s):
             self._settling.begin(now_s)
         if self.computes_prompts:
             self._beginning = Counter(
                 state.kind for state in waiting if state.phase is not Phase.OFF and not state.is_measured
             )
+        self._num_probed = sum(state.phase is Phase.PROBE for state in waiting)
         self._consider_probes(waiting, now_s)
 
     def _account(self, kind: str) -> Account:
@@ -239,12 +249,21 @@ class SpeculationGate:
         num_tokens: Sequence[int],
         step_s: float,
         plain_s: float,
+        row_s: float,
     ) -> None:
-        """Book a step: the sessions that speculated share equally the time beyond a plain step's."""
+        """Book a step: the sessions that speculated share equally the time beyond a plain step's.
+
+        A token saves its share of a plain step. Under a probe it may save the batch only its row, as the other sessions
+        need the step anyway: the fewer sessions speculate, the less the probe earns.
+        """
+        share = sum(speculate) / len(states)
         excess_s = (step_s - plain_s) / max(1, sum(speculate))
+        token_s = plain_s / len(states)
+        probed_s = share * token_s + (1 - share) * min(row_s, token_s)
         for state, speculates, number in zip(states, speculate, num_tokens, strict=True):
             if state is not None:
-                saved_s = (number - 1) * plain_s / len(states) - excess_s if speculates else 0.0
+                value_s = probed_s if state.phase is Phase.PROBE else token_s
+                saved_s = (number - 1) * value_s - excess_s if speculates else 0.0
                 self._account(state.kind).enter(step_s / len(states), saved_s, plain_s)
 
     def _hold_to_bounds(self, kinds: Set[str], states: Sequence[GateState], plain_s: float, now_s: float) -> None:
@@ -283,7 +302,8 @@ class SpeculationGate:
             self._note_beginning(state.kind)
 
     def _known_gain(self, state: GateState) -> float:
-        return state.gain if state.is_measured else self._gains.get(state.kind, 0.0)
+        kind = self._gains.get(state.kind)
+        return kind.mean if kind is not None and not state.is_measured else state.gain
 
     @property
     def min_gain_tokens(self) -> float:
@@ -302,8 +322,7 @@ class SpeculationGate:
         return 1 + gain >= margin * speed_up * (1 + self._min_gain_tokens)
 
     def _learn(self, kind: str, gain: float, weight: float) -> None:
-        known = self._gains.get(kind, FIRST_GAIN)
-        self._gains[kind] = known + weight * (gain - known)
+        self._gains.setdefault(kind, Gain()).learn(gain, weight)
 
     def _consider_probe(self, state: GateState, now_s: float) -> None:
         account = self._account(state.kind)
@@ -312,7 +331,7 @@ class SpeculationGate:
         if self._pays(state.gain * min(1.0, state.num_counted / TRIAL_STEPS), WORTHWHILE):
             state.enter(Phase.ON, now_s)
             state.num_counted = 1  # so that steps without a proposal count from now on
-            if state.gain > self._gains[state.kind]:
+            if state.gain > self._gains[state.kind].mean:
                 self._learn(state.kind, state.gain, 1 / 2)  # it may have been lucky
             self._num_at_once *= 2
             self._probe_due_s = now_s
@@ -341,7 +360,8 @@ class SpeculationGate:
         # The rest of a request pays its prompt back: of sessions without a computed prompt the newest come first.
         off = sorted((state for state in states if state.phase is Phase.OFF), key=_turn)
         for state in off:  # at a lower load a known gain may suffice
-            if state.gain > 0 and self._pays(state.gain, WORTHWHILE):
+            gain = self._known_gain(state)
+            if gain > 0 and self._pays(gain, WORTHWHILE):
                 self._probe(state, now_s)
         num_free = self._num_at_once - sum(state.phase is Phase.PROBE for state in states)
         if now_s < self._probe_due_s or num_free <= 0:

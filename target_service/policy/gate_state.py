@@ -5,9 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-FIRST_GAIN = 0.5
-"""Tokens per step that a session of an unknown kind is assumed to gain."""
-
 
 class Phase(enum.Enum):
     """Phase of a session at the gate."""
@@ -18,6 +15,21 @@ class Phase(enum.Enum):
     """The session speculates to measure its gain."""
     OFF = enum.auto()
     """The session's draft is suspended."""
+
+
+@dataclass(slots=True)
+class Gain:
+    """Gain of a kind of sessions: tokens accepted per speculating step, less the cost of verifying, in tokens."""
+
+    mean: float = 0.0
+    variance: float = 1.0
+    """Moving mean of the squared differences of one step's gain from `mean`."""
+
+    def learn(self, gain: float, weight: float) -> None:
+        """Learn the gain of a step, or of a session."""
+        difference = gain - self.mean
+        self.mean += weight * difference
+        self.variance += weight * (difference * difference - self.variance)
 
 
 @dataclass(slots=True)

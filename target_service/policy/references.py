@@ -36,20 +36,30 @@ class References:
 
     num_left: int = 0
     """Steps left of the present reference; 0: none is under way."""
-    _due_s: dict[int, float] = field(default_factory=dict)
-    """Monotonic time, in seconds, of the first reference, by load band."""
+    _speculating_s: dict[int, float] = field(default_factory=dict)
+    """Seconds of speculating steps since the last plain step, by load band."""
 
-    def begins(self, clock: StepClock, num_sessions: int, step_s: float, now_s: float) -> bool:
-        """Begin a reference if it is due after a speculating step of `step_s` seconds; returns whether it began."""
-        plain_s = clock.plain_s(num_sessions)
-        if plain_s is None:
-            due_s = self._due_s.setdefault(load_band(num_sessions), now_s + LEAST_STEPS * step_s)
+    def begins(self, clock: StepClock, num_sessions: int, step_s: float) -> bool:
+        """Begin a reference if it is due after a speculating step of `step_s` seconds; returns whether it began.
+
+        The first one of a load is due at once, unless a higher load is measured: there speculation costs more, so that
+        load's measurements judge it on the safe side. Loads that last some steps, as where a group ends, get none.
+        """
+        band, plain_s = load_band(num_sessions), clock.plain_s(num_sessions)
+        speculating_s = self._speculating_s.get(band, 0.0) + step_s
+        self._speculating_s[band] = speculating_s
+        if plain_s is None and not clock.has_measured_above(num_sessions):
+            due_s = LEAST_STEPS * step_s
         else:
-            due_s = clock.plain_seen_s(num_sessions) + (_SETTLING_S + _NUM_STEPS * plain_s) / SHARE
-        if now_s < due_s:
+            due_s = (_SETTLING_S + _NUM_STEPS * (plain_s or step_s)) / SHARE
+        if speculating_s < due_s:
             return False
         self.num_left = _NUM_STEPS
         return True
+
+    def saw_plain(self, num_sessions: int) -> None:
+        """Note a plain step."""
+        self._speculating_s.pop(load_band(num_sessions), None)
 
     def ends(self, *, is_settled: bool) -> bool:
         """Count a step of the reference, unless drafts still settle; returns whether it was the last one."""

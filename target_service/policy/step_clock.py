@@ -22,7 +22,6 @@ class _Band:
     """Step times of one load band."""
 
     plain_s: Mean = field(default_factory=Mean)
-    plain_seen_s: float = -math.inf
     speculating_s: Mean = field(default_factory=Mean)
     squares: float = 0.0
     """Decayed sum, over speculating steps, of the squared share of sessions that speculated."""
@@ -56,7 +55,7 @@ class StepClock:
     rows: StepTimeModel = field(default_factory=StepTimeModel)
     _bands: dict[int, _Band] = field(default_factory=dict)
 
-    def observe_turn(self, num_sessions: int, share: float, turn_s: float, now_s: float) -> float:
+    def observe_turn(self, num_sessions: int, share: float, turn_s: float) -> float:
         """Learn that a step of `num_sessions`, a share of which speculated, ended `turn_s` after the one before.
 
         Returns the time, cut off as by `Mean.observe`.
@@ -64,7 +63,6 @@ class StepClock:
         band = self._bands.setdefault(load_band(num_sessions), _Band())
         if share > 0:
             return band.observe_speculating(share, turn_s)
-        band.plain_seen_s = now_s
         return band.plain_s.observe(turn_s)
 
     def plain_s(self, num_sessions: int) -> float | None:
@@ -72,10 +70,10 @@ class StepClock:
         band = self._measured(load_band(num_sessions))
         return None if band is None else band.plain_s.value
 
-    def plain_seen_s(self, num_sessions: int) -> float:
-        """Monotonic time, in seconds, of the last such step; minus infinity before the mean is used."""
-        band = self._measured(load_band(num_sessions))
-        return -math.inf if band is None else band.plain_seen_s
+    def has_measured_above(self, num_sessions: int) -> bool:
+        """Whether plain steps of a higher load were measured."""
+        band = load_band(num_sessions)
+        return any(number > band and self._measured(number) is not None for number in self._bands)
 
     def expected_plain_s(self, num_sessions: int) -> float:
         """Seconds of a plain step of `num_sessions`: measured, else predicted from its rows."""

@@ -19,7 +19,7 @@ from specdec.target_service.pacing.pacing import Pacing
 from specdec.target_service.policy.acceptance import Acceptance, Counts, SourceRecord
 from specdec.target_service.policy.budget import Account, WaitPurse
 from specdec.target_service.policy.gate import SpeculationGate
-from specdec.target_service.policy.gate_state import GateState, Phase
+from specdec.target_service.policy.gate_state import Gain, GateState, Phase
 from specdec.target_service.policy.hold_off import DEPTHS, DraftLatency, HoldOffChoice
 from specdec.target_service.policy.means import Mean
 from specdec.target_service.policy.references import References, Settling
@@ -158,6 +158,7 @@ def test_from_the_third_trial_on_a_kind_gets_shorter_ones() -> None:
 @pytest.mark.parametrize(("accepted", "ends"), [([0] * 30 + [1], Phase.OFF), ([0] * 7 + [1], Phase.ON)])
 def test_a_session_stops_where_it_gains_next_to_nothing(accepted: list[int], ends: Phase) -> None:
     gate = SpeculationGate()
+    gate._gains["greedy"] = Gain(0.12)
     state = GateState("greedy", Phase.ON, 0.12, 0.0, is_measured=True, num_counted=1)
     for step in range(120):
         if state.phase is Phase.ON:
@@ -168,7 +169,7 @@ def test_a_session_stops_where_it_gains_next_to_nothing(accepted: list[int], end
 def test_a_session_begins_where_it_gains_clearly_more_than_nothing() -> None:
     for gain, begins in ((0.1, False), (0.25, True)):
         gate = SpeculationGate()
-        gate._gains["greedy"] = 0.0
+        gate._gains["greedy"] = Gain()
         state = GateState("greedy", Phase.OFF, gain, 0.0, is_measured=True)
         gate._probe_due_s = 1e9
         gate._consider_probes([state], 0.0)
@@ -191,15 +192,10 @@ def test_what_was_suspended_is_probed_again_in_less_than_a_second_but_not_at_onc
     assert 0.2 < now_s - stopped_s < 0.9, "probe every"
 
 
-def test_a_kind_of_which_little_is_known_is_expected_to_pay_at_a_moderate_cost_only() -> None:
-    for cost, is_on in ((0.2, True), (1.0, False)):
-        gate = SpeculationGate()
-        for step in range(50):
-            gate.clock.observe_turn(1, 0.0, PLAIN_S, step * PLAIN_S)
-            gate.clock.observe_turn(1, 1.0, (1 + cost) * PLAIN_S, step * PLAIN_S)
-        first = gate.admit("new", 0.0)
-        gate.stepped(first, 0, has_proposal=True, now_s=0.0)
-        assert (gate.admit("new", 0.0).phase is Phase.ON) is is_on, "first gain"
+def test_of_a_group_of_which_nothing_is_known_a_few_sessions_are_probed_first() -> None:
+    gate = SpeculationGate()
+    phases = [gate.admit("new", 0.0).phase for _ in range(16)]
+    assert 1 <= phases.count(Phase.PROBE) <= 3, "most first"
 
 
 # --- clocks
@@ -208,12 +204,12 @@ def test_a_kind_of_which_little_is_known_is_expected_to_pay_at_a_moderate_cost_o
 def test_a_reference_has_some_steps_and_none_while_drafts_may_still_be_at_work() -> None:
     clock, references, settling = StepClock(), References(), Settling()
     for _ in range(2):
-        clock.observe_turn(1, 0.0, PLAIN_S, 0.0)
+        clock.observe_turn(1, 0.0, PLAIN_S)
     assert clock.plain_s(1) is None, "least steps"
     for _ in range(3):
-        clock.observe_turn(1, 0.0, PLAIN_S, 0.0)
+        clock.observe_turn(1, 0.0, PLAIN_S)
     assert clock.plain_s(1) == pytest.approx(PLAIN_S), "least steps"
-    assert references.begins(clock, 1, PLAIN_S, now_s=100.0)
+    assert references.begins(clock, 1, 100.0)
     assert 5 <= references.num_left <= 12, "num steps"
     settling.begin(0.0)
     assert settling.covers(0.003), "settling"

@@ -54,7 +54,22 @@ def test_a_draft_that_pays_is_not_suspended_for_the_bad_luck_of_some_requests(
 @pytest.mark.parametrize("size", [8, 16])
 def test_where_speculation_is_worth_nothing_groups_lose_a_few_hundredths_at_most(size: int) -> None:
     """Tokens come 1.1 times as fast while it lasts, and the slowest request takes that back. The aim is 0.97."""
-    assert min(speeds(Weather(1.0, 0.8), size, 0.01)) > 0.92
+    assert min(speeds(Weather(1.0, 0.8), size, 0.01)) > 0.94
+
+
+@pytest.mark.parametrize("size", [8, 16])
+@pytest.mark.parametrize("name", BAD)
+def test_the_first_group_of_a_kind_loses_little_to_learn_that_drafts_do_not_pay(name: str, size: int) -> None:
+    """The mean of twelve deployments; when the whole group was probed at once it lost 7 % and more."""
+    ratios = [World(lambda _: BAD[name], seed=seed, length=96).group(size) for seed in range(12)]
+    assert sum(ratios) / len(ratios) > 0.955
+
+
+@pytest.mark.parametrize(("costs", "least"), [(0.3, 1.33), (0.5, 1.15)])
+def test_the_end_of_a_group_is_no_place_for_references(costs: float, least: float) -> None:
+    """A group that thins out passes through all loads below its first, each for some steps. When each load asked for
+    a reference of its own, the last requests of a group were decoded without speculation: 1.26 and 1.10."""
+    assert min(speeds(Weather(1.0, costs), 16, 0.01)) > least
 
 
 # --- drafts that are never in time
