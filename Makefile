@@ -17,6 +17,8 @@ HELM_VERSION := 3.10.1-1
 TYPESCRIPT_VERSION := 5.9.3
 CHECKOV_VERSION := 3.3.30
 SCHEMATHESIS_VERSION := 4.32.5
+UV_VERSION := 0.13.9
+PIP_AUDIT_VERSION := 2.10.1
 # The CRDs of operators, as code.
 CRD_PACKAGES := @kubernetes-models/cert-manager@4.4.4 @kubernetes-models/gateway-api@0.5.1 @kubernetes-models/keda@0.4.2 @kubernetes-models/prometheus-operator@6.0.0
 PYTEST_ARGS ?=
@@ -288,6 +290,21 @@ images:  ## Build the images.
 .PHONY: metrics-doc
 metrics-doc: $(STAMP)  ## Write docs/metrics.md from the definitions.
 	@$(BIN)/python -m specdec.telemetry.catalogue > docs/metrics.md
+
+# In an environment of its own: the locks are written by no version of what they pin.
+.PHONY: locks
+locks: $(STAMP)  ## Write deploy/locks: what the coordinator's and the gateway's images install, by hash.
+	@test -x .tools/uv/bin/uv || { "$(PYTHON)" -m venv .tools/uv && .tools/uv/bin/pip install --quiet uv==$(UV_VERSION); }
+	for image in coordinator gateway; do
+	    { echo '# Written by `make locks`: what the image installs, each file by its hash.'
+	      .tools/uv/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
+	          --no-annotate --no-header --upgrade $$([ $$image = coordinator ] || echo --extra $$image); } > deploy/locks/$$image.txt
+	done
+
+.PHONY: audit-dependencies
+audit-dependencies:  ## Ask PyPI's JSON interface for known weaknesses of what deploy/locks has.
+	@test -x .tools/audit/bin/pip-audit || { "$(PYTHON)" -m venv .tools/audit && .tools/audit/bin/pip install --quiet pip-audit==$(PIP_AUDIT_VERSION); }
+	.tools/audit/bin/pip-audit --strict --disable-pip --require-hashes -r deploy/locks/coordinator.txt -r deploy/locks/gateway.txt
 
 .PHONY: settings-doc
 settings-doc: $(STAMP)  ## Write docs/settings.md from the settings' classes.

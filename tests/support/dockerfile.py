@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+LOCKS = ROOT / "deploy" / "locks"
 FINAL = ("coordinator", "gateway", "engine-cpu", "engine-cuda")
 """Stages that become images."""
 
@@ -49,11 +50,23 @@ def copied_stages(stage: str) -> list[str]:
 
 
 def requirement_files(folder: Path) -> dict[str, list[str]]:
-    """Lines of the requirement files that the build writes from pyproject.toml, by name; the build runs in `folder`."""
+    """Requirements of each file that the build installs from: those that it writes from pyproject.toml in `folder`, and
+    the locks, whose hashes are left out."""
     (command,) = [rest for keyword, rest in STAGES["requirements"] if keyword == "RUN" and "tomllib" in rest]
     (folder / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
     subprocess.run(["sh", "-euc", command], cwd=folder, check=True)
-    return {path.name: path.read_text(encoding="utf-8").splitlines() for path in folder.glob("*.txt")}
+    written = {path.name: path.read_text(encoding="utf-8").splitlines() for path in folder.glob("*.txt")}
+    return written | {f"locks/{path.name}": list(locked(path)) for path in LOCKS.glob("*.txt")}
+
+
+def locked(path: Path) -> dict[str, list[str]]:
+    """Hashes of each requirement of a lock."""
+    found: dict[str, list[str]] = {}
+    for line in path.read_text(encoding="utf-8").replace("\\\n", "").splitlines():
+        requirement, *hashes = line.split(" --hash=")
+        if not line.startswith("#"):
+            found[requirement.strip()] = [each.strip() for each in hashes]
+    return found
 
 
 def requirements_of_image(stage: str, folder: Path) -> list[str]:

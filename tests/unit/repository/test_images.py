@@ -9,18 +9,30 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
 import specdec
 from specdec.commands.app import app
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
 from specdec.gateway.settings import GatewaySettings
-from tests.support.dockerfile import DOCKERFILE, FINAL, STAGES, copied_stages, environment, last, requirement_files
+from tests.support.dockerfile import (
+    DOCKERFILE,
+    FINAL,
+    STAGES,
+    copied_stages,
+    environment,
+    last,
+    locked,
+    requirement_files,
+)
 from tests.support.installed import distributions_of
 from tests.support.services.gateways import gateway
 from tests.support.services.health import served_health
@@ -74,7 +86,8 @@ def test_a_change_of_a_source_installs_nothing_again_but_specdec(stage: str) -> 
     for built in dependencies:
         copied = [rest for keyword, rest in STAGES[built] if keyword == "COPY"]
         assert copied and all(rest.startswith("--from=requirements ") for rest in copied)
-    assert [rest for keyword, rest in STAGES["requirements"] if keyword == "COPY"] == ["pyproject.toml ./"]
+    copied = [rest for keyword, rest in STAGES["requirements"] if keyword == "COPY"]
+    assert copied == ["pyproject.toml ./", "deploy/locks locks"]
     runs = [rest for keyword, rest in STAGES["application"] if keyword == "RUN" and "pip" in rest.split("&&")[0]]
     assert runs and all("--no-deps" in rest.split() for rest in runs)
 
@@ -107,10 +120,31 @@ def test_an_image_is_labelled_with_its_version_and_source_and_attested_where_tha
 def test_the_images_install_what_pyproject_asks_for(tmp_path: Path) -> None:
     written = requirement_files(tmp_path)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    core = project["dependencies"]
-    assert written["coordinator.txt"] == core
-    for extra in ("engine", "gateway"):
-        assert written[f"{extra}.txt"] == [*core, *project["optional-dependencies"][extra]]
+    core, extras = project["dependencies"], project["optional-dependencies"]
+    assert written["engine.txt"] == [*core, *extras["engine"]]
+    for name, wanted in (("coordinator", core), ("gateway", [*core, *extras["gateway"]])):
+        versions = {each.name: each.specifier for each in map(Requirement, written[f"locks/{name}.txt"])}
+        for need in map(Requirement, wanted):
+            (version,) = versions[need.name.lower()]
+            assert version.operator == "==" and need.specifier.contains(version.version), f"{need}: run make locks"
+
+
+@pytest.mark.parametrize("stage", SMALL)
+def test_what_coordinator_and_gateway_install_is_pinned_by_hashes_and_is_all_they_need(stage: str) -> None:
+    (install,) = [rest for keyword, rest in STAGES[f"build-{stage}"] if keyword == "RUN" and f"locks/{stage}" in rest]
+    assert {"--require-hashes", "--no-deps"} <= set(install.split())
+    lock = locked(ROOT / "deploy" / "locks" / f"{stage}.txt")
+    assert all(each.startswith("sha256:") for hashes in lock.values() for each in hashes)
+    assert all(hashes for hashes in lock.values())
+    names = {Requirement(line).name for line in lock}
+    for name in names:
+        try:
+            needs = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue  # for another Python or system
+        for need in map(Requirement, needs):
+            is_needed = need.marker is None or need.marker.evaluate({"extra": ""})
+            assert not is_needed or canonicalize_name(need.name) in names, f"{name} needs {need}: run make locks"
 
 
 @pytest.mark.parametrize("stage", SMALL)
@@ -133,7 +167,7 @@ def test_kernels_are_built_with_the_application_and_only_the_image_with_cuda_kee
 
 @pytest.mark.parametrize("stage", SMALL)
 def test_what_images_without_an_engine_install_brings_no_tensors(stage: str, tmp_path: Path) -> None:
-    found = distributions_of(requirement_files(tmp_path)[f"{stage}.txt"])
+    found = distributions_of(requirement_files(tmp_path)[f"locks/{stage}.txt"])
     assert {"grpcio", "huggingface-hub"} <= found, "requirements of requirements are followed"
     assert not found & {"numpy", "torch", "transformers"}
 
