@@ -74,6 +74,7 @@ class Finisher:
         session.close(reason)
         self._sessions.remove(session)
         self._observer.session_ended(session)
+        session.on_ended()
         return True
 
 

@@ -17,6 +17,7 @@ from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding, P
 from specdec.coordinator.intake.planning import Planner, RequestCaller, RequestPlan
 from specdec.coordinator.journal import Journal
 from specdec.coordinator.observer import Observer
+from specdec.coordinator.opening import Opener
 from specdec.coordinator.replay import replay
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.sessions.client_stream import prompt_end
@@ -73,7 +74,7 @@ class GenerateCalls:
         self._observer = observer
         self._planner = planner
         self._speculate = speculate
-        self._target_timeout_s = target_timeout_s
+        self._opener = Opener(fleet, decode_loop, finisher, target_timeout_s)
         self._reader_stall_s = reader_stall_s
         self._prompt_bytes = prompt_bytes
         self._gate = gate
@@ -145,14 +146,15 @@ class GenerateCalls:
         structlog.contextvars.bind_contextvars(request_id=request.key.request_id)
         try:
             await lease.take_prompt(len(plan.prompt))
-            async with self._journalled(plan), self._admitted(plan):
-                if request.is_aborted:
+            async with self._journalled(plan), self._admitted(plan) as place:
+                if place is None:
                     await self._write_aborted(plan, write)
                     return
                 lease.begin()
                 try:
-                    await self._start(plan)
-                    await self._stream(plan, write, lease)
+                    unfinished = await self._start(plan)
+                    async with self._opener.opened(request, unfinished, place):
+                        await self._stream(plan, write, lease)
                 except Unavailable as error:
                     error.attached.append(_resume_info(plan))
                     raise
@@ -193,10 +195,11 @@ class GenerateCalls:
         yield
 
     @asynccontextmanager
-    async def _admitted(self, plan: RequestPlan) -> AsyncIterator[None]:
+    async def _admitted(self, plan: RequestPlan) -> AsyncIterator[Place | None]:
+        """The request's places; None: it was aborted before it got any."""
         request = plan.request
         if request.is_aborted:
-            yield
+            yield None
             return
         metrics = self._observer.metrics
         started_s = time.monotonic()
@@ -219,13 +222,13 @@ class GenerateCalls:
             request.waiting = None
         metrics.queue_seconds.observe(time.monotonic() - started_s)
         try:
-            yield
+            yield None if request.is_aborted else place
         finally:
             if place is not None:
                 place.release(plan.num_tokens(sum(session.num_output_tokens for session in request.sessions)))
 
-    async def _start(self, plan: RequestPlan) -> None:
-        """Send the first chunk and the replayed output, and open the unfinished sessions."""
+    async def _start(self, plan: RequestPlan) -> list[Session]:
+        """Send the first chunk and the replayed output; returns the unfinished sessions."""
         request, admitted_s = plan.request, time.monotonic()
         self._observer.metrics.prompt_tokens.inc(len(plan.prompt))
         is_plain = self._sheds_speculation(plan)
@@ -240,27 +243,7 @@ class GenerateCalls:
             if not replay(self._finisher, session, held, plan.max_model_len):
                 unfinished.append(session)
             self._journal.append(session, held.origins[: session.num_output_tokens])
-        if not unfinished:
-            return
-        request.waiting = opening = asyncio.create_task(self._open(request, unfinished))
-        try:
-            await opening
-        except asyncio.CancelledError:
-            if request.num_unfinished:  # the client left; else the request was ended, and its stream says why
-                raise
-        finally:
-            request.waiting = None
-
-    async def _open(self, request: Request, sessions: Sequence[Session]) -> None:
-        first = sessions[0]
-        target = await self._fleet.pick_target(request, first.token_ids, self._target_timeout_s)
-        # No await from here on: the next pick must see this request's load.
-        draft = self._fleet.pick_draft(first.position) if first.speculate and first.may_have_draft else None
-        for session in sessions:
-            if session.finish is None:
-                is_fork = session is not first and session.position == first.position == session.num_prompt_tokens
-                session.fork_from = first.session_id if is_fork else ""
-                self._decode_loop.open_session(session, target, draft)
+        return unfinished
 
     async def _stream(self, plan: RequestPlan, write: Write, lease: TenantLease | None = None) -> None:
         request = plan.request
@@ -333,6 +316,7 @@ class GenerateCalls:
             is_constrained=plan.request.is_constrained,
             is_salted=plan.request.is_salted,
             is_thinking=plan.is_thinking,
+            chat_template_digest=plan.served.tokenizer.template_digest,
         )
         return api.GenerateResponse(started=started)
 

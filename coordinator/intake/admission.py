@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,31 +22,58 @@ _SMOOTHING = 0.1
 """Weight of the latest place in the mean holding time: about ten places count."""
 _LEAST_RETURNED = 10
 """Places given back before the mean holding time may refuse a request by its deadline."""
+_LEAST_SHARED = 8
+"""Places, at least, of which one tenant cannot take all; of fewer, each returns when its choice ends."""
+_RESERVED_SHARE = 16
+"""Every sixteenth place, at least one, is for other tenants than the one that holds most."""
 _RECOVERED_S = 5.0
 """Seconds of an empty queue before speculation resumes: the queue may be empty only because nobody speculates."""
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """The places granted to a claim, held until `release`."""
+    """The places granted to a claim, held until `release`. A divisible claim may have been granted a part of them."""
 
     claim: Claim
+    num_held: int
+    num_missing: int
+    """Places that the claim still wants."""
     _queue: AdmissionQueue = field(repr=False)
     _started_s: float = field(default_factory=time.monotonic)
     is_held: bool = True
+    on_more: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Called when it gets one more of its missing places."""
+
+    def want_only(self, num_places: int) -> None:
+        """Give back all but this number of places, and want no more."""
+        self.num_missing = min(self.num_missing, max(0, num_places - self.num_held))
+        while self.num_held > max(1, num_places):
+            self.end_one()
+
+    def end_one(self) -> None:
+        """What one of the places was for has ended. It goes to who is next, the last one to the claim itself."""
+        if not self.is_held or not self.num_held:
+            return
+        if self.num_missing and self.num_held == 1:
+            self.num_missing -= 1
+            self.on_more()
+        else:
+            self.num_held -= 1
+            self._queue.give_one_back(self.claim)
 
     def release(self, used: float | None = None) -> None:
         """Give the places back, with the work done in tokens if it is known. A second call does nothing."""
         if self.is_held:
             self.is_held = False
-            self._queue.give_back(self.claim, time.monotonic() - self._started_s, used)
+            self._queue.give_back(self, time.monotonic() - self._started_s, used)
 
 
 class AdmissionQueue:
     """A bounded waiting room, fair to tenants, in front of a bounded number of places.
 
     `FairQueue` decides who is next. A claim of n places takes n, at most all of them, and nobody overtakes it while it
-    waits for the last of them. When the room is full, the tenant that has most in it gives up its last claim: a
+    waits for the last of them. A divisible claim begins with one, gets more while nobody else waits, and its tenant
+    cannot hold all places. When the room is full, the tenant that has most in it gives up its last claim: a
     tenant with fewer claims is never refused for another's crowd.
     """
 
@@ -70,6 +98,8 @@ class AdmissionQueue:
         self.num_taken = 0
         """Places that they hold."""
         self._queue_timeout_s = queue_timeout_s
+        self._held_by: Counter[str] = Counter()
+        self._growing: dict[Place, None] = {}
         self._queue = FairQueue()
         self._mean_held_s = _FIRST_GUESS_S
         self._num_returned = 0
@@ -93,25 +123,29 @@ class AdmissionQueue:
             Overloaded: the room is full (OVERLOADED), the wait was too long (QUEUE_TIMEOUT), or would end after the
                 deadline (DEADLINE_UNREACHABLE); says when to retry.
         """
-        if self.num_waiting or not self._fits(claim):
+        if not self._is_next(claim):
             self._check_deadline(claim)
-            await self._wait(claim)
-        else:
-            self._queue.give(claim)
-            self._take(claim)
-        return Place(claim, self)
+            return await self._wait(claim)
+        self._queue.give(claim)
+        return self._take(claim)
 
     def retry_after_s(self, claim: Claim) -> float:
         """Seconds until this claim is likely to be granted if it comes again."""
         return min(_MOST_RETRY_S, max(_LEAST_RETRY_S, self._wait_s(claim)))
 
-    def give_back(self, claim: Claim, held_s: float, used: float | None) -> None:
+    def give_back(self, place: Place, held_s: float, used: float | None) -> None:
         """For `Place`: it was held for `held_s` and did `used` tokens of work."""
         self._num_returned += 1
         self._mean_held_s += _SMOOTHING * (held_s - self._mean_held_s)
         if used is not None:
-            self._queue.correct(claim, used)
-        self._free(claim)
+            self._queue.correct(place.claim, used)
+        self._free(place)
+
+    def give_one_back(self, claim: Claim) -> None:
+        """For `Place`: one of its places is free."""
+        self._count(claim, -1)
+        self._grant()
+        self._changed()
 
     def _wait_s(self, claim: Claim) -> float:
         places = self._queue.num_places_before(claim) + self._need(claim)
@@ -128,17 +162,17 @@ class AdmissionQueue:
                 reason="DEADLINE_UNREACHABLE",
             )
 
-    async def _wait(self, claim: Claim) -> None:
+    async def _wait(self, claim: Claim) -> Place:
         waiter = self._queue.new_waiter(claim)
         self._make_room(claim)
         self._queue.push(waiter)
         self._changed()
         try:
             async with asyncio.timeout(self._queue_timeout_s):
-                await waiter.admitted
+                return await waiter.admitted
         except TimeoutError:
             if waiter.has_place:  # granted in the same turn of the event loop
-                return
+                return waiter.admitted.result()
             self._leave(waiter)
             raise Overloaded(
                 f"no place became free within {self._queue_timeout_s} s",
@@ -148,7 +182,8 @@ class AdmissionQueue:
         except asyncio.CancelledError:
             if waiter.has_place:  # granted in the same turn of the event loop
                 self._queue.correct(claim, 0.0)
-                self._free(claim)
+                waiter.admitted.result().is_held = False
+                self._free(waiter.admitted.result())
             self._leave(waiter)
             raise
 
@@ -170,37 +205,78 @@ class AdmissionQueue:
             self._grant()  # it may have blocked claims that need fewer places
             self._changed()
 
-    def _free(self, claim: Claim) -> None:
+    def _free(self, place: Place) -> None:
+        self._growing.pop(place, None)
         self.num_running -= 1
-        self.num_taken -= self._need(claim)
+        self._count(place.claim, -place.num_held)
         self._grant()
         self._changed()
 
     def _grant(self) -> None:
-        while (waiter := self._queue.head()) is not None:
+        while (waiter := self._next()) is not None:
             if waiter.admitted.done():  # cancelled this turn
                 self._queue.remove(waiter)
             elif self._fits(waiter.claim):
                 self._queue.pop(waiter)
-                self._take(waiter.claim)
-                waiter.admitted.set_result(None)
+                waiter.admitted.set_result(self._take(waiter.claim))
             else:
                 return
+        for place in list(self._growing):
+            while place.num_missing and self._most(place.claim) > 0:
+                place.num_held += 1
+                place.num_missing -= 1
+                self._count(place.claim, 1)
+                place.on_more()
+            if not place.num_missing:
+                del self._growing[place]
 
-    def _take(self, claim: Claim) -> None:
+    def _next(self) -> Waiter | None:
+        """The next in line, of those whose tenants may have more places; None: all that may have got theirs."""
+        head = self._queue.head()
+        if head is None or not head.claim.is_divisible or self._share_left(head.claim) > 0 or not self.num_taken:
+            return head
+        return self._queue.head(besides=head.claim.tenant)
+
+    def _is_next(self, claim: Claim) -> bool:
+        return self._next() is None and self._fits(claim)
+
+    def _take(self, claim: Claim) -> Place:
+        num_held = max(1, min(claim.num_places, self._most(claim))) if claim.is_divisible else self._need(claim)
+        place = Place(claim, num_held, claim.num_places - num_held if claim.is_divisible else 0, self)
+        if place.num_missing:
+            self._growing[place] = None
         self.num_running += 1
-        self.num_taken += self._need(claim)
+        self._count(claim, num_held)
         self._changed()
+        return place
+
+    def _count(self, claim: Claim, by: int) -> None:
+        self.num_taken += by
+        self._held_by[claim.tenant] += by
+        if not self._held_by[claim.tenant]:
+            del self._held_by[claim.tenant]
+
+    def _share_left(self, claim: Claim) -> int:
+        """Places that the claim's tenant may have besides those it holds."""
+        limit = self._limit
+        reserved = max(1, limit // _RESERVED_SHARE) if limit >= _LEAST_SHARED else 0
+        return limit - reserved - self._held_by[claim.tenant]
+
+    def _most(self, claim: Claim) -> int:
+        """Free places that a divisible claim may have."""
+        return min(self._limit - self.num_taken, self._share_left(claim))
 
     @property
     def _limit(self) -> int:
         return min(self.max_running, self._capacity() or self.max_running)
 
     def _fits(self, claim: Claim) -> bool:
-        return self.num_taken == 0 or self.num_taken + self._need(claim) <= self._limit
+        if self.num_taken == 0:
+            return True
+        return self._most(claim) > 0 if claim.is_divisible else self.num_taken + self._need(claim) <= self._limit
 
     def _need(self, claim: Claim) -> int:
-        return min(claim.num_places, self.max_running)
+        return 1 if claim.is_divisible else min(claim.num_places, self.max_running)
 
     def _changed(self) -> None:
         self._on_change(self.num_running, self.num_waiting)

@@ -82,14 +82,21 @@ class FairQueue:
         self._num_waiting += 1
         self._note(tenant)
 
-    def head(self) -> Waiter | None:
-        """The next waiter; None if nobody waits."""
-        while self._turns:
+    def head(self, besides: str | None = None) -> Waiter | None:
+        """The next waiter, not of the tenant `besides`; None if there is none."""
+        passed: list[tuple[tuple[float, int], int, _Tenant]] = []
+        found: Waiter | None = None
+        while self._turns and found is None:
             turn, _, tenant = self._turns[0]
-            if tenant.line and turn == tenant.turn:
-                return tenant.line.first()
-            heapq.heappop(self._turns)
-        return None
+            if not tenant.line or turn != tenant.turn:
+                heapq.heappop(self._turns)
+            elif tenant.name == besides:
+                passed.append(heapq.heappop(self._turns))
+            else:
+                found = tenant.line.first()
+        for entry in passed:
+            heapq.heappush(self._turns, entry)
+        return found
 
     def pop(self, waiter: Waiter) -> None:
         """Take the head out of line; its claim is granted."""

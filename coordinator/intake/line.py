@@ -6,6 +6,7 @@ import asyncio
 import heapq
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 _LEAST_COMPACTED = 64
 """Entries of claims that left which are not worth removing."""
@@ -21,6 +22,8 @@ class Claim:
     work: float = 1.0
     """Estimated work in tokens or bytes, the unit of tenants' shares."""
     num_places: int = 1
+    is_divisible: bool = False
+    """One place is enough to begin, others are taken as they become free, and its tenant cannot hold all."""
     weight: float = 1.0
     """The tenant's share, relative to others' weights."""
     deadline_s: float | None = None
@@ -34,7 +37,8 @@ class Waiter:
     priority: int
     arrival: int
     claim: Claim = field(compare=False)
-    admitted: asyncio.Future[None] = field(compare=False)
+    admitted: asyncio.Future[Any] = field(compare=False)
+    """Its result is what was granted."""
     is_in_line: bool = field(default=False, compare=False)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -143,6 +143,8 @@ class Session:
     """Numerics ids of the targets that computed its output, in the order of first use."""
     target: TargetSide = field(default_factory=TargetSide)
     drafting: Drafting = field(default_factory=Drafting)
+    on_ended: Callable[[], None] = lambda: None
+    """Called at its end, once it was opened."""
 
     @property
     def log_fields(self) -> dict[str, str]:

@@ -53,6 +53,13 @@ async def until_passed(harness: Harness, wanted_s: float) -> None:
         await harness.stub.GetStatus(api.GetStatusRequest())
 
 
+async def until_capacity(harness: Harness, num_places: int) -> None:
+    """Ask for the status until the coordinator knows how many sessions its targets hold."""
+    async with asyncio.timeout(PATIENCE_S):
+        while harness.service.fleet.capacity() != num_places:
+            await harness.stub.GetStatus(api.GetStatusRequest())
+
+
 async def outcome(call: Any) -> str:
     """OK, or the reason of the call's error."""
     try:
@@ -105,18 +112,58 @@ async def test_no_priority_reaches_an_engine_where_it_would_stop_what_runs_of_ot
     assert [body.priority for body in opens(draft)] == [0, 0, 0]  # type: ignore[arg-type]
 
 
-async def test_choices_count_as_places() -> None:
+async def test_choices_count_as_places_and_begin_as_places_come() -> None:
     target = ScriptedTarget()
     target.limit = 1
     async with running([target], max_running=4) as harness:
         first = harness.stub.Generate(request(n=3))
-        await until_status(harness, num_running=1, num_waiting=0)
-        second = harness.stub.Generate(request(n=2))
-        await until_status(harness, num_running=1, num_waiting=1)
+        await target.until(lambda: len(target.sessions) == 3)
+        wide = harness.stub.Generate(request(n=16))  # more than there are places
+        third = harness.stub.Generate(request())
+        await until_status(harness, num_running=2, num_waiting=1)
+        assert len(target.sessions) == 4
         target.set_limit(None)
-        await asyncio.gather(collect(first), collect(second))
-        wide = await collect(harness.stub.Generate(request(n=16)))  # more than there are places
-    assert len(wide.ended) == 16
+        results = await asyncio.gather(collect(first), collect(wide), collect(third))
+        num_opened = len(opens(target))
+        status = await harness.stub.GetStatus(api.GetStatusRequest())
+    for result, num_choices in zip(results, (3, 16, 1), strict=True):
+        assert len(result.ended) == num_choices
+        for choice in range(num_choices):
+            assert result.ids(choice) == expected_ids(target, 20, choice=choice)
+    assert (num_opened, status.num_running, status.num_waiting) == (20, 0, 0)
+
+
+async def test_one_tenant_cannot_take_all_places_of_the_only_target() -> None:
+    target = ScriptedTarget()
+    target.limit = 1
+    async with running([target]) as harness:
+        target.tell_load(num_sessions=0, max_sessions=16)
+        await until_capacity(harness, 16)
+        flood = [harness.stub.Generate(request(n=16), metadata=FLOOD) for _ in range(2)]
+        await target.until(lambda: len(target.sessions) == 15)
+        await until_status(harness, num_running=1, num_waiting=1)
+        polite = await collect(harness.stub.Generate(request(max_tokens=1), metadata=POLITE))
+        assert polite.ids() == expected_ids(target, 1)
+        target.set_limit(None)
+        results = await asyncio.gather(*map(collect, flood))
+    for result in results:
+        assert [result.ids(choice) for choice in range(16)] == [
+            expected_ids(target, 20, choice=choice) for choice in range(16)
+        ]
+
+
+async def test_aborting_a_request_opens_none_of_its_waiting_choices() -> None:
+    target = ScriptedTarget()
+    target.limit = 1
+    async with running([target], max_running=2) as harness:
+        call = harness.stub.Generate(request(n=8, request_id="wide"))
+        await target.until(lambda: len(target.sessions) == 2)
+        await harness.stub.Abort(api.AbortRequest(request_id="wide"))
+        aborted = await collect(call)
+        target.set_limit(None)
+        await collect(harness.stub.Generate(request(n=2)))
+    assert len(aborted.ended) == 8
+    assert len(opens(target)) == 4
 
 
 async def test_a_stream_that_nobody_reads_gives_up_its_place_and_can_be_resumed() -> None:

@@ -293,8 +293,9 @@ async def test_a_deadline_before_any_likely_place_is_refused_at_once() -> None:
     (hopeful,) = await crowd(queue, Claim("a", deadline_s=loop.time() + 0.001))
     assert not hopeful.done()  # nothing is known yet of how long places are held
     for _ in range(20):
-        queue.num_running, queue.num_taken = queue.num_running + 1, queue.num_taken + 1
-        queue.give_back(claim, held_s=100.0, used=None)
+        queue.num_running += 1
+        queue._count(claim, 1)
+        queue.give_back(Place(claim, 1, 0, queue), held_s=100.0, used=None)
     with pytest.raises(Overloaded) as caught:
         await queue.acquire(Claim("b", deadline_s=loop.time() + 1.0))
     assert caught.value.reason == "DEADLINE_UNREACHABLE"
@@ -324,3 +325,53 @@ def test_speculation_goes_when_the_queue_stays_and_is_back_only_when_it_stays_em
         gate.on_queue(num_waiting)
         states.append(gate.is_shedding)
     assert states == [False, False, False, False, True, True, True, True, False]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    actions=st.lists(
+        st.tuples(st.sampled_from(("come", "leave", "end", "one", "turn")), st.integers(0, 30), st.integers(1, 20)),
+        max_size=60,
+    ),
+    max_running=st.integers(1, 20),
+)
+def test_divisible_claims_fill_all_places_but_those_of_other_tenants(
+    actions: list[tuple[str, int, int]], max_running: int
+) -> None:
+    async def run() -> None:
+        queue = AdmissionQueue(max_running, 100, 60.0)
+        tasks: list[asyncio.Task[Place]] = []
+        reserved = max(1, max_running // 16) if max_running >= 8 else 0
+
+        def places() -> list[Place]:
+            return [t.result() for t in tasks if t.done() and not t.cancelled() and t.result().is_held]
+
+        for action, which, size in actions:
+            if action == "come":
+                claim = Claim(TENANTS[which % 3], work=size, num_places=size, is_divisible=True)
+                tasks.append(asyncio.create_task(queue.acquire(claim)))
+            elif action == "turn":
+                await asyncio.sleep(0)
+            elif action == "leave" and tasks:
+                tasks[which % len(tasks)].cancel()
+            elif places():
+                place = places()[which % len(places())]
+                place.end_one() if action == "one" else place.release(float(size))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        held = Counter[str]()
+        for place in places():
+            held[place.claim.tenant] += place.num_held
+        assert held.total() == queue.num_taken <= max_running
+        assert all(num <= max(1, max_running - reserved) for num in held.values())
+        assert all(place.num_held for place in places() if place.num_missing)  # every request goes on
+        wants = queue.num_waiting or any(place.num_missing for place in places())
+        assert not wants or queue.num_taken >= max_running - reserved
+        for _ in range(len(tasks) + 3):
+            for place in places():
+                place.release()
+            await asyncio.sleep(0)
+        assert all(task.done() for task in tasks)
+        assert (queue.num_running, queue.num_taken, queue.num_waiting) == (0, 0, 0)
+
+    asyncio.run(run())
