@@ -71,6 +71,8 @@ _OWN_JOURNAL_INTERVAL_S = 2.0
 _COST_PER_BYTE = 12
 """Bytes of memory per byte of a request: its message, the texts and token ids in it, and its sessions. Measured at most
 11 (60 requests of 15 MB, one tenant)."""
+_READS_SHARE = 0.25
+"""Part of the memory for requests that is for those being received."""
 _MOST_HELD_BYTES = 256 * 2**20
 """Bytes of requests that a process holds, whatever its memory."""
 _log = structlog.get_logger(__name__)
@@ -78,7 +80,7 @@ _log = structlog.get_logger(__name__)
 
 def held_bytes(num_processes: int) -> int:
     """Bytes of requests that may wait or run in each of the processes that share this one's memory limit."""
-    return max(1, min(_MOST_HELD_BYTES, budget_bytes(num_processes) // _COST_PER_BYTE))
+    return max(1, min(_MOST_HELD_BYTES, int(budget_bytes(num_processes) * (1 - _READS_SHARE)) // _COST_PER_BYTE))
 
 
 class CoordinatorService:
@@ -194,7 +196,9 @@ class CoordinatorService:
             Authenticator(self._api_keys, self._default_allowance()),
             settings.request_read_s,
             self._prompt_bytes,
-            PendingReads(total_bytes * _COST_PER_BYTE // 2, settings.max_message_bytes),
+            PendingReads(
+                int(total_bytes * _COST_PER_BYTE * _READS_SHARE / (1 - _READS_SHARE)), settings.max_message_bytes
+            ),
         )
         self._open_inference = open_inference.OpenInferenceServicer(
             generator=self._generator, fleet=self.fleet, callers=callers

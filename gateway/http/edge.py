@@ -129,7 +129,7 @@ class Edge:
         self._idle.clear()
         self._metrics.running.set(len(self._running))
         try:
-            with self._budget.hold(client) as scope["state"]["held"]:
+            with self._budget.hold(client, address=address) as scope["state"]["held"]:
                 await self._answered(scope, receive, sent)
         finally:
             self._running.discard(task)

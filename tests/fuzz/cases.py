@@ -8,8 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
-from tests.fuzz.judge import Complaints, Fault, listening
+from tests.fuzz.judge import Complaints, Fault, listening, require
+from tests.support.cost import Spent
 
+_MOST_CPU_S = 3.0
+"""Processor seconds of a case, with both ends and what starts again; most take some hundredths."""
+_MOST_BYTES = 512 * 2**20
+"""Memory of a case at its highest, beyond that before it."""
 _MOST_FINDINGS = 10
 """More tell nobody anything new."""
 
@@ -46,6 +51,8 @@ class Link:
     """What is attacked, started; given what it complains of."""
     expected: frozenset[str] = frozenset()
     """Events of our log at level error that are right here."""
+    most_cpu_s: float = _MOST_CPU_S
+    most_bytes: int = _MOST_BYTES
 
 
 async def run_cases(link: Link, seed: int, numbers: Iterable[int], *, until_s: float | None = None) -> list[str]:
@@ -57,9 +64,13 @@ async def run_cases(link: Link, seed: int, numbers: Iterable[int], *, until_s: f
     with listening(expected=link.expected) as complaints:
         async with link.open(complaints) as run:
             async for case in _cases(link, seed, numbers, until_s):
+                spent = Spent()
                 try:
                     await run(case)
                     complaints.check()
+                    _, cpu_s, num_bytes = spent.until_now()
+                    require(cpu_s <= link.most_cpu_s, f"took {cpu_s:.1f} s of processors")
+                    require(num_bytes <= link.most_bytes, f"took {num_bytes >> 20} MiB")
                 except Exception as error:
                     is_fault = isinstance(error, Fault)
                     found.append(f"{case}: {error if is_fault else repr(error)} {'; '.join(complaints.take())}")

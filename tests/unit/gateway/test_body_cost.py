@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +12,10 @@ import pydantic
 import pytest
 
 from specdec.constraints.limits import MAX_CONSTRAINT_BYTES
-from specdec.gateway.anthropic.request import CountTokensRequest, MessagesRequest
-from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.completions import CompletionRequest
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.fields import RequestModel
 from specdec.gateway.api.problems import validated
-from specdec.gateway.api.responses import ResponsesRequest
-from specdec.gateway.api.tokens import DetokenizeBody, TokenizeBody
 from specdec.gateway.app import build_app
 from specdec.gateway.chat import messages
 from specdec.gateway.http import json_reader
@@ -29,10 +24,10 @@ from specdec.gateway.service import Gateway
 from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.translation import forced_calls
 from specdec.gateway.translation.completion_request import completion_to_generate
-from specdec.service.byte_budget import ByteBudget
-from specdec.wire.errors import InvalidRequest, Unavailable
+from specdec.wire.errors import InvalidRequest
 from specdec.wire.message_sizes import MOST_CONVERSATION_VALUES
 from tests.support.cost import lines_run
+from tests.support.costly.bodies import SMALL, Nobody, bodies, body_with, called, grown, many_fields, places
 
 SCALE = 256
 """A gateway's limits are so much smaller here than a deployment's: all that a body costs goes by them."""
@@ -43,93 +38,7 @@ MOST_ANSWER_BYTES = 700
 """Of an error, which has the beginning of what was sent, as text of at most four bytes a character."""
 MOST_ERRORS = 40
 """Of one value: as many as a union has members, each with its own."""
-SMALL: dict[type[RequestModel], dict[str, Any]] = {
-    ChatRequest: {"messages": [{"role": "user", "content": "hi"}]},
-    CompletionRequest: {"prompt": "x"},
-    ResponsesRequest: {"input": "x"},
-    TokenizeBody: {"prompt": "x"},
-    DetokenizeBody: {"tokens": [1]},
-    MessagesRequest: {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]},
-    CountTokensRequest: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
-}
-MODELS = {model.__name__: model for model in SMALL}
 ITEMS = (b"1", b"-1", b'"a"', b"{}", b"[1]", b"1.5")
-
-
-def grown(item: bytes, size: int) -> bytes:
-    """A list of equal items."""
-    return b"[" + b",".join([item] * (size // (len(item) + 1))) + b"]"
-
-
-def many_fields(size: int) -> bytes:
-    return b"{" + b",".join(b'"f%d":1' % number for number in range(size // 10)) + b"}"
-
-
-ROOM = GROWN_BYTES - 512
-CALL = b'{"role":"assistant","tool_calls":[{"type":"function","function":{"name":"f","arguments":{}}}]}'
-TOOL = b'{"type":"function","function":{"name":"f"}}'
-CONVERSATIONS = {
-    "messages": b'{"messages":' + grown(b'{"role":"user","content":"a"}', ROOM) + b"}",
-    "calls": b'{"messages":' + grown(CALL, ROOM) + b"}",
-    "parts": b'{"messages":[{"role":"user","content":' + grown(b'{"type":"text","text":"a"}', ROOM - 80) + b"}]}",
-    "parts that are texts": b'{"messages":[{"role":"user","content":' + grown(b'"a"', 4 * 700) + b"}]}",
-    "parts of a prediction": b'{"messages":[{"role":"user","content":"a"}],"prediction":{"type":"content","content":'
-    + grown(b'{"type":"text","text":"a"}', 240 * 27)
-    + b"}}",
-    "tools": b'{"messages":[{"role":"user","content":"a"}],"tools":' + grown(TOOL, ROOM - 80) + b"}",
-    "tools of which one is called": b'{"messages":[{"role":"user","content":"a"}],"tool_choice":"required","tools":'
-    + grown(TOOL, 60 * (len(TOOL) + 1))  # each takes 2 KB; of 250 functions at most, whatever the body's size
-    + b"}",
-}
-CALLS = b'{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{}}]}'
-RESULTS = b'{"role":"user","content":[{"type":"tool_result","tool_use_id":"a"}]}'
-TURNS = {
-    "turns": grown(b'{"role":"user","content":"a"}', ROOM - 80),
-    "blocks": b'[{"role":"user","content":' + grown(b'{"type":"text","text":"a"}', ROOM - 120) + b"}]",
-    "as many blocks as may be": b'[{"role":"user","content":' + grown(b'{"type":"text","text":"a"}', 27 * 300) + b"}]",
-    "calls and results": grown(CALLS + b"," + RESULTS, ROOM - 80),
-    "results of blocks": b'[{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":'
-    + grown(b'{"type":"text","text":"a"}', ROOM - 160)
-    + b"}]}]",
-}
-VALUES = {
-    "list of ids": grown(b"1", ROOM),
-    "list of objects": grown(b"{}", ROOM),
-    "as many objects as may be": grown(b"{}", 3 * (MOST_VALUES // SCALE - 40)),
-    "as many objects as a field may have": grown(b"{}", 3 * (MOST_FIELD_VALUES // SCALE - 40)),
-    "fields": many_fields(ROOM),
-    "text": b'"' + b"a" * ROOM + b'"',
-    "escapes": b'"' + rb"\ud83d\ude00" * (ROOM // 12) + b'"',
-    "number": b"1" * ROOM,
-    "objects in each other": b'{"a":' * (ROOM // 6) + b"1" + b"}" * (ROOM // 6),
-}
-
-
-def places(schema: dict[str, Any], defs: dict[str, Any], depth: int = 0) -> Iterator[tuple[str, ...]]:
-    """Paths of fields, through objects and the items of lists, as a request's schema has them."""
-    if depth > 3:
-        return
-    for one in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found = defs[one["$ref"].rpartition("/")[2]] if "$ref" in one else one
-        if found is not one:
-            yield from places(found, defs, depth)
-        for name, field in found.get("properties", {}).items():
-            yield (name,)
-            yield from ((name, *rest) for rest in places(field, defs, depth + 1))
-        if "items" in found and isinstance(found["items"], dict):
-            yield from (("[]", *rest) for rest in places(found["items"], defs, depth + 1))
-
-
-def body_with(model: type[RequestModel], path: tuple[str, ...], value: bytes) -> bytes:
-    text = value
-    for step in reversed(path[1:]):
-        text = b"[" + text + b"]" if step == "[]" else b'{"' + step.encode() + b'":' + text + b"}"
-    others = b"".join(
-        b'"' + name.encode() + b'":' + orjson.dumps(field) + b","
-        for name, field in SMALL[model].items()
-        if name != path[0]
-    )
-    return b"{" + others + b'"' + path[0].encode() + b'":' + text + b"}"
 
 
 def read(model: type[RequestModel], data: bytes) -> ApiError | None:
@@ -146,45 +55,6 @@ def num_errors(model: type[RequestModel], body: Any) -> int:
     except pydantic.ValidationError as error:
         return error.error_count()
     return 0
-
-
-class Nobody:
-    """In place of coordinators: what was read and translated has cost what it costs."""
-
-    def caller(self, metadata: object, held: object) -> Any:
-        raise Unavailable("nobody serves")
-
-
-async def called(app: Any, path: str, body: bytes) -> bytes:
-    """The answer of a route, with its status before it."""
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
-    with ByteBudget(1 << 40, 1 << 40).hold("a client") as held:
-        await app({**scope, "state": {"metadata": (), "held": held}}, receive, send)
-    return b"%d " % sent[0]["status"] + sent[1]["body"]
-
-
-def bodies(described: dict[str, Any]) -> Iterator[tuple[str, str, bytes]]:
-    """Each field of each route that takes a body, as /openapi.json has them, grown: the route, what grew, the body."""
-    defs = described["components"]["schemas"]
-    for route, methods in described["paths"].items():
-        for asked in (told["requestBody"] for told in methods.values() if "requestBody" in told):
-            schema = asked["content"]["application/json"]["schema"]
-            model = MODELS[schema["$ref"].rpartition("/")[2]]
-            for path in [*sorted(set(places(schema, defs))), ("unknown",)]:
-                for kind, value in VALUES.items():
-                    yield route, f"{'.'.join(path)}: {kind}", body_with(model, path, value)
-    for kind, body in CONVERSATIONS.items():
-        yield "/v1/chat/completions", kind, body
-    for kind, turns in TURNS.items():
-        yield "/v1/messages", kind, b'{"model":"m","max_tokens":1,"messages":' + turns + b"}"
 
 
 @pytest.fixture
@@ -210,7 +80,7 @@ def test_whatever_grows_in_whatever_route_a_body_takes_few_times_the_bytes_of_th
         try:
             app = build_app(replace(gateway.parts, coordinators=Nobody()))
             await called(app, "/tokenize", b"{}")
-            for route, kind, body in bodies(app.openapi()):
+            for route, kind, body in bodies(app.openapi(), SCALE):
                 routes.add(route)
                 tracemalloc.reset_peak()
                 before, _ = tracemalloc.get_traced_memory()

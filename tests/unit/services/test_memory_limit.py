@@ -59,6 +59,18 @@ def test_a_budget_leaves_what_the_process_has_already_and_is_shared(tmp_path: Pa
     assert budget_bytes(99, root, proc) == 0
 
 
+def test_an_address_whose_requests_each_name_another_client_has_half() -> None:
+    budget = ByteBudget(total_bytes=100, client_bytes=25)
+    with budget.hold("a", 25, address="x"), budget.hold("b", 25, address="x"):
+        with pytest.raises(Overloaded, match="address's"), budget.hold("c", 1, address="x"):
+            pass
+        with budget.hold("c", 25, address="y"), budget.hold("d", 25):
+            pass
+    assert budget.num_bytes == 0
+    with budget.hold("a", 90, address="x"):  # alone it may be of any size
+        pass
+
+
 def test_what_grows_is_refused_when_others_hold_the_rest_and_alone_it_may_be_of_any_size() -> None:
     budget = ByteBudget(total_bytes=100, client_bytes=60)
     with budget.hold("a") as alone:

@@ -1,0 +1,144 @@
+"""Write the table of what the worst request of each route and method costs: `python -m tests.costs`.
+
+Each body has the largest size that is taken and something that grows in it. Its reading, checking and translating is
+measured in a child process of its own, up to where the request would wait for its turn: tokenizing and decoding have
+budgets of their own. Processor time is this machine's; memory counts what the body causes beside itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from google.protobuf.message import Message
+
+from specdec.coordinator.intake.reading import read_request
+from specdec.gateway.app import build_app
+from specdec.gateway.service import Gateway
+from specdec.gateway.settings import GatewaySettings
+from specdec.v1 import coordinator_pb2 as api
+from specdec.v1 import open_inference_pb2 as oip
+from specdec.wire.errors import SpecdecError
+from tests.support.cost import Spent
+from tests.support.costly.bodies import Nobody, bodies, called
+from tests.support.costly.floods import check, floods
+
+MESSAGE_BYTES = 16 * 2**20
+MIB = 2**20
+_HEAD = "| route or method | shapes | event loop, most | processor, most | memory, most |\n|---|---|---|---|---|\n"
+CHECKED: tuple[type[Message], ...] = (api.GenerateRequest, api.TokenizeRequest, api.DetokenizeRequest)
+OTHERS: tuple[type[Message], ...] = (api.AbortRequest, api.GetModelInfoRequest, api.GetStatusRequest)
+METHODS: tuple[type[Message], ...] = (*CHECKED, *OTHERS, oip.ModelInferRequest)
+
+
+@dataclass(slots=True)
+class Cost:
+    """What one request took."""
+
+    shape: str
+    num_bytes: int
+    loop_s: float
+    """Processor seconds of the event loop's thread."""
+    cpu_s: float
+    """Processor seconds of the process."""
+    peak_bytes: int
+    """Memory at its highest, beyond that before the request, which has the bytes already."""
+
+
+def in_child(measured: Callable[[], tuple[float, float, int]]) -> tuple[float, float, int]:
+    """The result of a call in a forked process, whose memory nothing else has touched."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            os.write(writer, json.dumps(measured()).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as told:
+        data = told.read()
+    os.waitpid(pid, 0)
+    loop_s, cpu_s, peak_bytes = json.loads(data)
+    return loop_s, cpu_s, peak_bytes
+
+
+def measure(call: Callable[[], object]) -> tuple[float, float, int]:
+    """Seconds of this thread and of the process, and bytes at the peak."""
+    begun = Spent()
+    call()
+    return begun.until_now()
+
+
+def of_gateway() -> Iterator[tuple[str, Cost]]:
+    """Routes and costs of their bodies."""
+
+    def run(path: str, body: bytes) -> tuple[float, float, int]:
+        async def once() -> tuple[float, float, int]:
+            settings = GatewaySettings(coordinators=["localhost:1"], tool_parser="hermes", reasoning_parser="none")
+            gateway = Gateway(settings)
+            app = build_app(replace(gateway.parts, coordinators=Nobody()))  # type: ignore[arg-type]
+            await called(app, "/tokenize", b"{}")
+            begun = Spent()
+            await called(app, path, body)
+            return begun.until_now()
+
+        return in_child(lambda: asyncio.run(once()))
+
+    described = build_app(asyncio.run(_parts())).openapi()
+    for route, shape, body in bodies(described, scale=1, most_depth=1):
+        yield f"POST {route}", Cost(shape, len(body), *run(route, body))
+
+
+async def _parts() -> Any:
+    return Gateway(GatewaySettings(coordinators=["localhost:1"], host="127.0.0.1")).parts
+
+
+def of_methods() -> Iterator[tuple[str, Cost]]:
+    """Methods over gRPC and costs of their messages."""
+    for kind in METHODS:
+        for shape, data in floods(kind.DESCRIPTOR, MESSAGE_BYTES):
+
+            def call(kind: type[Message] = kind, data: bytes = data) -> None:
+                with contextlib.suppress(SpecdecError):
+                    check(kind, data) if kind in CHECKED else read_request(kind, data)
+
+            yield kind.DESCRIPTOR.name.removesuffix("Request"), Cost(shape, len(data), *in_child(lambda: measure(call)))
+
+
+def main() -> None:
+    """Print the worst of each route and method by processor time and by memory."""
+    found: dict[str, list[Cost]] = {}
+    for where, cost in (*of_gateway(), *of_methods()):
+        found.setdefault(where, []).append(cost)
+    sys.stdout.write(_HEAD)
+    for where, costs in found.items():
+        loop, cpu, memory = (max(costs, key=key) for key in (_loop, _cpu, _peak))
+        cells = (
+            f"`{where}`",
+            str(len(costs)),
+            f"{loop.loop_s * 1e3:.0f} ms ({loop.shape})",
+            f"{cpu.cpu_s * 1e3:.0f} ms ({cpu.shape})",
+            f"{memory.peak_bytes / MIB:.0f} MiB for {memory.num_bytes / MIB:.1f} ({memory.shape})",
+        )
+        sys.stdout.write(f"| {' | '.join(cells)} |\n")
+
+
+def _loop(cost: Cost) -> float:
+    return cost.loop_s
+
+
+def _cpu(cost: Cost) -> float:
+    return cost.cpu_s
+
+
+def _peak(cost: Cost) -> float:
+    return cost.peak_bytes
+
+
+if __name__ == "__main__":
+    main()
