@@ -14,7 +14,7 @@ from specdec.constraints.grammar.apart import ApartFollower, ApartFollowers
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.target_service.session import SessionState, TargetSession
 
-_SHARE = 1 / 16
+_SHARE = 1 / 20
 """Fraction of a step's time that constraints may add to it."""
 _LEAST_BUDGET_S = 0.001
 _LEAST_COSTLY_S = 0.0003

@@ -7,6 +7,7 @@ service or an answer other than SERVING.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -46,15 +47,29 @@ def end_hung(has_answered: Callable[[], bool], parent: int = 1) -> None:
 
     It returns after about `_HUNG_S`, or at the first answer.
     """
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="ascii").split()
-    services = [int(pid) for pid in children if int(pid) != os.getpid()]
+    services = [pid for pid in _children(parent) if pid != os.getpid()]
     standstill = Standstill(_HUNG_S)
     while services and not standstill.is_hung(services[0], time.monotonic()):
         if has_answered():
             return
     for pid in services:
         sys.stderr.write(f"process {pid} does not answer and is killed\n")
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _children(parent: int, proc: Path = Path("/proc")) -> list[int]:
+    """The processes whose parent is `parent`; some kernels do not list them, but tell each process's parent."""
+    with contextlib.suppress(OSError):
+        return [int(pid) for pid in (proc / f"{parent}/task/{parent}/children").read_text(encoding="ascii").split()]
+    children = []
+    for entry in proc.iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                # Behind the name, which may hold any character: state and parent.
+                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                children += [int(entry.name)] * (int(fields[1]) == parent)
+    return sorted(children)
 
 
 def _probe(asked: argparse.Namespace) -> int:

@@ -78,8 +78,8 @@ class _State:
 class MemoryStore:
     """A Store that never fails and is lost with the process. Use it from one event loop."""
 
-    def __init__(self, limits: StoreLimits | None = None, clock: Callable[[], float] = time.time) -> None:
-        """Create an empty store. `clock` returns seconds since the epoch."""
+    def __init__(self, limits: StoreLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create an empty store. `clock` returns seconds and never goes back."""
         self._limits = limits or StoreLimits()
         self._clock = clock
         self._state = _State()

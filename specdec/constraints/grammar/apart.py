@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import structlog
 
 from specdec.constraints.grammar.follower import Following, NodeMask
 from specdec.constraints.grammar.line_process import ChildLost, LineProcess
@@ -21,6 +22,7 @@ from specdec.constraints.limits.faults import GrammarError
 
 MOST_CPU_S = 10.0
 """Seconds of processor time that one session's constraint may take apart."""
+_log = structlog.get_logger(__name__)
 _CHILD = "specdec.constraints.grammar.apart_child"
 
 
@@ -100,6 +102,12 @@ def _work(questions: SimpleQueue[ApartFollower | None], tokenizer: TokenizerArgu
         except (ChildLost, OSError) as error:
             process = None
             follower.mask = _fault(follower, f"is too complex: {error}")
+        except Exception as error:  # whatever one constraint's answer is, the others' masks must still come
+            _log.exception("constraint_failed_apart")
+            if process is not None:
+                process.close()
+            process = None
+            follower.mask = _fault(follower, f"cannot be followed: {type(error).__name__}")
     if process is not None:
         process.close()
 

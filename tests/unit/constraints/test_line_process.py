@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specdec.constraints.grammar import checker
+from specdec.constraints.grammar import apart, checker
 from specdec.constraints.grammar.checker import GrammarChecker
+from specdec.constraints.grammar.follower import Following
 from specdec.constraints.grammar.line_process import ChildLost, LineProcess
-from specdec.constraints.grammar.source import TokenizerArguments
+from specdec.constraints.grammar.source import GrammarSource, TokenizerArguments
 from tests.support.engine.grammars import EOS, TOKENIZER, VOCAB_SIZE
 
 _ARGUMENTS = TokenizerArguments(tokenizer=TOKENIZER.to_str(), n_vocab=VOCAB_SIZE, eos_token=[EOS])
@@ -58,3 +61,25 @@ def test_a_child_that_takes_too_much_processor_time_is_given_up() -> None:
     }
     with pytest.raises(ChildLost, match="processor time"):
         child.ask(question, most_cpu_s=0.3)
+
+
+def test_a_constraint_whose_process_answers_nonsense_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nonsense(LineProcess):
+        def ask(self, question: object, most_cpu_s: float = float("inf")) -> Any:
+            answer = super().ask(question, most_cpu_s)
+            return {"spent_s": None} if "bad" in str(question) else answer
+
+    monkeypatch.setattr(apart, "LineProcess", Nonsense)
+    followers = apart.ApartFollowers(_ARGUMENTS)
+    following = Following(
+        vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], after_token_id=None, opening_token_id=None, holds_back_eos=False
+    )
+    bad, good = (followers.follow(GrammarSource(text, "field"), following) for text in ('start: "bad"', _GRAMMAR))
+    for follower in (bad, good):
+        follower.commit([], ())
+        until_s = time.monotonic() + 60
+        while follower.mask is None:
+            assert time.monotonic() < until_s
+            time.sleep(0.005)
+    assert bad.mask is not None and bad.mask.fault is not None and "cannot be followed" in str(bad.mask.fault)
+    assert good.mask is not None and good.mask.fault is None

@@ -125,3 +125,15 @@ def test_a_health_check_ends_what_hangs_and_nothing_that_answers_or_starts(
         assert health.probe(flags) == 7
         assert cluster.services["gateway"].wait(_WITHIN_S)
     assert f"process {pid} does not answer and is killed" in capsys.readouterr().err
+
+
+def test_children_are_found_where_the_kernel_does_not_list_them(tmp_path: Path) -> None:
+    for pid, name, parent in ((1, "init", 0), (20, "a b) S 1", 1), (21, "other", 20), (5, "sh", 1)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} 0 0")
+    (tmp_path / "99").mkdir()  # it has ended meanwhile
+    assert health._children(1, tmp_path) == [5, 20]
+    listed = tmp_path / "1" / "task" / "1"
+    listed.mkdir(parents=True)
+    (listed / "children").write_text("20 5 \n")
+    assert health._children(1, tmp_path) == [20, 5]
