@@ -15,6 +15,7 @@ from specdec.coordinator.intake.resume import (
     HeldChoice,
     check_params,
     check_resume_token,
+    check_template,
     encode_params,
     held_choices,
     make_resume_token,
@@ -112,6 +113,7 @@ class RequestPlan:
             priority=self.request.priority,
             work=self.num_tokens(self.sampling.n * min(self.max_tokens, _EXPECTED_OUTPUT_TOKENS)),
             num_places=self.sampling.n,
+            is_divisible=True,
             weight=self.allowance.weight,
             deadline_s=self.request.deadline_s,
         )
@@ -245,6 +247,7 @@ class Planner:
         expected_token = make_resume_token(self._resume_secret, *key, seed, served.identity)
         if token is not None:
             check_resume_token(token, expected_token)
+            check_template(body.resume, served.tokenizer.template_digest)
             self._fleet.check_numerics(served.identity)
         model_limits = self._limits_of(served.identity)
         limits = model_limits.within(caller.allowance)

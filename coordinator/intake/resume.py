@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from specdec.store.interface import JournalRecord
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from specdec.wire.errors import DataLoss, InvalidRequest
+from specdec.wire.errors import DataLoss, FailedPrecondition, InvalidRequest
 
 _DIGEST_BYTES = 32
 """Bytes of a SHA-256 digest."""
@@ -74,6 +74,20 @@ def check_resume_token(given: bytes, expected: bytes) -> None:
             "resume.resume_token",
             "does not belong to this request id, seed, model and tenant",
             reason="RESUME_TOKEN_INVALID",
+        )
+
+
+def check_template(resume: api.Resume, own: str) -> None:
+    """Check that the conversation is rendered as it was for the original stream.
+
+    Raises:
+        FailedPrecondition: the coordinator's chat template differs from that of the original stream's coordinator.
+    """
+    if resume.chat_template_digest and resume.chat_template_digest != own:
+        raise FailedPrecondition(
+            f"resume.chat_template_digest: the stream began with the chat template {resume.chat_template_digest!r}, "
+            f"this coordinator has {own!r}: give all coordinators the same",
+            reason="CHAT_TEMPLATE_CHANGED",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from specdec.coordinator.text.request_templates import RequestTemplates
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import IncompatibleReplica, InvalidRequest
 from specdec.wire.tokenizer_files import tokenizer_digest, with_chat_template
+
+_DIGEST_DIGITS = 16
+"""Hexadecimal digits of a template's digest: it tells versions apart, and proves nothing."""
 
 
 class TextTokenizer:
@@ -33,6 +37,8 @@ class TextTokenizer:
         self._special_tokens = _special_tokens(config)
         sources = template_sources(config)
         self._template = None if sources is None else ChatTemplate(sources, self._special_tokens)
+        self.template_digest = "" if sources is None else _digest([sources, self._special_tokens])
+        """Digest of what renders conversations; empty without a template."""
         self._request_templates = RequestTemplates(self._special_tokens)
 
     @classmethod
@@ -108,6 +114,10 @@ def read_tokenizer(tokenizer_json: bytes, config: str) -> TextTokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise IncompatibleReplica(f"its tokenizer cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:_DIGEST_DIGITS]
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from specdec.client import Client, ResumePolicy, generate_resuming
 from specdec.service.byte_budget import Held
 from specdec.v1 import coordinator_pb2 as api
-from specdec.wire.errors import Unavailable
+from specdec.wire.errors import PermissionDenied, SpecdecError, Unauthenticated, Unavailable
 
 _AVOID_S = 2.0
 """Seconds for which a coordinator that did not answer is tried last."""
@@ -39,6 +39,8 @@ class _Member:
 class _Turns:
     members: Sequence[_Member]
     turn: int = field(default=0)
+    templates: dict[str, str] = field(default_factory=dict)
+    """The coordinator that first told a chat template, by the template's digest."""
 
     def order(self) -> list[_Member]:
         """All members: the next one first, those that did not answer lately last."""
@@ -46,6 +48,15 @@ class _Turns:
         rotated = [*self.members[self.turn :], *self.members[: self.turn]]
         now_s = time.monotonic()
         return sorted(rotated, key=lambda member: member.avoid_until_s > now_s)
+
+    def learn(self, address: str, template: str) -> None:
+        """A coordinator has told the digest of its chat template; each that differs from the first is logged once."""
+        if template and template not in self.templates:
+            self.templates[template] = address
+            if len(self.templates) > 1:
+                remedy = "give all targets the same chat template, and restart the coordinators"
+                risk = "what a conversation becomes depends on the coordinator"
+                _log.error("chat_templates_differ", coordinators=self.templates, risk=risk, remedy=remedy)
 
 
 class Coordinators:
@@ -74,6 +85,14 @@ class Coordinators:
         """Whether any coordinator reports SERVING. Takes about a second at most."""
         answers = await asyncio.gather(*(member.client.is_serving() for member in self._turns.members))
         return any(answers)
+
+    async def keyless(self, timeout_s: float) -> dict[str, bool]:
+        """Whether callers need no key, by address, of the coordinators that answer within `timeout_s`."""
+        members = list(self._turns.members)
+        told = await asyncio.gather(*(_needs_no_key(member.client, timeout_s) for member in members))
+        return {
+            member.client.address: answer for member, answer in zip(members, told, strict=True) if answer is not None
+        }
 
     async def renew(self, connect: Callable[[str], Client]) -> None:
         """Replace all connections, as when TLS files have changed. Streams of the old ones resume."""
@@ -124,6 +143,8 @@ class CallerStub:
                 async with aclosing(self._client(member).generate(request)) as chunks:
                     async for chunk in chunks:
                         has_begun = True
+                        if chunk.HasField("started"):
+                            self._turns.learn(member.client.address, chunk.started.chat_template_digest)
                         yield chunk
                 return
             except Unavailable as error:
@@ -150,6 +171,18 @@ class CallerStub:
         member.avoid_until_s = time.monotonic() + _AVOID_S
         _log.info("coordinator_failed", address=member.client.address, reason=error.reason, error=error.message)
         self._on_failover()
+
+
+async def _needs_no_key(client: Client, timeout_s: float) -> bool | None:
+    """Whether a coordinator serves a caller without a key; None: it did not say."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await client.status()
+    except (Unauthenticated, PermissionDenied):
+        return False
+    except (SpecdecError, TimeoutError):
+        return None
+    return True
 
 
 class Health:

@@ -124,6 +124,8 @@ def resumed_request(request: api.GenerateRequest, held: Completion) -> api.Gener
     body.request_id = held.started.request_id
     body.sampling.seed = held.started.seed
     body.resume.resume_token = held.started.resume_token
+    if request.HasField("messages") and not request.messages.chat_template:
+        body.resume.chat_template_digest = held.started.chat_template_digest
     before = {choice.index: choice for choice in body.resume.choices}
     if request.sampling.HasField("prompt_logprobs") and (held.prompt_logprobs_position or not before):
         body.resume.prompt_logprobs_position = max(

@@ -468,10 +468,13 @@ class Resume(_message.Message):
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_POSITION_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_DIGEST_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.bytes
     """From the first chunk of the original stream."""
     prompt_logprobs_position: _builtins.int
     """Position below which the client has the prompt's log-probabilities; absent: all if it has tokens of the first choice, otherwise none."""
+    chat_template_digest: _builtins.str
+    """From the first chunk of the original stream, of a conversation: another template would render another prompt. Empty: unknown."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumeChoice]:
         """The client's choices; a choice not listed starts anew."""
@@ -482,10 +485,11 @@ class Resume(_message.Message):
         resume_token: _builtins.bytes = ...,
         choices: _abc.Iterable[Global___ResumeChoice] | None = ...,
         prompt_logprobs_position: _builtins.int | None = ...,
+        chat_template_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs_position", b"_prompt_logprobs_position", "prompt_logprobs_position", b"prompt_logprobs_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs_position", b"_prompt_logprobs_position", "choices", b"choices", "prompt_logprobs_position", b"prompt_logprobs_position", "resume_token", b"resume_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs_position", b"_prompt_logprobs_position", "chat_template_digest", b"chat_template_digest", "choices", b"choices", "prompt_logprobs_position", b"prompt_logprobs_position", "resume_token", b"resume_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs_position: _TypeAlias = _typing.Literal["prompt_logprobs_position"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs_position: _TypeAlias = _typing.Literal["_prompt_logprobs_position", b"_prompt_logprobs_position"]  # noqa: Y015
@@ -628,6 +632,7 @@ class GenerateStarted(_message.Message):
     IS_CONSTRAINED_FIELD_NUMBER: _builtins.int
     IS_SALTED_FIELD_NUMBER: _builtins.int
     IS_THINKING_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     seed: _builtins.int
@@ -642,6 +647,8 @@ class GenerateStarted(_message.Message):
     """The request's cache_salt holds. False without one, and from servers without salts."""
     is_thinking: _builtins.bool
     """The prompt, rendered from messages, ends within a think section. Absent without think_markers and without messages."""
+    chat_template_digest: _builtins.str
+    """Digest of the coordinator's chat template and special tokens. Empty without a template, and from older servers."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelIdentity:
         """The target's model."""
@@ -662,10 +669,11 @@ class GenerateStarted(_message.Message):
         is_constrained: _builtins.bool = ...,
         is_salted: _builtins.bool = ...,
         is_thinking: _builtins.bool | None = ...,
+        chat_template_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_is_thinking", b"_is_thinking", "is_thinking", b"is_thinking", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_is_thinking", b"_is_thinking", "is_constrained", b"is_constrained", "is_salted", b"is_salted", "is_thinking", b"is_thinking", "model", b"model", "notices", b"notices", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "resume_token", b"resume_token", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_is_thinking", b"_is_thinking", "chat_template_digest", b"chat_template_digest", "is_constrained", b"is_constrained", "is_salted", b"is_salted", "is_thinking", b"is_thinking", "model", b"model", "notices", b"notices", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "resume_token", b"resume_token", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__is_thinking: _TypeAlias = _typing.Literal["is_thinking"]  # noqa: Y015
     _WhichOneofArgType__is_thinking: _TypeAlias = _typing.Literal["_is_thinking", b"_is_thinking"]  # noqa: Y015

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from specdec.client import Client, Completion, resumed_request
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.errors import Cancelled, DataLoss, InvalidRequest
+from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Cancelled, DataLoss, FailedPrecondition, InvalidRequest
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Result,
@@ -116,3 +120,29 @@ async def test_a_resume_that_does_not_fit_is_refused(field: str, change: dict[st
         assert (await collect(harness.stub.Generate(body))).ids() == whole.ids()
     assert isinstance(error, InvalidRequest)
     assert error.field == field
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_a_conversation_is_not_resumed_where_another_template_would_render_it(is_chat: bool) -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    for number, target in enumerate(targets):
+        target.tokenizer_config = json.dumps({"chat_template": f"{number}{{{{ messages[0].content }}}}"})
+    chat = api.ChatMessages(messages=[api.ChatMessage(role="user", content="the fox")])
+    body = request(messages=chat) if is_chat else request()
+    held = Completion()
+    targets[0].limit = 7
+    async with running(targets[:1]) as harness:
+        async for chunk in harness.stub.Generate(body):
+            held.add(chunk)
+            if held.num_tokens == 7:
+                break
+        assert held.started is not None and held.started.chat_template_digest
+        again = resumed_request(body, held)
+    async with running(targets[1:], owner_id="coordinator-2") as harness, Client(harness.address) as client:
+        if not is_chat:
+            rest = await client.complete(again)
+            assert held.choices[0].token_ids + rest.choices[0].token_ids == expected_ids(targets[1], 20)
+            return
+        with pytest.raises(FailedPrecondition, match=r"resume\.chat_template_digest") as refused:
+            await client.complete(again)
+    assert refused.value.reason == "CHAT_TEMPLATE_CHANGED"

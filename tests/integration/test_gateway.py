@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from specdec.commands.app import app
@@ -346,6 +347,24 @@ async def test_a_template_of_a_request_is_refused_unless_the_operator_trusts_the
             assert "trust_request_chat_template" in error["message"]
         told = await client.post("/tokenize", json={**CHAT, "documents": []})
         assert (await client.post("/detokenize", json={"tokens": told.json()["tokens"]})).json() == {"prompt": "[]"}
+
+
+async def test_coordinators_that_render_conversations_differently_are_told_once() -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    for number, target in enumerate(targets):
+        target.tokenizer_config = json.dumps({"chat_template": f"{number}{{{{ messages[0].content }}}}"})
+    with capture_logs() as logs:
+        async with (
+            running(targets[:1]) as first,
+            running(targets[1:], owner_id="coordinator-2") as second,
+            gateway(first.address, second.address) as one,
+            one.http() as client,
+        ):
+            for _ in range(4):
+                answer = await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 2})
+                assert answer.status_code == 200
+    (told,) = [line for line in logs if line["event"] == "chat_templates_differ"]
+    assert sorted(told["coordinators"].values()) == sorted([first.address, second.address])
 
 
 async def test_figures_count_what_speculation_did_under_vllms_names() -> None:
