@@ -83,7 +83,9 @@ def chaos(
     ] = None,
     requests: Annotated[int, typer.Option(help="Least number of answers that are compared.", min=1)] = 1000,
     distinct: Annotated[int, typer.Option(help="Different requests among them.", min=1)] = 96,
-    clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 16,
+    clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 12,
+    gateways: Annotated[int, typer.Option(help="Gateways.", min=0)] = 2,
+    http_clients: Annotated[int, typer.Option(help="Clients of gateways at once.", min=0)] = 4,
     bound_s: Annotated[float, typer.Option(help="Within which every stream is to go on.")] = BOUND_S,
     pair: Annotated[str, typer.Option(help="shipped or tiny")] = "shipped",
     short: Annotated[bool, typer.Option(help="The plan of the short run in `make test-all`.")] = False,
@@ -94,8 +96,8 @@ def chaos(
 ) -> None:
     """Break things at random while clients compare all answers with undisturbed runs."""
     seed = secrets.randbelow(2**32) if seed is None else seed
-    topology = Topology(num_clients=clients)
-    chosen = select_kinds([pattern for pattern in kinds.split(",") if pattern])
+    topology = Topology(num_clients=clients, num_gateways=gateways, num_http_clients=http_clients if gateways else 0)
+    chosen = select_kinds([pattern for pattern in kinds.split(",") if pattern], has_gateways=gateways > 0)
     plan = make_plan(seed, topology, kinds=chosen, rounds=rounds, num_pairs=num_pairs)
     if short:
         plan = make_short_plan(seed, topology)

@@ -14,6 +14,7 @@ from specdec.v1 import coordinator_pb2 as api
 from tests.adversary.availability import Availability
 from tests.adversary.clients import Clients, undisturbed
 from tests.adversary.fleet import Fleet, FleetSettings
+from tests.adversary.http_clients import HttpClients
 from tests.adversary.injection import inject
 from tests.adversary.plan import KILLS, STOPS, Event, leaves_nobody
 from tests.adversary.progress import Progress, Window
@@ -73,13 +74,15 @@ class ChaosRun:
         self._verdict = Verdict(say)
         self._progress = Progress()
         self._availability = Availability(fleet)
-        self._clients = Clients(fleet, settings.requests, references, self._progress, self._verdict, settings.seed)
+        given = fleet, settings.requests, references, self._progress, self._verdict, settings.seed
+        self._clients = Clients(*given)
+        self._http_clients = HttpClients(*given)
         self._records: list[EventRecord] = []
 
     async def run(self) -> ChaosResult:
         """To the end of all events and requests."""
         began_s = time.monotonic()
-        asking = asyncio.create_task(self._clients.run(), name="clients")
+        asking = asyncio.create_task(self._ask(), name="clients")
         watching = asyncio.create_task(self._watch(), name="watch")
         try:
             for event in self._settings.events:
@@ -90,6 +93,7 @@ class ChaosRun:
             await asyncio.wait([enough, asking], return_when=asyncio.FIRST_COMPLETED)
             enough.cancel()
             self._clients.end()
+            self._http_clients.end()
             await asking
         finally:
             for task in (asking, watching):
@@ -97,6 +101,9 @@ class ChaosRun:
             await asyncio.gather(asking, watching, return_exceptions=True)
         await self._look_for_orphans()
         return ChaosResult(verdict=self._verdict, records=self._records, wall_s=time.monotonic() - began_s)
+
+    async def _ask(self) -> None:
+        await asyncio.gather(self._clients.run(), self._http_clients.run())
 
     async def _have_enough(self) -> bool:
         return self._verdict.num_done >= self._settings.num_requests

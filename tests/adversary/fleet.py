@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 import grpc
+import httpx2
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -112,6 +113,11 @@ class Fleet:
         turn = int(client.rpartition("-")[2]) % len(ports)
         return "ipv4:" + ",".join(f"{HOST}:{port}" for port in [*ports[turn:], *ports[:turn]])
 
+    def url_for(self, http_client: str) -> str:
+        """A gateway, past the proxy: a broken connection of a client to it is the client's loss."""
+        names = self.topology.of("gateway")
+        return f"http://{self.direct_address(names[int(http_client.rpartition('-')[2]) % len(names)])}"
+
     def direct_address(self, name: str) -> str:
         """A service, past the proxy."""
         return self.services[name].spec.address
@@ -131,7 +137,7 @@ class Fleet:
         for name, service in self.services.items():
             if service.is_running:
                 found[name] = psutil.Process(service.pid)
-            engine = self.engine_of(name) if role_of(name) != "coordinator" else None
+            engine = self.engine_of(name) if role_of(name) in ("target", "draft") else None
             if engine is not None:
                 found[f"{name}/engine"] = engine
         found[REDIS] = psutil.Process(self.redis.pid)
@@ -172,6 +178,8 @@ class Fleet:
     async def _unhealthy(self, name: str) -> list[str]:
         if not self.services[name].is_running:
             return [f"{name} does not run"]
+        if role_of(name) == "gateway":
+            return await self._unhealthy_gateway(name)
         async with grpc.aio.insecure_channel(self.direct_address(name)) as channel:
             try:
                 answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
@@ -179,6 +187,14 @@ class Fleet:
                 return [f"{name}: {error.code().name}"]
         is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
         return [] if is_serving else [f"{name} is not serving"]
+
+    async def _unhealthy_gateway(self, name: str) -> list[str]:
+        async with httpx2.AsyncClient(timeout=1.0) as client:
+            try:
+                answer = await client.get(f"http://{self.direct_address(name)}/health")
+            except httpx2.HTTPError as error:
+                return [f"{name}: {error!r}"]
+        return [] if answer.status_code == 200 else [f"{name} is not serving"]
 
     async def _not_ready(self, coordinator: str) -> list[str]:
         wanted = self.topology.num_targets + self.topology.num_drafts
@@ -202,13 +218,21 @@ class Fleet:
             for coordinator in self.topology.of("coordinator"):
                 port = await self.proxy.listen(coordinator, ports[coordinator], source=client)
                 self._client_ports[client, coordinator] = port
-        for name, port in ports.items():
-            role = role_of(name)
+        for name in self.topology.of("gateway"):
+            seen_at = [
+                await self.proxy.listen(coordinator, ports[coordinator], source=name)
+                for coordinator in self.topology.of("coordinator")
+            ]
+            own: dict[str, object] = {"coordinators": [f"{HOST}:{port}" for port in seen_at], "log_format": "console"}
+            spec = service_spec("gateway", name, ports[name], RoleSettings(overrides=own), environment={})
+            self.services[name] = ServiceProcess(spec, self.folder / f"{name}.log")
+        for name in self.topology.users_of_redis:
+            role, port = role_of(name), ports[name]
             redis_port = await self.proxy.listen(REDIS, self.redis.port, source=name)
-            seen_at = port if role == "coordinator" else await self.proxy.listen(name, port)
-            own: dict[str, object] = {
+            advertised = port if role == "coordinator" else await self.proxy.listen(name, port)
+            own = {
                 "redis_url": f"redis://{HOST}:{redis_port}",
-                "advertise_address": f"{HOST}:{seen_at}",
+                "advertise_address": f"{HOST}:{advertised}",
                 "metrics_port": self.metrics_ports[name],
                 "log_format": "console",
             }

@@ -17,6 +17,8 @@ SLOWNESSES = ("delay", "trickle", "lossy")
 RESET = "reset"
 LASTING_IN_SHORT = "stop-engine"
 REDIS_FAULTS = ("redis-kill", "redis-empty", "redis-freeze", "redis-past")
+GATEWAY_TIER = "gateway>coordinator"
+"""Only of a fleet with gateways."""
 LINK_TIERS = ("client>coordinator", "coordinator>target", "coordinator>draft", f"service>{REDIS}")
 RESTART_S = (0.5, 2.0)
 BRIEF_S = (0.3, 5.0)
@@ -75,33 +77,32 @@ class Event:
         return f"#{self.index}: " + f", {self.apart_s:.1f} s later ".join(what)
 
 
-def all_kinds() -> list[tuple[str, str]]:
+def all_kinds(*, has_gateways: bool = False) -> list[tuple[str, str]]:
     """Every kind of fault with every tier that it can befall."""
     processes = [(kind, role) for kind in (*KILLS, *STOPS) for role in ROLES]
     # A coordinator is one process.
     processes = [pair for pair in processes if pair[1] != "coordinator" or pair[0].endswith("group")]
-    links = [(kind, tier) for kind in (*SILENCES, *SLOWNESSES, RESET) for tier in LINK_TIERS]
+    tiers = (*LINK_TIERS, GATEWAY_TIER) if has_gateways else LINK_TIERS
+    links = [(kind, tier) for kind in (*SILENCES, *SLOWNESSES, RESET) for tier in tiers]
     return [*processes, *links, *((kind, REDIS) for kind in REDIS_FAULTS)]
 
 
-def select_kinds(patterns: Collection[str]) -> list[tuple[str, str]]:
+def select_kinds(patterns: Collection[str], *, has_gateways: bool = False) -> list[tuple[str, str]]:
     """The kinds that match one of the patterns KIND or KIND:TIER, where * stands for anything; without patterns all.
 
     Raises:
         ValueError: a pattern matches nothing.
     """
-    chosen = set()
+    chosen, kinds = set(), all_kinds(has_gateways=has_gateways)
     for pattern in patterns:
         kind, _, tier = pattern.partition(":")
-        found = [pair for pair in all_kinds() if fnmatchcase(pair[0], kind) and fnmatchcase(pair[1], tier or "*")]
+        found = [pair for pair in kinds if fnmatchcase(pair[0], kind) and fnmatchcase(pair[1], tier or "*")]
         if not found:
-            raise ValueError(f"no kind of fault is called {pattern}; there are {', '.join(sorted(_names()))}")
+            raise ValueError(
+                f"no kind of fault is called {pattern}; there are {', '.join(sorted({kind for kind, _ in kinds}))}"
+            )
         chosen.update(found)
-    return [pair for pair in all_kinds() if not patterns or pair in chosen]
-
-
-def _names() -> set[str]:
-    return {kind for kind, _ in all_kinds()}
+    return [pair for pair in kinds if not patterns or pair in chosen]
 
 
 def make_plan(
@@ -118,7 +119,7 @@ def make_plan(
         num_pairs: Pairs per round; None: half as many as kinds.
     """
     rng = random.Random(seed)
-    kinds = all_kinds() if kinds is None else kinds
+    kinds = all_kinds(has_gateways=topology.num_gateways > 0) if kinds is None else kinds
     wanted: list[list[tuple[str, str]]] = []
     for _ in range(rounds):
         wanted += [[kind] for kind in kinds]
@@ -197,7 +198,7 @@ def _links(rng: random.Random, topology: Topology, tier: str) -> str:
     source, destination = tier.split(">")
     is_one = rng.random() < 0.5
     if destination == REDIS:
-        return f"{rng.choice(topology.services) if is_one else '*'}>{REDIS}"
+        return f"{rng.choice(topology.users_of_redis) if is_one else '*'}>{REDIS}"
     sources = topology.clients if source == "client" else topology.of(source)
     return f"{rng.choice(sources) if is_one else source + '-*'}>{rng.choice(topology.of(destination))}"
 

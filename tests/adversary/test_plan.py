@@ -8,6 +8,7 @@ import pytest
 
 from tests.adversary.injection import FLOWS
 from tests.adversary.plan import (
+    GATEWAY_TIER,
     KILLS,
     LASTING_S,
     REDIS_FAULTS,
@@ -88,3 +89,13 @@ def test_only_what_takes_all_of_a_tier_leaves_nobody() -> None:
     assert leaves_nobody(Event(index=0, after_s=0, faults=(fault, other)), TOPOLOGY)
     redis = replace(fault, kind="redis-kill", tier=REDIS, at=REDIS)
     assert not leaves_nobody(Event(index=0, after_s=0, faults=(fault, redis)), TOPOLOGY)
+
+
+def test_a_fleet_with_gateways_has_their_links_too_and_they_use_no_redis() -> None:
+    topology = Topology(num_gateways=2, num_http_clients=3)
+    tiers = {tier for _, tier in all_kinds(has_gateways=True)} - {tier for _, tier in all_kinds()}
+    assert tiers == {GATEWAY_TIER}
+    faults = [fault for event in make_plan(3, topology, rounds=3) for fault in event.faults]
+    at = [fault.at for fault in faults if fault.tier == GATEWAY_TIER]
+    assert at and all(one.startswith("gateway-") and ">coordinator-" in one for one in at)
+    assert not any(fault.at.startswith("gateway") and fault.at.endswith(REDIS) for fault in faults)

@@ -15,16 +15,25 @@ class Topology:
     num_targets: int = 2
     num_drafts: int = 2
     num_coordinators: int = 2
+    num_gateways: int = 0
     num_clients: int = 16
+    num_http_clients: int = 0
+    """Clients of the gateways."""
 
     def of(self, role: str) -> list[str]:
         """The services of a role."""
-        count = {"target": self.num_targets, "draft": self.num_drafts, "coordinator": self.num_coordinators}[role]
-        return [f"{role}-{number}" for number in range(count)]
+        count = {"target": self.num_targets, "draft": self.num_drafts, "coordinator": self.num_coordinators}
+        count |= {"gateway": self.num_gateways}
+        return [f"{role}-{number}" for number in range(count[role])]
 
     @property
     def services(self) -> list[str]:
-        """All services, replicas first."""
+        """All services, replicas first and gateways last."""
+        return [name for role in (*ROLES, "gateway") for name in self.of(role)]
+
+    @property
+    def users_of_redis(self) -> list[str]:
+        """All services but gateways."""
         return [name for role in ROLES for name in self.of(role)]
 
     @property
@@ -33,13 +42,19 @@ class Topology:
         return [f"client-{number}" for number in range(self.num_clients)]
 
     @property
+    def http_clients(self) -> list[str]:
+        """All clients of gateways."""
+        return [f"http-{number}" for number in range(self.num_http_clients)]
+
+    @property
     def links(self) -> list[str]:
         """All links."""
         replicas = [*self.of("target"), *self.of("draft")]
         return [
             *(f"{client}>{coordinator}" for client in self.clients for coordinator in self.of("coordinator")),
+            *(f"{gateway}>{coordinator}" for gateway in self.of("gateway") for coordinator in self.of("coordinator")),
             *(f"{coordinator}>{replica}" for coordinator in self.of("coordinator") for replica in replicas),
-            *(f"{service}>{REDIS}" for service in self.services),
+            *(f"{service}>{REDIS}" for service in self.users_of_redis),
         ]
 
 
