@@ -147,7 +147,7 @@ class GenerateCalls:
         try:
             await lease.take_prompt(len(plan.prompt))
             async with self._journalled(plan), self._admitted(plan) as place:
-                if place is None:
+                if place is None or request.is_aborted:
                     await self._write_aborted(plan, write)
                     return
                 lease.begin()
@@ -196,7 +196,7 @@ class GenerateCalls:
 
     @asynccontextmanager
     async def _admitted(self, plan: RequestPlan) -> AsyncIterator[Place | None]:
-        """The request's places; None: it was aborted before it got any."""
+        """The request's places; None: it was aborted before."""
         request = plan.request
         if request.is_aborted:
             yield None
@@ -222,7 +222,7 @@ class GenerateCalls:
             request.waiting = None
         metrics.queue_seconds.observe(time.monotonic() - started_s)
         try:
-            yield None if request.is_aborted else place
+            yield place
         finally:
             if place is not None:
                 place.release(plan.num_tokens(sum(session.num_output_tokens for session in request.sessions)))

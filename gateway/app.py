@@ -46,11 +46,15 @@ _COMPONENT = "#/components/schemas/{model}"
 
 def build_app(parts: Parts) -> FastAPI:
     """Build the application of a gateway."""
-    app = FastAPI(title="specdec gateway", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    path = "/openapi.json" if parts.settings.trusts_network else None
+    app = FastAPI(
+        title="specdec gateway", version=__version__, openapi_url=path,
+        docs_url=None, redoc_url=None, redirect_slashes=False,
+    )  # fmt: skip
     own = (chat_routes, completion_routes, response_routes, message_routes, model_routes, token_routes, health_routes)
     for routes in own:
         app.include_router(routes(parts))
-    if parts.settings.public_metrics:
+    if parts.settings.serves_metrics:
         app.include_router(metrics_routes(parts))
     if parts.settings.page:
         app.include_router(page_routes())

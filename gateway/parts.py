@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from specdec.gateway.http.body import BodyReader
+from specdec.gateway.openness import Openness
 from specdec.gateway.parser_names import ParserNames
 from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.upstream.coordinators import CallerStub, Coordinators, Health
@@ -29,12 +30,17 @@ class Parts:
     metrics: GatewayMetrics
     vllm: VllmMetrics
     parser_names: ParserNames
+    openness: Openness
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time of its start, reported as the creation time of its models."""
 
     def caller(self, request: Request) -> CallerStub:
-        """The coordinators for the client of a request, with its key and its trace."""
+        """The coordinators for the client of a request, with its key and its trace.
+
+        Raises NotReady until it is known that clients need a key where they must.
+        """
+        self.openness.check()
         return self.coordinators.caller(request.state.metadata, request.state.held)
 
     def on_finished(self, finished: api.GenerateFinished) -> None:

@@ -22,6 +22,7 @@ from specdec.gateway.http.edge import Edge
 from specdec.gateway.http.methods import answering_head, with_origins
 from specdec.gateway.http.places import Places
 from specdec.gateway.http.server import HttpServer
+from specdec.gateway.openness import Openness
 from specdec.gateway.parser_names import ParserNames
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import error_response
@@ -29,7 +30,7 @@ from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.upstream.coordinators import Coordinators, Health
 from specdec.gateway.upstream.names import NameWatch
 from specdec.service.byte_budget import ByteBudget
-from specdec.service.listening import StartupFailed, bound_sockets, warn_if_open
+from specdec.service.listening import StartupFailed, bound_sockets
 from specdec.service.memory_limit import budget_bytes
 from specdec.service.metrics_endpoint import metrics_endpoint
 from specdec.service.server import install_signals
@@ -72,6 +73,7 @@ class Gateway:
             metrics=metrics,
             vllm=VllmMetrics(registry),
             parser_names=ParserNames(settings.reasoning_parser, settings.tool_parser),
+            openness=Openness(settings, self._coordinators),
         )
         most_bytes = settings.max_held_body_bytes or min(_MOST_HELD_BYTES, max(1, budget_bytes() // _COST_PER_BYTE))
         self.edge = Edge(
@@ -120,9 +122,7 @@ class Gateway:
             "listening", host=settings.host, port=self.port, metrics_port=self.metrics_port,
             health_port=self.health_port, tls=self._server_tls is not None, version=__version__,
         )  # fmt: skip
-
-        remedy = "tls_dir with tls_verify_clients, network policies, or coordinators with api_keys_file"
-        warn_if_open(settings.host, verifies_clients=settings.verifies_clients, remedy=remedy)
+        self._tasks.append(asyncio.create_task(self.parts.openness.run(), name="openness"))
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, let running ones end, and cut off the rest after `timeout_s`."""
@@ -193,7 +193,7 @@ async def run_gateway(settings: GatewaySettings) -> int:
     exit_code = 0
     try:
         await gateway.start()
-        await stopping.wait()
+        exit_code = await _until_stopped(gateway, stopping)
         drain = asyncio.create_task(gateway.drain(settings.drain_s))
         abort = asyncio.create_task(aborting.wait())
         await asyncio.wait({drain, abort}, return_when=asyncio.FIRST_COMPLETED)
@@ -206,6 +206,19 @@ async def run_gateway(settings: GatewaySettings) -> int:
         await gateway.stop(0 if aborting.is_set() else settings.stop_grace_s)
     _log.info("stopping", exit_code=exit_code)
     return exit_code
+
+
+async def _until_stopped(gateway: Gateway, stopping: asyncio.Event) -> int:
+    """Wait for a signal (0), or until the gateway must not serve (1)."""
+    refused = asyncio.create_task(gateway.parts.openness.refused())
+    stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait({refused, stop}, return_when=asyncio.FIRST_COMPLETED)
+    is_refused = refused.done()
+    if is_refused:
+        _log.error("open_to_all", reason=refused.result())
+    for task in (refused, stop):
+        task.cancel()
+    return int(is_refused)
 
 
 def _coordinator_tls(settings: GatewaySettings) -> TlsFiles | None:

@@ -13,8 +13,9 @@ from specdec.gateway.chat.parsing import check_names
 from specdec.gateway.chat.reasoning import REASONING_PARSERS
 from specdec.gateway.chat.template_parsers import AUTO
 from specdec.gateway.chat.tool_calls.families import TOOL_PARSERS
+from specdec.service.exposure import ExposureSettings
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.wire.settings import ServerTlsSettings, WireSettings, check_address, check_client_tls, with_tls_of_folder
+from specdec.wire.settings import WireSettings, check_address, check_client_tls, with_tls_of_folder
 
 
 def _split_commas(value: Any) -> Any:
@@ -53,7 +54,7 @@ ReasoningParserName = Annotated[str, _one_of((AUTO, *REASONING_PARSERS))]
 ToolParserName = Annotated[str, _one_of((AUTO, *TOOL_PARSERS))]
 
 
-class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
+class GatewaySettings(WireSettings, ExposureSettings, TracingSettings):
     """Settings of a gateway."""
 
     env_prefix: ClassVar[str] = "SPECDEC_GATEWAY_"
@@ -63,7 +64,6 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
         description="Coordinators, host:port or dns:///name:port, separated by commas. Several that share a Redis and "
         "a resume_secret take up each other's streams.",
     )
-    host: str = Field(default="0.0.0.0", min_length=1, description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one.")
     metrics_port: int | None = Field(
         default=None,
@@ -71,7 +71,11 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
         le=65535,
         description="One more port with Prometheus /metrics only; 0 takes a free one, null is off.",
     )
-    public_metrics: bool = Field(default=True, description="Serve /metrics on the main port, too, to all clients.")
+    public_metrics: bool | None = Field(
+        default=None,
+        description="Serve /metrics on the main port, too, to all clients; null: on loopback, with tls_verify_clients "
+        "or with allow_unauthenticated.",
+    )
     health_port: int | None = Field(
         default=None,
         ge=0,
@@ -123,7 +127,7 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
         default=None,
         ge=1,
         description="Most bytes of bodies and answers that are held at once; a single request is always taken, and a "
-        "client has a quarter. null: a seventh of the process's memory limit, at most 1 GiB.",
+        "client has a quarter, an address half. null: a seventh of the process's memory limit, at most 1 GiB.",
     )
     max_prompts: int = Field(default=256, ge=1, description="Most prompts of a completion request.")
     max_concurrent_prompts: int = Field(
@@ -159,6 +163,11 @@ class GatewaySettings(WireSettings, ServerTlsSettings, TracingSettings):
         le=1,
         description="Share of requests that are traced, of those whose caller did not decide (needs otlp_endpoint).",
     )
+
+    @property
+    def serves_metrics(self) -> bool:
+        """Whether the main port serves /metrics."""
+        return self.trusts_network if self.public_metrics is None else self.public_metrics
 
     @model_validator(mode="after")
     def _check_parsers(self) -> Self:

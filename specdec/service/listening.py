@@ -8,9 +8,6 @@ import socket
 from contextlib import ExitStack
 from typing import Any
 
-import structlog
-
-_log = structlog.get_logger(__name__)
 # A name such as localhost may resolve to an address family that the machine lacks.
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -25,20 +22,6 @@ def is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
         return False
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host, with or without brackets, can only be reached from this machine. No name is resolved."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def warn_if_open(host: str, *, verifies_clients: bool, has_keys: bool = False, remedy: str) -> None:
-    """Log one line if anybody who reaches the port may call."""
-    if not (is_loopback(host) or verifies_clients or has_keys):
-        _log.warning("open_to_all", host=host, risk="whoever reaches this port may use it", remedy=remedy)
 
 
 def bound_sockets(host: str, port: int, *options: int) -> list[socket.socket]:

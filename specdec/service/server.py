@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 
 from specdec import __version__
 from specdec.service.error_interceptor import ErrorInterceptor
-from specdec.service.listening import StartupFailed, is_wildcard, warn_if_open
+from specdec.service.listening import StartupFailed, is_wildcard
 from specdec.service.metrics_endpoint import metrics_endpoint
 from specdec.service.readiness import Readiness, plaintext_health
 from specdec.service.settings import ServiceSettings
@@ -141,7 +141,7 @@ async def run_service(
             readiness = Readiness(service.grpc_names, announcer)
             await readiness.register(server)
             service.register(server)
-            if settings.reflection:
+            if settings.serves_reflection:
                 names = (*service.grpc_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
             install_signals(stopping, aborting)
@@ -159,12 +159,8 @@ async def run_service(
                 "starting" if shares_port else "listening", host=settings.host, port=port, metrics_port=metrics_port,
                 health_port=health_port, tls=settings.serves_tls, version=__version__,
             )  # fmt: skip
-            warn_if_open(
-                settings.host,
-                verifies_clients=settings.verifies_clients,
-                has_keys=settings.has_keys,
-                remedy="tls_dir with tls_verify_clients, network policies, for coordinators api_keys_file",
-            )
+            remedy = "tls_dir with tls_verify_clients, network policies, for coordinators api_keys_file"
+            settings.warn_if_open(has_keys=settings.has_keys, remedy=remedy)
             if announcer is not None:
                 announcer.start(advertised_address(settings, port))
                 stack.push_async_callback(announcer.stop)

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
+from specdec.service.exposure import ExposureSettings
 from specdec.service.process import parse_cores
 from specdec.store.settings import StoreSettings
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.wire.settings import ServerTlsSettings, WireSettings
+from specdec.wire.settings import WireSettings
 
 
 def _check_cores(value: str) -> str:
@@ -29,10 +30,9 @@ Cores = Annotated[str, BeforeValidator(_check_cores)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 
 
-class ServiceSettings(WireSettings, ServerTlsSettings, StoreSettings, TracingSettings):
+class ServiceSettings(WireSettings, ExposureSettings, StoreSettings, TracingSettings):
     """Settings of every gRPC service. Invalid values raise pydantic.ValidationError, which names the setting."""
 
-    host: str = Field(default="0.0.0.0", min_length=1, description="Address to listen on.")
     port: int = Field(default=50051, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one.")
     metrics_port: int | None = Field(
         default=9090,
@@ -46,7 +46,10 @@ class ServiceSettings(WireSettings, ServerTlsSettings, StoreSettings, TracingSet
         le=65535,
         description="Plaintext port with gRPC health only, for probes that cannot speak TLS; null is off.",
     )
-    reflection: bool = Field(default=True, description="Serve gRPC reflection.")
+    reflection: bool | None = Field(
+        default=None,
+        description="Serve gRPC reflection; null: on loopback, with tls_verify_clients or with allow_unauthenticated.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged."
     )
@@ -73,6 +76,11 @@ class ServiceSettings(WireSettings, ServerTlsSettings, StoreSettings, TracingSet
     def draft_names(self) -> tuple[str, ...]:
         """Names of client certificates that may make the calls of drafts, and no others."""
         return ()
+
+    @property
+    def serves_reflection(self) -> bool:
+        """Whether callers may ask which methods there are."""
+        return self.trusts_network if self.reflection is None else self.reflection
 
     @property
     def has_keys(self) -> bool:

@@ -39,6 +39,21 @@ def test_every_pod_has_a_policy_or_none_has(case: str, render: Render) -> None:
 
 
 @every_case
+def test_a_pod_trusts_who_reaches_it_only_behind_its_policy_and_where_there_are_no_keys(
+    case: str, render: Render
+) -> None:
+    documents = render(case)
+    policies = _policies(documents)
+    flags = {role: container["args"] for role, _, container in containers(documents)}
+    has_keys = any(flag.startswith("--api-keys-file=") for flag in flags["coordinator"])
+    for role, given in flags.items():
+        may_have_key = role in ("coordinator", "gateway")
+        told_by_user = role == "gateway" and not policies and not has_keys
+        expected = (role in policies and not (has_keys and may_have_key)) or told_by_user
+        assert ("--allow-unauthenticated" in given) is expected, role
+
+
+@every_case
 def test_only_coordinators_reach_replicas_and_only_prometheus_reaches_metrics(case: str, render: Render) -> None:
     documents = render(case)
     policies = _policies(documents)

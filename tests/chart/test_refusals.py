@@ -33,6 +33,7 @@ from tests.support.for_each import for_each
         ({"gateway": {"ingress": {"path": "v1"}}}, "gateway.ingress.path"),
         ({"gateway": {"ingress": {"hosts": ["HTTP://x"]}}}, "gateway.ingress.hosts.0"),
         ({"gateway": {"enabled": False, "ingress": {"enabled": True}}}, "gateway.enabled is needed"),
+        ({"networkPolicy": {"enabled": False}}, "gateway.settings.allow_unauthenticated is needed"),
         ({"gateway": {"httpRoute": {"enabled": True}}}, "gateway.httpRoute.parentRefs is needed"),
         ({"gateway": {"httpRoute": {"requestTimeout": "1 day"}}}, "gateway.httpRoute.requestTimeout"),
         ({"coordinator": {"service": {"type": "Ingress"}}}, "coordinator.service.type"),

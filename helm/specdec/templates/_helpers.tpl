@@ -165,6 +165,12 @@ seccompProfile:
 {{- if and (include "specdec.servesTls" .) (get $demands .name | default false | ternary true (and $tls.mutual (not (hasKey $demands .name)))) }}true{{ end -}}
 {{- end -}}
 
+{{/* Not empty when the role may trust whoever reaches it: network policies say who does, and no key could. Argument: {root, name}. */}}
+{{- define "specdec.trustsNetwork" -}}
+{{- $hasKeys := and .root.Values.apiKeys.existingSecret (has .name (list "coordinator" "gateway")) -}}
+{{- if and .root.Values.networkPolicy.enabled (not $hasKeys) }}true{{ end -}}
+{{- end -}}
+
 {{/* The name in coordinators' certificates that targets and drafts check; empty: any certificate of the authority. */}}
 {{- define "specdec.coordinatorName" -}}
 {{- $fromManager := printf "%s.%s.svc" (include "specdec.serviceName" (dict "root" . "name" "coordinator")) .Release.Namespace -}}

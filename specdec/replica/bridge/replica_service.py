@@ -34,7 +34,7 @@ from specdec.telemetry import (
 )
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import common_pb2
-from specdec.wire.errors import NotReady
+from specdec.wire.errors import NotReady, PermissionDenied
 from specdec.wire.message_sizes import most_bytes, most_entry_bytes, text_pieces
 from specdec.wire.tls_files import TlsFiles, TlsFilesBroken
 
@@ -131,7 +131,8 @@ class ReplicaService:
         if self._role.link_method is not None:
             handlers[self._role.link_method] = grpc.stream_stream_rpc_method_handler(self._links.handle)
         if self._role.engine_method is not None:
-            handlers[self._role.engine_method] = grpc.unary_unary_rpc_method_handler(self._call_engine)
+            called = self._call_engine if self._settings.trusts_network else _refuse_strangers
+            handlers[self._role.engine_method] = grpc.unary_unary_rpc_method_handler(called)
         generic = grpc.method_handlers_generic_handler(self._role.grpc_name, handlers)
         server.add_generic_rpc_handlers((generic,))
 
@@ -225,6 +226,13 @@ class ReplicaService:
             yield common_pb2.GetTokenizerResponse(tokenizer_json=piece, tokenizer_config=next(configs, ""))
         for config in configs:
             yield common_pb2.GetTokenizerResponse(tokenizer_config=config)
+
+
+async def _refuse_strangers(_request: bytes, _context: grpc.aio.ServicerContext) -> bytes:
+    raise PermissionDenied(
+        "everybody who reaches this port could change how the replica works: set tls_verify_clients (with tls_dir), or "
+        "allow_unauthenticated where only trusted callers reach it"
+    )
 
 
 def run_replica(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:

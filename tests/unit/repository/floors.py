@@ -103,7 +103,8 @@ FLOORS = {
         observer replicas
         draft_relay finishing intake timings
         decode_loop recovery replay
-        connections generation
+        connections opening
+        generation
         open_inference servicer vllm_engine
         service
         child_main
@@ -219,7 +220,8 @@ FLOORS = {
         api chat page upstream
         schemas
         http parser_names settings translation
-        anthropic parts
+        anthropic openness
+        parts
         routes
         app
         service
@@ -263,7 +265,7 @@ FLOORS = {
         build
     """,
     "specdec.service": """
-        byte_budget error_interceptor listening memory_limit metrics_server process standstill tls_watch
+        byte_budget error_interceptor exposure listening memory_limit metrics_server process standstill tls_watch
         metrics_endpoint settings
         readiness
         server

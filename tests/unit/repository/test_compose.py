@@ -95,6 +95,9 @@ def test_the_gateway_calls_the_coordinator_and_shows_its_metrics_to_prometheus_o
     _, arguments = role_and_arguments(SERVICES["gateway"])
     settings = load_settings(GatewaySettings, arguments, env_prefix="SPECDEC_GATEWAY_", prog="test")
     assert settings.coordinators == (f"coordinator:{CoordinatorSettings.model_fields['port'].default}",)
+    for name in ("gateway", "coordinator"):  # whoever reaches them needs no key, so only this machine may
+        assert SERVICES[name]["environment"][f"SPECDEC_{name.upper()}_ALLOW_UNAUTHENTICATED"] == "true"
+        assert all(port.startswith("127.0.0.1:") for port in SERVICES[name]["ports"])
     (published,) = SERVICES["gateway"]["ports"]
     assert published.endswith(f":{settings.port}")
     assert set(SERVICES["gateway"]["networks"]) == set(SERVICES["coordinator"]["networks"])
