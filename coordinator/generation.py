@@ -18,7 +18,7 @@ from specdec.coordinator.intake.planning import Planner, RequestCaller, RequestP
 from specdec.coordinator.journal import Journal
 from specdec.coordinator.observer import Observer
 from specdec.coordinator.opening import Opener
-from specdec.coordinator.replay import replay
+from specdec.coordinator.recovery.replay import replay
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.sessions.client_stream import prompt_end
 from specdec.coordinator.sessions.prompt_logprobs import PromptProgress

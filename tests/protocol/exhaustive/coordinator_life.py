@@ -19,7 +19,7 @@ from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.observer import Observer
 from specdec.coordinator.recovery import DraftRecovery, TargetRecovery
 from specdec.coordinator.recovery.hedging import Hedging
-from specdec.coordinator.replay import replay
+from specdec.coordinator.recovery.replay import replay
 from specdec.coordinator.replicas.compatibility import ServedModel
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.replicas.router import PrefixRouter

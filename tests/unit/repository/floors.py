@@ -102,7 +102,7 @@ FLOORS = {
         journal links
         observer replicas
         draft_relay finishing intake timings
-        decode_loop recovery replay
+        decode_loop recovery
         connections opening
         generation
         open_inference servicer vllm_engine

@@ -20,6 +20,7 @@ WALL_CLOCKS = {
 REASONS = {
     "coordinator/tenants/api_keys.py": "expires_at of a key is a date",
     "coordinator/text/chat_template.py": "templates write today's date",
+    "coordinator/vllm_engine/servicer.py": "start time and now as vLLM tells them, shown only",
     "gateway/parts.py": "`created` of models, shown only",
     "gateway/routes/chat.py": "`created` of an answer, shown only",
     "gateway/routes/completions.py": "`created` of an answer, shown only",

@@ -273,7 +273,8 @@ def test_only_what_the_images_install_is_sent_to_the_builder() -> None:
     sent = {line[1:] for line in lines if line.startswith("!")}
     copied = {
         source
-        for keyword, rest in STAGES["application"]
+        for stage in ("requirements", "application")
+        for keyword, rest in STAGES[stage]
         if keyword == "COPY"
         for source in rest.split()[:-1]
     }  # fmt: skip
