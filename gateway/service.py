@@ -123,6 +123,7 @@ class Gateway:
             health_port=self.health_port, tls=self._server_tls is not None, version=__version__,
         )  # fmt: skip
         self._tasks.append(asyncio.create_task(self.parts.openness.run(), name="openness"))
+        self._tasks.append(asyncio.create_task(self._coordinators.watch(names.num_behind), name="deaf"))
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, let running ones end, and cut off the rest after `timeout_s`."""

@@ -19,6 +19,13 @@ from specdec.wire.errors import PermissionDenied, SpecdecError, Unauthenticated,
 
 _AVOID_S = 2.0
 """Seconds for which a coordinator that did not answer is tried last."""
+_LOOK_S = 2.0
+"""Seconds between two questions to each coordinator whether it still hears."""
+_HEARS_S = 4.0
+"""Seconds for its answer. Keepalive does not notice a connection that loses one direction only: now and then something
+arrives, by which the silence begins anew."""
+_STOOD_STILL_S = 1.0
+"""Seconds that a question may take beyond its time before the gateway itself counts as having stood still."""
 _LONGEST_CALL_S = 24 * 3600.0
 """Seconds before a call on a replaced connection is cut off; it resumes on another one."""
 _log = structlog.get_logger(__name__)
@@ -43,11 +50,11 @@ class _Turns:
     """The coordinator that first told a chat template, by the template's digest."""
 
     def order(self) -> list[_Member]:
-        """All members: the next one first, those that did not answer lately last."""
+        """All members: the next one first, those without a connection and those that did not answer lately last."""
         self.turn = (self.turn + 1) % len(self.members)
         rotated = [*self.members[self.turn :], *self.members[: self.turn]]
         now_s = time.monotonic()
-        return sorted(rotated, key=lambda member: member.avoid_until_s > now_s)
+        return sorted(rotated, key=lambda member: (member.avoid_until_s > now_s, not member.client.is_connected))
 
     def learn(self, address: str, template: str) -> None:
         """A coordinator has told the digest of its chat template; each that differs from the first is logged once."""
@@ -93,6 +100,25 @@ class Coordinators:
         return {
             member.client.address: answer for member, answer in zip(members, told, strict=True) if answer is not None
         }
+
+    async def watch(self, num_behind: Callable[[str], int]) -> None:
+        """Replace connections over which a coordinator hears nothing, while there are others; its streams resume.
+
+        `num_behind`: coordinators at an address, which may be a name.
+        """
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if sum(num_behind(member.client.address) for member in self._turns.members) > 1:
+                await asyncio.gather(*(self._listen_to(member) for member in self._turns.members))
+
+    async def _listen_to(self, member: _Member) -> None:
+        client, began_s = member.client, time.monotonic()
+        is_deaf = await client.is_deaf(_HEARS_S)
+        stood_still = time.monotonic() - began_s > _HEARS_S + _STOOD_STILL_S
+        if is_deaf and not stood_still and member.client is client:
+            member.client, member.avoid_until_s = self._connect(client.address), time.monotonic() + _AVOID_S
+            _log.warning("coordinator_deaf", address=client.address, seconds=_HEARS_S)
+            await client.close()
 
     async def renew(self, connect: Callable[[str], Client]) -> None:
         """Replace all connections, as when TLS files have changed. Streams of the old ones resume."""

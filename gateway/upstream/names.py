@@ -27,6 +27,10 @@ class NameWatch:
         self._names = [address for address in addresses if address.startswith(DNS_PREFIX)]
         self._on_changed = on_changed
 
+    def num_behind(self, address: str) -> int:
+        """Addresses that a name stands for; 1 for an address."""
+        return len(self._known.get(address, (address,)))
+
     async def run(self) -> None:
         """Watch until cancelled; returns at once without names."""
         while self._names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import time
@@ -17,7 +18,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
-from specdec.wire.errors import FailedPrecondition, Internal, InvalidRequest, from_rpc_error
+from specdec.wire.errors import (
+    CUT_OFF,
+    FailedPrecondition,
+    Internal,
+    InvalidRequest,
+    Unavailable,
+    from_rpc_error,
+)
 from specdec.wire.reading import parsed, parsing
 
 _T = TypeVar("_T")
@@ -190,6 +198,11 @@ class Client:
                 yield told
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, is_own_end=False) from error
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            # The channel was closed, as when its connection is replaced: the request may go on elsewhere.
+            raise Unavailable("the connection was closed", reason=CUT_OFF) from None
         finally:
             call.cancel()
 
@@ -240,17 +253,44 @@ class Client:
             return False
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a connection is up. One that is not is then tried."""
+        return self._channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
+    async def is_deaf(self, timeout_s: float) -> bool:
+        """Whether a coordinator answers nothing within `timeout_s`, not even an error, over a connection that is up."""
+        if not self.is_connected:
+            return False
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        try:
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        return False
+
     async def call(self, method: str, request: Message) -> Any:
         """Call a unary method of the service by name, such as Tokenize."""
         return await self._call(getattr(self._stub, method), request)
 
     async def _call(self, method: Callable[..., Awaitable[_T]], request: Message) -> _T:
+        """Raises the typed errors of `specdec.wire.errors`."""
         self._settings.check_size(request)
         try:
             answer = method(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata())
             return parsed(await answer)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, is_own_end=False) from error
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise Unavailable("the connection was closed", reason=CUT_OFF) from None
+
+
+def _is_cancelled() -> bool:
+    """Whether this task is to end; else something that it waited for was cancelled."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 @dataclass(slots=True)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from typing import Any
 
 import pytest
 
+from specdec.gateway.upstream import coordinators
 from specdec.gateway.upstream.names import NameWatch
 from tests.support.scripted.target import ScriptedTarget
+from tests.support.services.black_hole import black_hole
 from tests.support.services.coordinator_harness import expected_ids, running
-from tests.support.services.gateways import gateway
+from tests.support.services.faults import eventually
+from tests.support.services.gateways import GatewayAtHand, gateway
 
 pytestmark = pytest.mark.timeout(120)
 PROMPT = [5, 6, 7]
@@ -76,3 +80,70 @@ async def test_streams_go_on_while_new_calls_go_over_a_new_connection() -> None:
             failovers = one.parts.registry.get_sample_value("specdec_gateway_failovers_total")
     assert ids == expected_ids(target, 60) == other.choices[0].token_ids
     assert failovers == 0
+
+
+async def test_a_coordinator_that_hears_nothing_is_left_although_something_still_arrives_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A connection that loses one direction is not silent: retransmissions bring something now and then."""
+    monkeypatch.setattr(coordinators, "_LOOK_S", 0.1)
+    monkeypatch.setattr(coordinators, "_HEARS_S", 0.5)
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    for target in targets:
+        target.limit = 20
+    async with (
+        running(targets[:1]) as first,
+        running(targets[1:], owner_id="coordinator-2") as second,
+        black_hole(first.address) as one_way,
+        gateway(one_way.address, second.address) as one,
+    ):
+
+        async def are_connected() -> bool:
+            connected = [member.client.is_connected for member in one._coordinators._turns.members]
+            return all(connected)
+
+        await eventually(are_connected, "both coordinators are connected")
+        body = {"prompt": PROMPT, "max_tokens": 60, "seed": 11, "ignore_eos": True, "return_token_ids": True}
+        answers = [asyncio.create_task(completion(one, body)) for _ in targets]  # one at each coordinator
+        for target in targets:
+            await target.until(lambda target=target: bool(target.sessions))  # type: ignore[misc]
+        one_way.swallow_one_way(drip_s=0.2)
+        for target in targets:
+            target.set_limit(None)
+        async with asyncio.timeout(60):
+            for answer in await asyncio.gather(*answers):
+                assert answer == expected_ids(targets[1], 60)
+
+
+async def test_streams_resume_when_connections_are_replaced_as_for_renewed_certificates() -> None:
+    target = ScriptedTarget()
+    target.limit = 20
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 60,
+        "seed": 11,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    ids: list[int] = []
+    async with (
+        running([target]) as harness,
+        gateway(harness.address) as one,
+        one.http() as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                ids += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"] or []
+                if target.limit is not None:
+                    target.set_limit(None)
+                    await one._coordinators.renew(one._connect)
+    assert ids == expected_ids(target, 60)
+
+
+async def completion(one: GatewayAtHand, body: dict[str, Any]) -> list[int]:
+    async with one.http() as client:
+        answer = (await client.post("/v1/completions", json=body)).json()
+    assert "choices" in answer, answer
+    return list(answer["choices"][0]["token_ids"])

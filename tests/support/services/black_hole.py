@@ -21,6 +21,7 @@ class BlackHole:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_open = asyncio.Event()
+        self._drip_s: float | None = None
         if upstream is not None:
             self._is_open.set()
         self.address = ""
@@ -29,6 +30,10 @@ class BlackHole:
     def swallow(self) -> None:
         """Stop forwarding, also for new connections."""
         self._is_open.clear()
+
+    def swallow_one_way(self, drip_s: float) -> None:
+        """Swallow what clients send; what comes back to them comes a byte at a time, so that they hear no silence."""
+        self._drip_s = drip_s
 
     def forward(self) -> None:
         """Forward the held data, and all later data."""
@@ -47,19 +52,29 @@ class BlackHole:
             writer.transport.abort()
             return
         self._writers.add(up_writer)
-        for source, sink in ((reader, up_writer), (up_reader, writer)):
-            task = asyncio.create_task(self._relay(source, sink))
+        for source, sink, is_back in ((reader, up_writer, False), (up_reader, writer, True)):
+            task = asyncio.create_task(self._relay(source, sink, is_back=is_back))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _relay(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _relay(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_back: bool) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await source.read(_READ_BYTES):
                 await self._is_open.wait()
+                if self._drip_s is not None:
+                    await self._drip(data if is_back else b"", sink, self._drip_s)
                 sink.write(data)
                 await sink.drain()
+        if self._drip_s is not None:
+            await asyncio.Event().wait()
         await self._is_open.wait()  # A closed connection must not be noticed either.
         sink.close()
+
+    async def _drip(self, data: bytes, sink: asyncio.StreamWriter, each_s: float) -> None:
+        for byte in data:
+            await asyncio.sleep(each_s)
+            sink.write(bytes([byte]))
+        await asyncio.Event().wait()
 
     def close(self) -> None:
         """Abort all connections."""
