@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -16,6 +17,7 @@ from specdec.replica.bridge.link_dialer import LinkDialer
 from specdec.replica.bridge.stream_relay import StreamRelay
 from specdec.telemetry import RelayMetrics
 from specdec.wire.errors import NotReady
+from tests.support.services.faults import eventually
 
 pytestmark = pytest.mark.integration
 STREAM = FIRST_DIALLED
@@ -91,6 +93,26 @@ async def test_frames_pass_unopened_both_ways_until_one_engine_ends_the_stream(l
     linked.relay.end_streams(NotReady("the target is shutting down", reason="DRAINING"))
     assert await linked.draft.next() == ("closed", "the target is shutting down")
     assert await linked.target.next() == ("closed", "")
+
+
+async def test_a_link_that_has_ended_leaves_no_connection(linked: Linked) -> None:
+    port = int(linked.address.rpartition(":")[2])
+
+    def num_connections() -> int:
+        found = psutil.Process().net_connections(kind="tcp")
+        return sum(each.status == psutil.CONN_ESTABLISHED and each.raddr.port == port for each in found)
+
+    async def is_unconnected() -> bool:
+        return not num_connections()
+
+    for _ in range(3):
+        linked.dial()
+        assert await linked.target.next() == ("opened", "LINK_OPENED")
+        assert num_connections() == 1
+        linked.relay.end_streams(NotReady("the target is shutting down", reason="DRAINING"))
+        assert await linked.draft.next() == ("closed", "the target is shutting down")
+        assert await linked.target.next() == ("closed", "")
+        await eventually(is_unconnected, "no connection is left")
 
 
 async def test_what_an_engine_sends_right_behind_its_dialling_arrives(linked: Linked) -> None:

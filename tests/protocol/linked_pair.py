@@ -20,8 +20,8 @@ EPOCH = 3
 """Epoch at the draft; at the target it is 1."""
 PROMPT = [7, 8, 9, 10]
 TARGET = "target:1"
-_OWNER, _LINK = 1, 2
-"""Streams at the target; the draft dials the link itself."""
+_OWNER, _LINK, _STRANGER = 1, 2, 3
+"""Streams at the target; the draft dials the link itself. The third one is a link of a draft without a grant."""
 _DRAFT_TURNS = 6
 """Turns of the draft before each of the target, so that proposals are in time."""
 Tamper = Callable[[pb.LinkFrame], pb.LinkFrame | None]
@@ -38,7 +38,9 @@ class LinkedPair:
         self.draft = EngineCore("draft", draft, "d", loop, 60.0)
         self.dialled = 0
         self.to_draft: Tamper = lambda frame: frame
-        """Changes frames on the link, or loses them."""
+        """Changes the target's frames on the link, or loses them."""
+        self.to_target: Tamper = lambda frame: frame
+        """Changes the draft's frames on the link, or loses them."""
         self.relays = True
         self.verdicts: list[pb.Verdict] = []
         self.states: list[pb.LinkState] = []
@@ -47,6 +49,7 @@ class LinkedPair:
         self.carried: list[pb.LinkEntry] = []
         """Entries that the link has carried, both ways."""
         self.errors: list[pb.SessionError] = []
+        self.rejected: list[pb.ProposalRejected] = []
         self.aborts: list[status_pb2.Status] = []
         self.output: list[int] = []
         self.is_over = False
@@ -96,6 +99,12 @@ class LinkedPair:
         """Send anything as the link's other end."""
         core.port.inbox.append(Frame(FrameKind.MESSAGE, _LINK if core is self.target else self.dialled, payload))
 
+    def send_as_stranger(self, *entries: pb.LinkEntry) -> None:
+        """Send entries to the target on the link of a draft that was not granted the session."""
+        if _STRANGER not in self.target.port.links:
+            self.target.port.inbox.append(Frame(FrameKind.LINK_OPENED, _STRANGER, b"stranger"))
+        self._put(self.target, _STRANGER, pb.LinkFrame(entries=entries))
+
     def cut(self) -> None:
         """The link ends at both ends."""
         self.target.port.inbox.append(Frame(FrameKind.STREAM_CLOSED, _LINK, b"cut"))
@@ -130,8 +139,10 @@ class LinkedPair:
         elif frame.kind is FrameKind.STREAM_ABORT:
             self.aborts.append(status_pb2.Status.FromString(frame.payload))
         elif frame.kind is FrameKind.MESSAGE and frame.stream_id == self.dialled:
-            self.carried += pb.LinkFrame.FromString(frame.payload).entries
-            self.target.port.inbox.append(frame._replace(stream_id=_LINK))
+            told = self.to_target(pb.LinkFrame.FromString(frame.payload))
+            if told is not None:
+                self.carried += told.entries
+                self._put(self.target, _LINK, told)
         elif frame.kind is FrameKind.MESSAGE and frame.stream_id == _OWNER:
             for result in draft_pb2.DraftResponse.FromString(frame.payload).results:
                 match result.WhichOneof("result"):
@@ -152,10 +163,13 @@ class LinkedPair:
             if told is not None and self.dialled:
                 self.carried += told.entries
                 self._put(self.draft, self.dialled, told)
-        elif frame.kind is FrameKind.MESSAGE:
+        elif frame.kind is FrameKind.MESSAGE and frame.stream_id == _OWNER:
             for result in target_pb2.VerifyResponse.FromString(frame.payload).results:
-                if result.WhichOneof("result") == "verdict":
-                    self._on_verdict(result.verdict)
+                match result.WhichOneof("result"):
+                    case "verdict":
+                        self._on_verdict(result.verdict)
+                    case "proposal_rejected":
+                        self.rejected.append(result.proposal_rejected)
 
     def _on_verdict(self, verdict: pb.Verdict) -> None:
         assert verdict.start_position == len(self.tokens)

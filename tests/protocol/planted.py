@@ -14,6 +14,7 @@ from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.links.replica_link import ReplicaLink
 from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.recovery.moves import TargetMoves
+from specdec.replica.worker.links import DraftEnd, LinkEnd, TargetEnd
 from specdec.replica.worker.loop import EngineWorker
 from specdec.store.memory import MemoryStore
 from specdec.target_service.session import TargetSession
@@ -105,6 +106,46 @@ def _nothing(_: Any) -> Callable[..., None]:
 def _no_tokens(_: Any) -> Callable[..., list[int]]:
     return lambda *args, **kwargs: []
 
+
+def _entries_of_any_epoch(honest: Callable[..., bool]) -> Callable[..., bool]:
+    def entry(end: LinkEnd[Any], stream_id: int, session: Any, got: pb.LinkEntry) -> bool:
+        granted: Any = getattr(end, "_granted", None) or getattr(end, "_wishes", {})
+        forged = pb.LinkEntry()
+        forged.CopyFrom(got)
+        if (state := granted.get(got.session_id)) is not None:
+            forged.epoch = state.epoch
+        return honest(end, stream_id, session, forged)
+
+    return entry
+
+
+def _proposals_of_any_link(honest: Callable[..., bool]) -> Callable[..., bool]:
+    def entry(end: TargetEnd[Any], stream_id: int, session: Any, got: pb.LinkEntry) -> bool:
+        state = end._granted.get(got.session_id)
+        if got.WhichOneof("entry") == "proposal" and state is not None and state.epoch == got.epoch:
+            end._propose(session, state, got.proposal)
+            return True
+        return honest(end, stream_id, session, got)
+
+    return entry
+
+
+def _joins_with_any_key(honest: Callable[..., bool]) -> Callable[..., bool]:
+    def join(end: TargetEnd[Any], stream_id: int, session: Any, state: Any, entry: pb.LinkEntry) -> bool:
+        forged = pb.LinkEntry()
+        forged.CopyFrom(entry)
+        forged.join.key = b"" if state is None else state.key
+        return honest(end, stream_id, session, state, forged)
+
+    return join
+
+
+ON_LINKS = {
+    "a target takes entries of another epoch from a link": Defect(TargetEnd, "_entry", _entries_of_any_epoch),
+    "a draft takes entries of another epoch from a link": Defect(DraftEnd, "_entry", _entries_of_any_epoch),
+    "a target takes proposals from a link that has not joined": Defect(TargetEnd, "_entry", _proposals_of_any_link),
+    "a target lets any key join": Defect(TargetEnd, "_join", _joins_with_any_key),
+}
 
 ON_EXPLORATIONS = {
     "the coordinator takes results of an earlier epoch": (

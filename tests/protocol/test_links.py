@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from google.rpc import code_pb2
 
 from specdec.replica.bridge.frame_codec import FrameKind
 from specdec.v1 import common_pb2 as pb
@@ -201,8 +202,37 @@ def test_a_draft_that_floods_goes_back_to_the_relay(pair: LinkedPair) -> None:
 
 def test_a_malformed_proposal_is_rejected_as_on_the_relay(pair: LinkedPair) -> None:
     joined(pair)
+    pair.to_target = lambda frame: None  # the target reads the latest proposal only
+    start = len(pair.tokens)
     pair.send(pair.target, pb.LinkEntry(session_id="s", epoch=EPOCH, proposal=b"\xff\xff"))
+    pair.turn()
+    pair.tell_target(proposal=b"\xff\xff")
+    pair.turn()
+    on_link, on_relay = pair.rejected
+    assert on_link.status.code == code_pb2.INVALID_ARGUMENT
+    assert on_link.expected_position == start
+    assert on_link.status == on_relay.status
+    pair.to_target = lambda frame: frame
     assert pair.run() == expected()
+    assert pair.states[-1].is_direct
+
+
+def test_proposals_on_a_link_that_has_not_joined_are_strays(pair: LinkedPair) -> None:
+    joined(pair)
+    lie = pb.Proposal(start_position=len(pair.tokens), token_ids=[5], draft_us=1).SerializeToString()
+    entry = pb.LinkEntry(session_id="s", epoch=EPOCH, proposal=lie)
+    wrong_key = pb.LinkEntry(session_id="s", epoch=EPOCH, join=pb.LinkJoin(key=bytes(16), position=1))
+    pair.relays = False
+    for _ in range(3):
+        pair.send_as_stranger(entry, wrong_key, entry)
+        pair.turn()
+    assert not pair.aborts
+    assert pair.states[-1].is_direct
+    pair.send_as_stranger(*[entry] * 4096)
+    pair.turn()
+    assert "not joined" in pair.aborts[0].message
+    assert pair.run() == expected()
+    assert not pair.rejected
 
 
 def test_a_new_grant_ends_the_former_drafts_link(pair: LinkedPair) -> None:

@@ -7,7 +7,8 @@ import pytest
 from tests.protocol.exhaustive.bounds import BOUNDS
 from tests.protocol.exhaustive.explorer import explore, replay
 from tests.protocol.exhaustive.pair_system import PairSystem
-from tests.protocol.planted import ON_EXPLORATIONS, ON_RUNS
+from tests.protocol.planted import ON_EXPLORATIONS, ON_LINKS, ON_RUNS
+from tests.protocol.runs.link_run import run_link
 from tests.protocol.runs.run import run
 from tests.protocol.runs.schedule import draw
 
@@ -33,3 +34,11 @@ def test_random_runs_find(name: str) -> None:
         found = next((schedule for schedule in schedules if run(schedule).violations), None)
     assert found is not None
     assert not run(found).violations
+
+
+@pytest.mark.parametrize("name", ON_LINKS)
+def test_random_links_find(name: str) -> None:
+    with ON_LINKS[name].in_place():
+        found = next((seed for seed in range(_MOST_RUNS) if run_link(seed).violations), None)
+    assert found is not None
+    assert not run_link(found).violations

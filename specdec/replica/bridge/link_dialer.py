@@ -39,7 +39,6 @@ class LinkDialer:
         self._allowed = Discovery(settings.link_targets)
         self._looked_up_s = float("-inf")
         self._looking = asyncio.Lock()
-        self._channels: dict[str, ReplicaChannel] = {}
         self._calls: set[asyncio.Task[None]] = set()
 
     def dial(self, engine: EngineProcess, stream_id: int, address: str) -> None:
@@ -55,35 +54,34 @@ class LinkDialer:
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
-        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     async def _call(self, engine: EngineProcess, stream: RelayedStream, stream_id: int, address: str) -> None:
         try:
-            channel = await self._channel(address)
+            channel = await self._open(address)
         except (LookupError, TlsFilesBroken) as error:
             _log.warning("link_refused", target=address, reason=str(error))
             engine.close_stream(stream_id, str(error))
             return
-        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.current.stream_stream(_METHOD)()
         self._metrics.links.inc()
         try:
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.current.stream_stream(_METHOD)()
             await stream.call(call)
         finally:
             self._metrics.links.dec()
+            await channel.close()
 
-    async def _channel(self, address: str) -> ReplicaChannel:
-        """The channel to a target. Raises LookupError if the settings do not name it."""
+    async def _open(self, address: str) -> ReplicaChannel:
+        """A channel to a target, for one stream: an engine has one to each. Raises LookupError, TlsFilesBroken.
+
+        LookupError: the settings do not name the target.
+        """
         target = await self._find(address)
         if target is None:
             raise LookupError(f"link_targets of the draft does not name {address}")
-        channel = self._channels.get(address)
-        if channel is None:
-            settings = self._settings
-            if target.server_name is not None and settings.replica_tls and settings.replica_tls_server_name is None:
-                settings = settings.model_copy(update={"replica_tls_server_name": target.server_name})
-            channel = self._channels[address] = ReplicaChannel(address, settings, self._files)
-        await channel.renew()  # an engine has one stream to a target
-        return channel
+        settings = self._settings
+        if target.server_name is not None and settings.replica_tls and settings.replica_tls_server_name is None:
+            settings = settings.model_copy(update={"replica_tls_server_name": target.server_name})
+        return ReplicaChannel(address, settings, self._files)
 
     async def _find(self, address: str) -> ReplicaAddress | None:
         async with self._looking:

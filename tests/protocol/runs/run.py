@@ -25,6 +25,8 @@ _MOST_TOKENS = 24
 _READER_PAUSES_S = (0.0, 0.0, 0.0, 0.02, 0.2)
 _DELAYS_S = (0.02, 0.1, 0.5)
 _STEPS_S = (0.001, 0.05, 0.3)
+_CUTS_PER_LINK = 4
+"""Cuts per one of a link between a draft and a target; the others are a coordinator's."""
 _CAUSES = tuple(EndCause)
 
 
@@ -36,6 +38,8 @@ class Outcome:
     num_requests: int
     num_tokens: int
     """That clients got."""
+    num_linked: int
+    """Verdicts whose tokens went to a draft directly."""
     ended_s: float
     """How long after the last fault was mended the last request ended."""
 
@@ -60,7 +64,8 @@ def run(schedule: Schedule) -> Outcome:
         watch.check_rest()
         watch.check_log()
         num_tokens = sum(len(choice.token_ids) for job in world.jobs for choice in job.got.choices.values())
-        return Outcome(tuple(findings(watch.violations)), len(world.jobs), num_tokens, ended_s)
+        found = tuple(findings(watch.violations))
+        return Outcome(found, len(world.jobs), num_tokens, watch.num_linked, ended_s)
     finally:
         world.close()
 
@@ -86,6 +91,8 @@ class _Actions:
                 self._to_job(action.kind, jobs[first % len(jobs)], second)
             case "cut":
                 faults.cut(node, coordinator, late=(None, node, coordinator)[third % 3])
+            case "cut" if not fourth % _CUTS_PER_LINK:
+                faults.cut_link(world.drafts[first % len(world.drafts)], world.targets[second % len(world.targets)])
             case "block":
                 faults.block(node, other)
             case "unblock":

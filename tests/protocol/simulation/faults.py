@@ -83,6 +83,11 @@ class Faults:
         if num_cut and "target" in first.name + second.name:
             self._lost()
 
+    def cut_link(self, draft: Node[Any], target: Node[Any]) -> None:
+        """A direct link breaks; no target or coordinator is lost with it."""
+        with self.world.acting():
+            self.world.network.cut(draft.name, target.name)
+
     def block(self, source: Node[Any], sink: Node[Any]) -> None:
         """Nothing gets through, in one direction."""
         with self.world.acting():

@@ -46,6 +46,8 @@ class EngineSafety:
         self._name = name
         self._core = core
         self._violations = violations
+        self.num_linked = 0
+        """Verdicts whose tokens went to a draft directly."""
         self._seen: dict[str, tuple[int, int]] = {}
         """The highest lease generation and epoch under which a session was held."""
         worker: Any = core.worker
@@ -64,6 +66,7 @@ class EngineSafety:
             if is_result and self._name.startswith("target"):
                 for result in target_pb2.VerifyResponse.FromString(frame.payload).results:
                     if result.HasField("verdict"):
+                        self.num_linked += result.verdict.HasField("linked")
                         self._check_verdict(result)
         check_table(self._name, sessions, self._violations)
         if not len(sessions):

@@ -10,6 +10,7 @@ from specdec.replica.bridge.frame_codec import Frame
 from tests.protocol.simulation.engine_process import SimulatedEngine
 from tests.protocol.simulation.faults import may_be_quarantined
 from tests.protocol.simulation.jobs import Job
+from tests.protocol.simulation.link_safety import LinkSafety
 from tests.protocol.simulation.nodes import CoordinatorNode
 from tests.protocol.simulation.ownership import Ownership
 from tests.protocol.simulation.safety import EngineSafety, Violations, is_prefix
@@ -41,12 +42,18 @@ class Watch:
         world.store.on_change = self._check_store
         world.on_token = self._check_job
 
+    @property
+    def num_linked(self) -> int:
+        """Verdicts so far whose tokens went to a draft directly."""
+        return sum(engine.num_linked for engine in self._engines.values())
+
     # --- while it runs
 
     def _after_turn(self, engine: SimulatedEngine, taken: list[Frame], sent: list[Frame]) -> None:
         if engine not in self._engines:
             assert engine.core is not None
             self._engines[engine] = EngineSafety(engine.instance_id, engine.core, self.violations)
+            LinkSafety(engine.instance_id, engine.core.worker.links, self.violations)
         self._engines[engine].after_turn(sent)
 
     def _after_step(self) -> None:
