@@ -34,11 +34,11 @@ from specdec.commands.measuring.report import Report, machine
 from specdec.commands.measuring.tables import Table
 from specdec.commands.shipped_pair import shipped_pair
 from specdec.commands.train.acceptance import MeasuredAcceptance, acceptance
-from specdec.commands.train.continued import ContinuationTask, make_texts
 from specdec.commands.train.job import Loaded, learn, load_target, make_trainee
 from specdec.commands.train.losses import LOSSES
 from specdec.commands.train.recipe import KINDS, Recipe
-from specdec.commands.train.states import States, check_logits, record_states
+from specdec.commands.train.recorded.continued import ContinuationTask, make_texts
+from specdec.commands.train.recorded.states import States, check_logits, record_states
 from specdec.commands.train.worth import StepCosts, measured_costs, speeds
 
 RESULTS = Path(__file__).parent / "results"
@@ -239,8 +239,7 @@ def _trained(loaded: Loaded, states: States, recipe: Recipe, work: Path, progres
             after = [MeasuredAcceptance(**each) for each in known["after"]]
             return TrainingOutcome(recipe, folder, known["cpu_s"], known["num_learned"], after)
     folder.mkdir(parents=True, exist_ok=True)
-    state = folder / "state.pt"
-    state.unlink(missing_ok=True)  # a resumed run would not count the seconds before
+    (folder / f"state-{recipe.kind}.pt").unlink(missing_ok=True)  # a resumed run would not count the seconds before
     began: list[float] = []
     ended = 0.0
 
@@ -248,9 +247,8 @@ def _trained(loaded: Loaded, states: States, recipe: Recipe, work: Path, progres
         nonlocal ended
         ended = time.process_time()
         began.append(ended)
-        progress.tell(f"step {done} of {recipe.num_steps}, loss {loss:.3f}")
 
-    found = learn(loaded.parts, _of_kind(states, loaded, recipe), recipe, folder, state, progress.tell, on_step)
+    found = learn(loaded.parts, _of_kind(states, loaded, recipe), recipe, folder, folder, progress.tell, on_step)
     # The first step is not timed; it counts like the others.
     cpu_s = (ended - began[0]) * recipe.num_steps / max(1, recipe.num_steps - 1)
     learned = sum(each.numel() for each in found.trainee.module.parameters() if each.requires_grad)

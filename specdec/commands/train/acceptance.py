@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
-from specdec.commands.train.loop import target_probs
 from specdec.commands.train.losses import coupled_given, ratio_given
-from specdec.commands.train.states import States
+from specdec.commands.train.recorded.states import States, TextBatch
+from specdec.commands.train.recorded.teachers import next_token_probs
 from specdec.commands.train.trainee import TargetParts, Trainee
 
 _AT_ONCE = 4
+_MOST_LOGITS = 1 << 25
+"""Logits of the target that are computed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,61 +50,76 @@ class MeasuredAcceptance:
         }
 
 
-def acceptance(trainee: Trainee, target: TargetParts, states: States, num_depths: int) -> list[MeasuredAcceptance]:
-    """Acceptance on the held-out texts, one entry per temperature."""
+def acceptance(
+    trainee: Trainee, target: TargetParts, states: States, num_depths: int, num_texts: int | None = None
+) -> list[MeasuredAcceptance]:
+    """Acceptance on the held-out texts, or on `num_texts` of each temperature; one entry per temperature."""
     temperatures = sorted({states.texts[number].temperature for number in states.numbers(held_out=True)})
     trainee.module.eval()
-    return [_at(trainee, target, states, num_depths, temperature) for temperature in temperatures]
+    return [_at(trainee, target, states, num_depths, temperature, num_texts) for temperature in temperatures]
 
 
 @torch.inference_mode()
 def _at(
-    trainee: Trainee, target: TargetParts, states: States, num_depths: int, temperature: float
+    trainee: Trainee, target: TargetParts, states: States, num_depths: int, temperature: float, num_texts: int | None
 ) -> MeasuredAcceptance:
-    coupled, ratio = torch.zeros(num_depths, dtype=torch.float64), torch.zeros(num_depths, dtype=torch.float64)
+    totals = torch.zeros(2, num_depths, dtype=torch.float64)
     num_places = 0
-    columns = columns_of(trainee, target)
-    numbers = states.numbers(held_out=True, temperature=temperature)
+    numbers = states.numbers(held_out=True, temperature=temperature)[:num_texts]
     for first in range(0, len(numbers), _AT_ONCE):
         batch = states.batch(numbers[first : first + _AT_ONCE], target.device)
-        length = batch.token_ids.shape[1]
         # Places from which a whole chain lies in the output.
-        places = torch.arange(length, device=target.device)[None, :]
+        places = torch.arange(batch.token_ids.shape[1], device=target.device)[None, :]
         begun = places + trainee.lead + 1 >= batch.prompt_lengths[:, None]
         whole = begun & (places + trainee.lead + num_depths < batch.lengths[:, None])
         if not bool(whole.any()):
             continue
-        probs = target_probs(trainee, target, batch, temperature or 1.0)
-        survived = [torch.ones_like(whole, dtype=torch.float32) for _ in range(2)]
-        for guesses in trainee.guesses(batch, num_depths):
-            ahead = trainee.lead + guesses.depth
-            num = min(guesses.logits.shape[1], length - 1 - ahead)
-            wanted = columns[batch.token_ids[:, ahead + 1 : ahead + 1 + num]]
-            taken = _taken(
-                probs[:, ahead : ahead + num].flatten(0, 1),
-                guesses.logits[:, :num].flatten(0, 1).float(),
-                wanted.flatten(),
-                temperature,
-            )
-            for mine, share, total in zip(survived, taken, (coupled, ratio), strict=True):
-                mine[:, :num] *= share.view(-1, num)
-                total[guesses.depth] += mine[whole].sum().double().cpu()
+        taken = _taken_along(trainee, target, batch, whole, num_depths, temperature)
+        totals += (taken.cumprod(1) * whole).sum((2, 3)).double().cpu()
         num_places += int(whole.sum())
-    size = max(1, num_places)
-    return MeasuredAcceptance(temperature, num_places, (coupled / size).tolist(), (ratio / size).tolist())
+    coupled, ratio = (totals / max(1, num_places)).tolist()
+    return MeasuredAcceptance(temperature, num_places, coupled, ratio)
 
 
-def _taken(
-    probs: torch.Tensor, logits: torch.Tensor, columns: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities [R] that the draft's token is the target's, coupled and by the ratio test."""
-    known = columns >= 0
-    if temperature == 0:
-        same = (logits.argmax(-1) == columns).float()
-        return same, same
-    index = columns.clamp_min(0)
-    q = (logits / temperature).softmax(-1)
-    return coupled_given(probs, q, index) * known, ratio_given(probs, q, index) * known
+def _taken_along(
+    trainee: Trainee, target: TargetParts, batch: TextBatch, whole: torch.Tensor, num_depths: int, temperature: float
+) -> torch.Tensor:
+    """Probabilities [2, depths, B, T] that the draft's token is the target's, coupled and by the ratio test.
+
+    They are those of the places `whole` [B, T] and zero elsewhere.
+    """
+    device = target.device
+    columns = columns_of(trainee, target)
+    taken = torch.zeros(2, num_depths, *whole.shape, device=device)
+    depths = list(trainee.guesses(batch, num_depths))
+    is_needed = torch.zeros_like(whole)
+    for guesses in depths:
+        ahead = trainee.lead + guesses.depth
+        is_needed[:, ahead:] |= whole[:, : whole.shape[1] - ahead]
+    at_once = max(1, _MOST_LOGITS // target.vocab_size)
+    for texts, rows in zip(*(each.split(at_once) for each in is_needed.nonzero(as_tuple=True)), strict=True):
+        probs = None
+        if temperature:
+            probs = next_token_probs(batch.finals[texts, rows], target.lm_head, trainee.target_ids, temperature)
+        for guesses in depths:
+            places = rows - trainee.lead - guesses.depth
+            known = (places >= 0) & whole[texts, places.clamp_min(0)]
+            at = texts[known], places[known]
+            wanted = columns[batch.token_ids[at[0], rows[known] + 1]]
+            logits = guesses.at(*at)[0].float()
+            if probs is None:
+                shares = [(logits.argmax(-1) == wanted).float()] * 2
+            else:
+                shares = _taken(probs[known], logits / temperature, wanted)
+            for way, share in enumerate(shares):
+                taken[way, guesses.depth][at] = share
+    return taken
+
+
+def _taken(probs: torch.Tensor, logits: torch.Tensor, columns: torch.Tensor) -> list[torch.Tensor]:
+    known, index = columns >= 0, columns.clamp_min(0)
+    q = logits.softmax(-1)
+    return [given(probs, q, index) * known for given in (coupled_given, ratio_given)]
 
 
 def columns_of(trainee: Trainee, target: TargetParts) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,10 +21,12 @@ from specdec.telemetry import setup_logging
 
 if TYPE_CHECKING:
     from specdec.commands.train.acceptance import MeasuredAcceptance
-    from specdec.commands.train.continued import ContinuationTask, ServingCoordinator
     from specdec.commands.train.recipe import Recipe
+    from specdec.commands.train.recorded.continued import ContinuationTask, ServingCoordinator
     from specdec.commands.train.worth import StepCosts
 
+_MOST_TOKENS = 32_000
+"""Tokens that a head can propose unless the user says otherwise."""
 _TEXTS = "Texts"
 _DRAFTER = "Drafter"
 
@@ -76,12 +77,24 @@ def train(
     draft_vocab_size: Annotated[
         int | None,
         typer.Option(
-            help="Number of tokens that a head can propose: the most frequent ones. [default: all]",
+            help=f"Number of tokens that a head can propose: the most frequent ones. [default: {_MOST_TOKENS} at most]",
             min=2,
             rich_help_panel=_DRAFTER,
             show_default=False,
         ),
     ] = None,
+    kept_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Likeliest tokens whose probabilities are learned one by one.", min=1, rich_help_panel=_DRAFTER
+        ),
+    ] = 64,
+    sampled_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Other tokens that are drawn in each step to estimate what is left.", min=1, rich_help_panel=_DRAFTER
+        ),
+    ] = 4096,
     layer_ids: Annotated[
         str | None,
         typer.Option(
@@ -133,8 +146,8 @@ def train(
     if draft_vocab_size is not None and kind == "draft_model":
         raise typer.BadParameter("a draft_model proposes all tokens", param_hint="--draft-vocab-size")
     # These import torch, which takes seconds.
-    from specdec.commands.train.continued import ContinuationTask, ServingCoordinator
     from specdec.commands.train.recipe import Recipe
+    from specdec.commands.train.recorded.continued import ContinuationTask, ServingCoordinator
 
     notes = Console(stderr=True, highlight=False)
     setup_logging("train", "warning", "console")
@@ -148,7 +161,9 @@ def train(
             batch_sequences=batch,
             learning_rate=learning_rate,
             num_depths=depth,
-            draft_vocab_size=draft_vocab_size,
+            draft_vocab_size=None if kind == "draft_model" else draft_vocab_size or _MOST_TOKENS,
+            num_kept=kept_tokens,
+            num_sampled=sampled_tokens,
             layer_ids=ids,
             num_layers=layers,
             hidden_size=hidden_size,
@@ -192,23 +207,15 @@ def _run(
 ) -> None:
     import torch
 
-    from specdec.commands.train.continued import make_texts
     from specdec.commands.train.job import load_target, run, write_report
+    from specdec.commands.train.recorded.continued import make_texts
     from specdec.commands.train.worth import measured_costs, worth_json
 
     torch.set_num_threads(threads)
     progress.tell(f"loading {target}")
     loaded = load_target(target, device, threads)
     texts = make_texts(asked, loaded.engine, loaded.runner, work, progress.tell, service)
-    begun: list[tuple[int, float]] = []
-
-    def on_step(done: int, loss: float) -> None:
-        begun.append((done, time.monotonic()))
-        (first, began_s), (_, now_s) = begun[0], begun[-1]
-        left_s = (now_s - began_s) / max(1, done - first) * (recipe.num_steps - done)
-        progress.tell(f"step {done} of {recipe.num_steps}, loss {loss:.3f}, about {left_s / 60:.1f} min left")
-
-    trained = run(loaded, texts, recipe, out, work, progress.tell, on_step)
+    trained = run(loaded, texts, recipe, out, work, progress.tell)
     progress.tell("step times")
     costs = measured_costs(loaded, recipe, out)
     report: dict[str, Any] = {

@@ -18,9 +18,11 @@ from specdec.commands.train.kinds.dspark import DSparkTrainee
 from specdec.commands.train.kinds.eagle3 import Eagle3Trainee
 from specdec.commands.train.kinds.medusa import MedusaTrainee
 from specdec.commands.train.loop import OnStep, train
+from specdec.commands.train.pace import Pace, Seldom
 from specdec.commands.train.recipe import Recipe, TrainingRefused
-from specdec.commands.train.states import States, check_logits, record_states
-from specdec.commands.train.texts import Tell, Text
+from specdec.commands.train.recorded.states import States, check_logits, record_states
+from specdec.commands.train.recorded.teachers import record_teachers
+from specdec.commands.train.recorded.texts import Tell, Text
 from specdec.commands.train.trainee import TargetParts, Trainee
 from specdec.drafting.heads.target import HeadTarget
 from specdec.engine.block_pool import BlockPool
@@ -32,6 +34,9 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
 
 _SAMPLED_TEXTS = 8
+_MEASURE_EVERY_S = 60.0
+_MEASURED_TEXTS = 4
+"""Held-out texts of each temperature from which acceptance is told during the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +107,15 @@ class Trained:
 
 
 def run(
-    loaded: Loaded, texts: Sequence[Text], recipe: Recipe, out: Path, work: Path, tell: Tell, on_step: OnStep
+    loaded: Loaded,
+    texts: Sequence[Text],
+    recipe: Recipe,
+    out: Path,
+    work: Path,
+    tell: Tell,
+    on_step: OnStep | None = None,
 ) -> Trained:
-    """Train on texts and write the checkpoint to `out`; `work` keeps hidden states and the run's state.
+    """Train on texts and write the checkpoint to `out`; `work` keeps what is computed once, and the run's state.
 
     Raises TrainingRefused, TapRefused and EngineError.
     """
@@ -112,18 +123,50 @@ def run(
         raise TrainingRefused("no held-out text: at least ten prompts are needed, or --held-out")
     check_logits(loaded.engine, loaded.runner, loaded.parts.lm_head, texts[0].prompt_ids[:64])
     states = record_states(loaded.engine, loaded.runner, texts, loaded.parts.taps(recipe), work, tell)
-    return learn(loaded.parts, states, recipe, out, work / "state.pt", tell, on_step)
+    return learn(loaded.parts, states, recipe, out, work, tell, on_step)
 
 
 def learn(
-    target: TargetParts, states: States, recipe: Recipe, out: Path, state_file: Path, tell: Tell, on_step: OnStep
+    target: TargetParts,
+    states: States,
+    recipe: Recipe,
+    out: Path,
+    work: Path,
+    tell: Tell,
+    on_step: OnStep | None = None,
 ) -> Trained:
-    """Train on recorded states of the recipe's layers; `state_file` belongs to this run. Raises TrainingRefused."""
+    """Train on recorded states of the recipe's layers; the folder `work` keeps the rest, for one run of each kind.
+
+    Raises TrainingRefused.
+    """
     target_ids, coverage = _frequent(states.texts, recipe.draft_vocab_size, target.vocab_size)
     trainee = make_trainee(recipe, target, target_ids, states)
+    teachers = record_teachers(
+        states,
+        target.lm_head,
+        trainee.target_ids,
+        recipe.num_kept,
+        work,
+        tell,
+        reduced_precision=recipe.reduced_precision,
+    )
     tell("acceptance before training")
     before = acceptance(trainee, target, states, recipe.num_depths)
-    train(trainee, target, states, recipe, state_file, on_step)
+    pace, measurements, learnt = Pace(recipe.num_steps), Seldom(_MEASURE_EVERY_S), ""
+
+    def after_step(done: int, loss: float) -> None:
+        nonlocal learnt
+        if measurements.due:
+            with measurements:
+                found = acceptance(trainee, target, states, recipe.num_depths, _MEASURED_TEXTS)
+            learnt = "; tokens a step so far" + ",".join(
+                f" {each.tokens_per_step:.2f} at temperature {each.temperature:g}" for each in found
+            )
+        tell(f"step {pace.at(done)}, loss {loss:.3f}{learnt}")
+        if on_step is not None:
+            on_step(done, loss)
+
+    train(trainee, target, states, teachers, recipe, work / f"state-{recipe.kind}.pt", after_step)
     trainee.save(out)
     tell("acceptance after training")
     after = acceptance(trainee, target, states, recipe.num_depths)

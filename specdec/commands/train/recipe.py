@@ -36,6 +36,10 @@ class Recipe:
     """Weight of a depth relative to the depth before it."""
     draft_vocab_size: int | None = None
     """Number of tokens that a head can propose: the most frequent ones of the texts; None: all."""
+    num_kept: int = 64
+    """Likeliest tokens of each place whose probabilities are learned one by one, the others as one sum."""
+    num_sampled: int = 4096
+    """Other tokens from which a step estimates that sum for the drafter; it is exact if there are no more."""
     layer_ids: tuple[int, ...] = ()
     """Layers of the target that eagle3 and dspark read; empty: spread over its depth."""
     num_layers: int = 1

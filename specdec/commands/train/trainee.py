@@ -11,18 +11,30 @@ import torch
 from torch import nn
 
 from specdec.commands.train.recipe import Recipe
-from specdec.commands.train.states import TextBatch
+from specdec.commands.train.recorded.states import TextBatch
 
 
-@dataclass(slots=True)
+class DraftRows(Protocol):
+    """Drafts at chosen places."""
+
+    def __call__(
+        self, texts: torch.Tensor, places: torch.Tensor, columns: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return logits [R, C] and estimated probabilities of acceptance [R], or None if the drafter has none.
+
+        `texts` and `places`: [R] int64; `columns`: [C] of the drafter's vocabulary; None: all D.
+        """
+
+
+@dataclass(frozen=True, slots=True)
 class Guesses:
-    """Drafts at one depth from all places of all texts."""
+    """Drafts at one depth."""
 
     depth: int
-    logits: torch.Tensor
-    """[B, N, D]: from place n, the last token with known states, logits of the token at n + 1 + lead + depth."""
-    confidence: torch.Tensor | None = None
-    """[B, N]: estimated probability of acceptance; None: the drafter gives none."""
+    num_places: int
+    """Places of each text that have a draft, from the first on. A place n is the last token with known states."""
+    at: DraftRows
+    """Drafts of the token at n + 1 + lead + depth."""
 
 
 class Trainee(Protocol):
@@ -40,6 +52,11 @@ class Trainee(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint in a format of other engines."""
+
+
+def chosen_rows(weight: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """Rows of a head's weight [D, H]."""
+    return weight if columns is None else weight.index_select(0, columns)
 
 
 @dataclass(frozen=True, slots=True)

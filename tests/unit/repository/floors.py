@@ -45,17 +45,21 @@ FLOORS = {
         breakdown
     """,
     "specdec.commands.train": """
-        layer_ids losses
+        candidates layer_ids losses pace
         recipe
-        checkpoint texts
-        continued states
+        checkpoint recorded
         trainee
-        kinds loop
-        acceptance
+        acceptance kinds loop
         job
         trial
         worth
         command
+    """,
+    "specdec.commands.train.recorded": """
+        journal texts
+        continued mapped
+        states
+        teachers
     """,
     "specdec.commands.tune": """
         measured probe

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from specdec.commands.train.checkpoint import write_checkpoint
 from specdec.commands.train.kinds.speculators import head_config, vocabulary_tensors
 from specdec.commands.train.recipe import Recipe, TrainingRefused
-from specdec.commands.train.states import TextBatch
-from specdec.commands.train.trainee import Guesses, TargetParts
+from specdec.commands.train.recorded.states import TextBatch
+from specdec.commands.train.trainee import DraftRows, Guesses, TargetParts, chosen_rows
 from specdec.drafting.heads.config import read_config
 from specdec.drafting.heads.methods.dflash import DFlashModel
 from specdec.drafting.heads.methods.dspark import SparkModel
@@ -95,14 +96,23 @@ class DSparkTrainee:
         num_texts, num_places = batch.token_ids.shape[0], batch.token_ids.shape[1] - 1
         shape = (num_texts, num_places, self._recipe.num_depths)
         hidden = self._hidden(batch, shape).unflatten(0, shape)
-        state = hidden.new_zeros(num_texts * num_places, self._spark.rank)
         for depth in range(min(num_depths, shape[2], num_places)):
-            num = num_places - depth
-            rows = hidden[:, :num, depth].flatten(0, 1)
-            state = state.unflatten(0, (num_texts, num_places - max(0, depth - 1)))[:, :num].flatten(0, 1)
-            added, confidence, state = self._spark.bias(batch.token_ids[:, 1 + depth :].flatten(), rows, state)
-            logits = (self._block.lm_head(rows) + added).unflatten(0, (num_texts, num))
-            yield Guesses(depth, logits, None if confidence is None else confidence.unflatten(0, (num_texts, num)))
+            yield Guesses(depth, num_places - depth, self._drafts(hidden[:, :, depth], batch.token_ids[:, 1 + depth :]))
+
+    def _drafts(self, hidden: torch.Tensor, before: torch.Tensor) -> DraftRows:
+        """Drafts of one slot from its states [B, N, H] and the tokens before its own [B, N]."""
+
+        def at(
+            texts: torch.Tensor, places: torch.Tensor, columns: torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            rows = hidden[texts, places]
+            # A vanilla Markov head has no states.
+            added, confidence, _ = self._spark.bias(before[texts, places], rows, rows.new_zeros(len(rows), 0))
+            if columns is not None and isinstance(added, torch.Tensor):
+                added = added[:, columns]
+            return functional.linear(rows, chosen_rows(self._block.lm_head.weight, columns)) + added, confidence
+
+        return at
 
     def _hidden(self, batch: TextBatch, shape: tuple[int, int, int]) -> torch.Tensor:
         """Normalised states of the rows of all blocks, text by text."""

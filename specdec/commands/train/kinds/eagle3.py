@@ -18,8 +18,8 @@ from torch.nn import functional
 from specdec.commands.train.checkpoint import write_checkpoint
 from specdec.commands.train.kinds.speculators import head_config, vocabulary_tensors
 from specdec.commands.train.recipe import Recipe
-from specdec.commands.train.states import TextBatch
-from specdec.commands.train.trainee import Guesses, TargetParts
+from specdec.commands.train.recorded.states import TextBatch
+from specdec.commands.train.trainee import DraftRows, Guesses, TargetParts, chosen_rows
 from specdec.drafting.heads.config import read_config
 from specdec.drafting.heads.methods.eagle3 import Eagle3Model
 from specdec.drafting.heads.parts import Attend
@@ -74,6 +74,16 @@ def _down(rows: torch.Tensor, by: int) -> torch.Tensor:
     return torch.cat([torch.zeros_like(rows[:, :by]), rows[:, :-by]], dim=1)
 
 
+def _drafts(model: Any, hidden: torch.Tensor) -> DraftRows:
+    """Drafts from states [B, N, H]."""
+
+    def at(texts: torch.Tensor, places: torch.Tensor, columns: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        rows = model.norm(hidden[texts, places])
+        return functional.linear(rows, chosen_rows(model.lm_head.weight, columns)), None
+
+    return at
+
+
 class Eagle3Trainee:
     """`Trainee` for an EAGLE-3 head that has its target's width and embedding."""
 
@@ -118,7 +128,7 @@ class Eagle3Trainee:
         for depth in range(min(num_depths, length)):
             hidden = model.run(states, next_ids, positions, attention.next_depth())
             shaped = hidden.unflatten(0, (num_texts, length))
-            yield Guesses(depth, model.logits(shaped[:, depth:]))
+            yield Guesses(depth, length - depth, _drafts(model, shaped[:, depth:]))
             states = _down(model.carry(hidden).unflatten(0, (num_texts, length)), 1).flatten(0, 1)
 
     def save(self, folder: Path) -> None:

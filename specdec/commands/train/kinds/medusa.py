@@ -8,12 +8,26 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from specdec.commands.train.checkpoint import write_checkpoint
 from specdec.commands.train.recipe import Recipe
-from specdec.commands.train.states import TextBatch
-from specdec.commands.train.trainee import Guesses, TargetParts
+from specdec.commands.train.recorded.states import TextBatch
+from specdec.commands.train.trainee import DraftRows, Guesses, TargetParts, chosen_rows
 from specdec.drafting.heads.methods.medusa import MedusaModel
+
+
+def _drafts(head: Any, finals: torch.Tensor) -> DraftRows:
+    """Drafts of one head from the target's final states [B, N, Ht]."""
+    *blocks, last = head
+
+    def at(texts: torch.Tensor, places: torch.Tensor, columns: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        rows = finals[texts, places]
+        for block in blocks:
+            rows = block(rows)
+        return functional.linear(rows, chosen_rows(last.weight, columns)), None
+
+    return at
 
 
 class MedusaTrainee:
@@ -42,7 +56,7 @@ class MedusaTrainee:
         length = batch.token_ids.shape[1]
         for depth, head in enumerate(list(heads)[:num_depths]):
             if depth + 1 < length:
-                yield Guesses(depth, head(batch.finals[:, : length - 1 - depth]))
+                yield Guesses(depth, length - 1 - depth, _drafts(head, batch.finals))
 
     def save(self, folder: Path) -> None:
         """Save the heads in the authors' format, or in vLLM's former one if they propose fewer tokens."""

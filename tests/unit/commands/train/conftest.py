@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from specdec.commands.train.job import Loaded, load_target
-from specdec.commands.train.texts import Text, continuations
+from specdec.commands.train.recorded.texts import Text, continuations
 from tests.support.heads.targets import fixture_target
-from tests.unit.commands.train.small import quiet
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +22,11 @@ def texts(loaded: Loaded) -> list[Text]:
     prompts = [[(7 * i + j) % 40 for j in range(6)] for i in range(24)]
     found = []
     for temperature in (0.0, 1.0):
-        outputs = continuations(
-            loaded.engine, loaded.runner, prompts, temperature=temperature, max_tokens=24, seed=1, tell=quiet
+        numbers = range(len(prompts))
+        made = continuations(
+            loaded.engine, loaded.runner, prompts, numbers, temperature=temperature, max_tokens=24, seed=1
         )
+        outputs = [output for _, output in sorted(made)]
         found += [
             Text(tuple(prompt), tuple(output), temperature, number % 4 == 3)
             for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))

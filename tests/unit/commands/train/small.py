@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from specdec.commands.train.job import Loaded, Trained, run
 from specdec.commands.train.recipe import Recipe
-from specdec.commands.train.texts import Text
+from specdec.commands.train.recorded.texts import Text
+from specdec.commands.train.trainee import Guesses
 
 NUM_STEPS = 30
 RECIPE = Recipe(
@@ -48,3 +49,9 @@ def trained(
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "out" / "model.safetensors")
+
+
+def all_logits(guesses: Guesses, text: int) -> torch.Tensor:
+    """Logits [N, D] of one text's drafts at one depth."""
+    places = torch.arange(guesses.num_places)
+    return guesses.at(torch.full_like(places, text), places)[0]

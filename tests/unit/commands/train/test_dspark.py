@@ -13,13 +13,13 @@ import torch
 from specdec.commands.train.job import Loaded
 from specdec.commands.train.kinds.dspark import DSparkTrainee
 from specdec.commands.train.recipe import TrainingRefused
-from specdec.commands.train.states import record_states
-from specdec.commands.train.texts import Text
+from specdec.commands.train.recorded.states import record_states
+from specdec.commands.train.recorded.texts import Text
 from specdec.commands.train.trial import trials
 from specdec.config.drafter_options import DSparkOptions
 from specdec.drafting.heads.methods.dspark import DSpark
 from specdec.drafting.heads.methods.registry import make_head
-from tests.unit.commands.train.small import quiet, recipe_of, trained, weights
+from tests.unit.commands.train.small import all_logits, quiet, recipe_of, trained, weights
 from tests.unit.drafting.heads.dense import block_states, spark_logits
 
 RECIPE = recipe_of("dspark", num_steps=8, num_depths=3, num_layers=2, draft_vocab_size=24)
@@ -55,13 +55,14 @@ def test_what_dspark_learns_on_is_what_it_computes_when_it_serves(
             for guesses in depths:
                 path = tokens[place + 2 : place + 2 + guesses.depth]
                 expected = spark_logits(head, taps, anchor, path)
-                assert torch.allclose(guesses.logits[text, place], expected, atol=1e-4), (place, guesses.depth)
+                logits, share = guesses.at(torch.tensor([text]), torch.tensor([place]))
+                assert torch.allclose(logits[0], expected, atol=1e-4), (place, guesses.depth)
                 row = hidden[guesses.depth : guesses.depth + 1]
                 before = torch.tensor([anchor, *path])[-1:]
                 _, confidence, _ = head.spark.bias(before, row, row.new_zeros(1, head.spark.rank))
                 assert confidence is not None
-                assert guesses.confidence is not None
-                assert torch.allclose(guesses.confidence[text, place], confidence[0], atol=1e-4)
+                assert share is not None
+                assert torch.allclose(share, confidence, atol=1e-4)
 
 
 def test_first_guesses_of_a_served_text_are_those_of_training(
@@ -79,7 +80,7 @@ def test_first_guesses_of_a_served_text_are_those_of_training(
     states = record_states(loaded.engine, loaded.runner, texts, RECIPE.layer_ids, tmp_path / "work", quiet)
     with torch.inference_mode():
         first = next(iter(trainee.guesses(states.batch([0], loaded.parts.device), 1)))
-    best = trainee.target_ids[first.logits[0].argmax(-1)]
+        best = trainee.target_ids[all_logits(first, 0).argmax(-1)]
     start = len(text.prompt_ids) - 1
     assert [trial.guessed for trial in found] == best[start : start + num].tolist()
 
@@ -96,8 +97,9 @@ def test_a_guess_depends_on_no_token_after_those_that_it_is_given(
     with torch.inference_mode():
         for one, two in zip(trainee.guesses(batch, 3), trainee.guesses(other, 3), strict=True):
             num = 7 - one.depth  # Places whose context ends before token 8, and so does their path.
-            assert torch.allclose(one.logits[:, :num], two.logits[:, :num], atol=1e-6)
-            assert not torch.allclose(one.logits[:, num], two.logits[:, num], atol=1e-3)
+            mine, others = all_logits(one, 0), all_logits(two, 0)
+            assert torch.allclose(mine[:num], others[:num], atol=1e-6)
+            assert not torch.allclose(mine[num], others[num], atol=1e-3)
 
 
 def test_its_checkpoint_holds_what_is_its_own_under_the_names_of_speculators(

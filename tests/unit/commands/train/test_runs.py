@@ -15,9 +15,10 @@ from specdec.commands.train.kinds.eagle3 import Eagle3Trainee
 from specdec.commands.train.layer_ids import neighbouring_layer_ids
 from specdec.commands.train.loop import rate
 from specdec.commands.train.losses import LOSSES
+from specdec.commands.train.pace import Seldom
 from specdec.commands.train.recipe import KINDS, TrainingRefused
-from specdec.commands.train.states import record_states
-from specdec.commands.train.texts import Text
+from specdec.commands.train.recorded.states import record_states
+from specdec.commands.train.recorded.texts import Text
 from specdec.commands.train.trial import try_head_layers
 from specdec.commands.train.worth import StepCosts, measured_costs, speeds
 from specdec.config.drafter_options import DSparkOptions, Eagle3Options, MedusaOptions
@@ -27,7 +28,7 @@ from specdec.drafting.heads.methods.medusa import Medusa
 from specdec.drafting.heads.methods.registry import make_head
 from specdec.drafting.heads.parts import dense_attention
 from specdec.drafting.heads.serial import SerialHead
-from tests.unit.commands.train.small import NUM_STEPS, RECIPE, quiet, recipe_of, trained, weights
+from tests.unit.commands.train.small import NUM_STEPS, RECIPE, all_logits, quiet, recipe_of, trained, weights
 from tests.unit.drafting.heads.dense import chain_logits
 
 
@@ -60,7 +61,7 @@ def test_every_loss_can_be_trained_with(loss: str, loaded: Loaded, texts: list[T
 def test_a_run_that_is_stopped_and_started_again_gives_the_weights_of_one_that_was_not(
     kind: str, loaded: Loaded, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.commands.train.loop._SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(Seldom, "due", True)  # it saves and measures after every step
     recipe = recipe_of(kind, num_steps=9)
     trained(loaded, texts, recipe, tmp_path / "whole")
 
@@ -120,14 +121,15 @@ def test_what_eagle3_learns_on_is_what_it_computes_when_it_serves(
     states = record_states(loaded.engine, loaded.runner, texts, RECIPE.layer_ids, tmp_path / "work", quiet)
     with torch.inference_mode():
         batch = states.batch([0, 5], loaded.parts.device)
-        depths = [guesses.logits for guesses in trainee.guesses(batch, 3)]
+        depths = list(trainee.guesses(batch, 3))
         for text in range(2):
+            logits = [all_logits(guesses, text) for guesses in depths]
             tokens = batch.token_ids[text].tolist()
             for place in (4, 9):
                 for depth in range(3):
                     taps = batch.taps[text, : place + 1]
                     expected = chain_logits(trainee.module, taps, tokens[1 : place + 2 + depth], dense_attention)  # type: ignore[arg-type]
-                    assert torch.allclose(depths[depth][text, place], expected, atol=1e-4), (place, depth)
+                    assert torch.allclose(logits[depth][place], expected, atol=1e-4), (place, depth)
 
 
 def test_speeds_are_tokens_over_the_time_of_drafting_and_verifying() -> None:

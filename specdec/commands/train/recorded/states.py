@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +11,10 @@ from pathlib import Path
 
 import torch
 
+from specdec.commands.train.pace import Pace
 from specdec.commands.train.recipe import TrainingRefused
-from specdec.commands.train.texts import Tell, Text
+from specdec.commands.train.recorded.mapped import MappedTensors, digest_of_texts
+from specdec.commands.train.recorded.texts import Tell, Text
 from specdec.engine.engine import Engine
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.tap import FINAL
@@ -79,43 +80,52 @@ class States:
 def record_states(
     engine: Engine, runner: ModelRunner, texts: Sequence[Text], layer_ids: tuple[int, ...], folder: Path, tell: Tell
 ) -> States:
-    """States of all texts in the target's dtype, from the files of an earlier call if they are complete.
+    """States of all texts in the target's dtype, from the files of an earlier call as far as it came.
 
     Cost: a prefill of each text, and on disk layers + 1 times the hidden size per token. Raises TapRefused if the
     target does not hand out these layers.
     """
-    ids = (*layer_ids, FINAL)
-    runner.check_tap(ids)
-    lengths = [len(text.token_ids) for text in texts]
-    starts = [0, *itertools.accumulate(lengths)]
-    shape = (starts[-1], len(ids), runner.hidden_size)
-    file, note = folder / "states.bin", folder / "states.json"
-    what = {"shape": list(shape), "layer_ids": list(ids), "dtype": str(runner.dtype)}
-    is_whole = note.is_file() and json.loads(note.read_text(encoding="utf-8")) == what
-    if not is_whole:
-        note.unlink(missing_ok=True)
-    size = shape[0] * shape[1] * shape[2]
-    rows = torch.from_file(str(file), shared=True, size=size, dtype=runner.dtype).view(shape)
-    if not is_whole:
-        engine.tap_ids = ids
-        for number, text in enumerate(texts):
-            if number % 50 == 0:
-                tell(f"hidden states: text {number} of {len(texts)}")
-            # A new salt: states are handed out only for computed tokens, and cached ones are not computed.
-            seq = engine.add(text.token_ids, num_prompt_tokens=len(text.token_ids), cache_salt=secrets.token_bytes(16))
-            while seq.num_pending_tokens:
-                out = engine.step()
-                if out is None or out.hidden is None:
-                    raise TrainingRefused("the target's KV cache has no room for a text")
-                for item in out.items:
-                    first = starts[number] + item.start
-                    rows[first : first + item.num_new_tokens] = out.hidden[item.batch_rows].to("cpu")
-            engine.free(seq)
+    wanted = (*layer_ids, FINAL)
+    runner.check_tap(wanted)
+    starts, digest = [0, *itertools.accumulate(len(text.token_ids) for text in texts)], digest_of_texts(texts)
+    # The final states of a run that also recorded others serve one that needs no more.
+    ids = wanted if layer_ids else _recorded_layers(folder, digest, len(texts)) or wanted
+    layout = {"rows": ((starts[-1], len(ids), runner.hidden_size), runner.dtype)}
+    kept = MappedTensors(folder, "states", layout, {"layer_ids": list(ids), "texts": digest})
+    rows = kept.tensors["rows"]
+    pace = Pace(len(texts))
+    engine.tap_ids = ids
+    try:
+        for number in kept.unfilled(len(texts)):
+            tell(f"hidden states: text {pace.at(number)}")
+            _record(engine, texts[number].token_ids, rows[starts[number] : starts[number + 1]])
+    finally:
         engine.tap_ids = ()
-        part = note.with_suffix(".part")
-        part.write_text(json.dumps(what), encoding="utf-8")
-        os.replace(part, note)
-    return States(list(texts), layer_ids, rows, starts)
+    return States(list(texts), layer_ids, rows[:, -len(wanted) :], starts)
+
+
+def _recorded_layers(folder: Path, digest: str, num_texts: int) -> tuple[int, ...]:
+    """Layers of the states of these texts that a folder holds, if any."""
+    for note in sorted(folder.glob("states-*.json")):
+        known = json.loads(note.read_text(encoding="utf-8"))
+        if known["origin"]["texts"] == digest and known["num_texts"] == num_texts:
+            return tuple(known["origin"]["layer_ids"])
+    return ()
+
+
+def _record(engine: Engine, token_ids: Sequence[int], rows: torch.Tensor) -> None:
+    """Fill the rows of one text. Raises TrainingRefused if the engine has no room for it."""
+    # A new salt: states are handed out only for computed tokens, and cached ones are not computed.
+    seq = engine.add(token_ids, num_prompt_tokens=len(token_ids), cache_salt=secrets.token_bytes(16))
+    try:
+        while seq.num_pending_tokens:
+            out = engine.step()
+            if out is None or out.hidden is None:
+                raise TrainingRefused("the target's KV cache has no room for a text")
+            for item in out.items:
+                rows[item.start : item.start + item.num_new_tokens] = out.hidden[item.batch_rows].to("cpu")
+    finally:
+        engine.free(seq)
 
 
 def check_logits(engine: Engine, runner: ModelRunner, lm_head: torch.Tensor, token_ids: Sequence[int]) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from specdec.client import ClientSettings, SyncClient
+from specdec.commands.train.pace import Pace
 from specdec.commands.train.recipe import TrainingRefused
-from specdec.commands.train.texts import Tell, Text, continuations, is_held_out, read_texts, save_texts
+from specdec.commands.train.recorded.journal import OutputJournal
+from specdec.commands.train.recorded.texts import Outputs, Tell, Text, continuations, is_held_out
 from specdec.engine.engine import Engine
 from specdec.engine.model.runner import ModelRunner
 from specdec.v1 import coordinator_pb2 as api
@@ -73,33 +77,26 @@ def make_texts(
         "target": runner.identity.weights_digest,
     }
     work.mkdir(parents=True, exist_ok=True)
-    file = work / "texts.json"
-    known = read_texts(file, origin)
-    if known is not None:
-        return known
+    ask = partial(continuations, engine, runner) if service is None else partial(_served, service)
+    journal = OutputJournal(work / "texts.jsonl", origin)
     texts: list[Text] = []
     count = len(asked.temperatures)
     for number, temperature in enumerate(asked.temperatures):
         groups = ((held_out, True), (learned[number::count], False))
         for prompts, is_out in groups:
-            seed = asked.seed + (1_000_000 if is_out else 0)
-            if service is None:
-                outputs = continuations(
-                    engine,
-                    runner,
-                    prompts,
-                    temperature=temperature,
-                    max_tokens=asked.max_tokens,
-                    seed=seed,
-                    tell=tell,
-                )
-            else:
-                outputs = _served(service, prompts, temperature, asked.max_tokens, seed, tell)
+            missing = journal.missing(number, is_out, len(prompts))
+            what = f"{'held-out ' if is_out else ''}continuations at temperature {temperature:g}"
+            pace, seed = Pace(len(missing)), asked.seed + (1_000_000 if is_out else 0)
+            with closing(
+                ask(prompts, missing, temperature=temperature, max_tokens=asked.max_tokens, seed=seed)
+            ) as found:
+                for done, (prompt, output) in enumerate(found, 1):
+                    journal.add(number, is_out, prompt, output)
+                    tell(f"{what}: {pace.at(done)}")
             texts += [
                 Text(tuple(prompt), tuple(output), temperature, is_out)
-                for prompt, output in zip(prompts, outputs, strict=True)
+                for prompt, output in zip(prompts, journal.outputs(number, is_out, len(prompts)), strict=True)
             ]
-    save_texts(file, texts, origin)
     return texts
 
 
@@ -118,17 +115,16 @@ def _ids(prompt: Prompt, tokenizer: Tokenizer | None, runner: ModelRunner) -> li
 def _served(
     service: ServingCoordinator,
     prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    *,
     temperature: float,
     max_tokens: int,
     seed: int,
-    tell: Tell,
-) -> list[list[int]]:
-    outputs = []
+) -> Outputs:
+    """As `continuations`, by a service."""
     with SyncClient(service.address, service.settings) as client:
-        for number, prompt in enumerate(prompts):
-            if number % 20 == 0:
-                tell(f"continuations by {service.address} at temperature {temperature:g}: {number} of {len(prompts)}")
-            request = api.GenerateRequest(prompt_token_ids=api.TokenIds(token_ids=prompt))
+        for number in numbers:
+            request = api.GenerateRequest(prompt_token_ids=api.TokenIds(token_ids=prompts[number]))
             request.sampling.temperature = temperature
             request.sampling.max_tokens = max_tokens
             request.sampling.seed = seed + number
@@ -136,5 +132,4 @@ def _served(
                 completion = client.complete(request)
             except InvalidRequest as error:
                 raise TrainingRefused(f"prompt {number}: {error}") from error
-            outputs.append(completion.choices[0].token_ids)
-    return outputs
+            yield number, list(completion.choices[0].token_ids)
