@@ -322,6 +322,10 @@ docs: $(STAMP)  ## Build the documentation's site in site/.
 bench: $(STAMP)  ## Measure on this machine's CPU (BENCH_ARGS="--pair shipped", see bench/README.md).
 	@$(BIN)/python -m bench $(BENCH_ARGS)
 
+.PHONY: smollm2-drafters
+smollm2-drafters: $(STAMP)  ## Train a head and a draft for SmolLM2-135M-Instruct into the bench's cache (45 minutes of one core).
+	@$(BIN)/python -m bench.chat_drafters
+
 .PHONY: bench-gpu
 bench-gpu: $(STAMP)  ## Measure on this machine's GPUs.
 	@$(BIN)/python -m bench --device cuda $(BENCH_ARGS)

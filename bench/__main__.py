@@ -51,6 +51,9 @@ def main(
         str, typer.Option("--sweep", help=f"Comma-separated: {', '.join(sweep.SWEEPS)}.")
     ] = "concurrency",
     systems: Annotated[str, typer.Option(help="Comma-separated beginnings of systems' names; none: all systems.")] = "",
+    sets: Annotated[
+        str, typer.Option(help=f"Comma-separated sets of drafters: {', '.join(drafters.NAMES)}; none: all.")
+    ] = "",
     repeats: Annotated[int, typer.Option(help="Runs of each prompt by each system.", min=1)] = 2,
     rounds: Annotated[
         int, typer.Option(help="Requests per place of a batch, one after the other (closed loop); 1: no loop.", min=1)
@@ -107,6 +110,7 @@ def main(
             temperatures=tuple(map(float, temperature.split(","))),
             verify_mode=verify_mode,
             systems=tuple(_names(systems)),
+            sets=tuple(_chosen("--sets", sets, drafters.NAMES)),
             sync_tokens=tuple(map(int, _names(sync_tokens))),
             sync_hold_off_ms=sync_hold_off_ms,
             peer_tokens=tuple(map(int, _names(peer_tokens))),

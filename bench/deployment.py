@@ -95,7 +95,7 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 
 def _plan(deployment: MeasuredDeployment) -> LocalPlan:
-    target, draft = dict(deployment.target), dict(deployment.draft)
+    target, draft = dict(deployment.target), {**deployment.pair.draft_settings, **deployment.draft}
     target.setdefault("kv_cache_memory_bytes", _kv_bytes(deployment, deployment.pair.target))
     if deployment.device != "cpu" and not deployment.is_plain and "drafters" not in draft:
         draft.setdefault("kv_cache_memory_bytes", _kv_bytes(deployment, deployment.pair.draft))

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.chat_drafters import TARGET as CHAT_TARGET
+from bench.chat_drafters import made_drafter
 from bench.checkpoints import inflated, num_parameters
 from bench.inflate import Shape
 from bench.packaged import PACKAGED, packaged_model
+from specdec.commands.shipped_pair import shipped_head
 from specdec.commands.up.plan import shipped_model
 
 INFLATION = (
@@ -39,10 +42,12 @@ DRAFTS = {
     "draft-1b": Shape(hidden_size=1024, intermediate_size=16384, num_layers=16, num_heads=32, num_kv_heads=8,
                       vocab_size=128256, num_positions=8192),
 }  # fmt: skip
+CHAT_DRAFT = "smollm2-draft"
 PAIRS = {
     "shipped": ("shipped-target", "shipped-draft"),
     "cpu-80m": ("cpu-80m", "draft-2m"),
     "cpu-350m": ("cpu-350m", "draft-2m"),
+    "smollm2": (CHAT_TARGET, CHAT_DRAFT),
     "gpu-1b": ("gpu-1b", "draft-0.5b"),
     "gpu-8b": ("gpu-8b", "draft-1b"),
     "gpu-32b": ("gpu-32b", "draft-1b"),
@@ -99,6 +104,18 @@ class Pair:
         return f"{text} {INFLATION}" if self.target.is_larger or self.draft.is_larger else text
 
     @property
+    def head(self) -> Path | None:
+        """An EAGLE-3 head for the target: the one that ships, or the one that `bench/chat_drafters.py` has made."""
+        if self.target.name == CHAT_TARGET:
+            return made_drafter("eagle3")
+        return shipped_head("eagle3") if self.target.name == "shipped-target" else None
+
+    @property
+    def draft_settings(self) -> dict[str, object]:
+        """Settings that the draft is served with everywhere."""
+        return {"weight_quantization": "int8"} if self.draft.name == CHAT_DRAFT else {}
+
+    @property
     def caption(self) -> str:
         """Sizes in one line, for plots."""
         sizes = ", ".join(
@@ -134,6 +151,11 @@ def resolve_model(name: str, device: str, cache: Path | None = None) -> PairMemb
         return PairMember(name=name, folder=Path(shipped_model(name.removeprefix("shipped-"))))
     if name in PACKAGED:
         return PairMember(name=name, folder=packaged_model(name, cache))
+    if name == CHAT_DRAFT:
+        folder = made_drafter("draft_model", cache)
+        if folder is None:
+            raise NoSuchPair(f"{name} has not been made yet: run `make smollm2-drafters`")
+        return PairMember(name=name, folder=folder)
     shape = TARGETS.get(name) or DRAFTS.get(name)
     if shape is not None:
         source = Path(shipped_model("target" if name in TARGETS else "draft"))

@@ -30,6 +30,8 @@ class BenchPlan:
     verify_mode: str = "coupled"
     systems: tuple[str, ...] = ()
     """Names of systems or their beginnings; empty: all available systems."""
+    sets: tuple[str, ...] = ()
+    """Sets of drafters (`bench/systems/drafters.py`) that are measured beside plain decoding; empty: all."""
     sync_tokens: tuple[int, ...] = (4,)
     sync_hold_off_ms: float = 10.0
     peer_tokens: tuple[int, ...] = (3, 5, 8)

@@ -8,12 +8,18 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from bench.chats import chats, speaks_chats, templated
+
+_NUM_CHATS = 32
 _PROMPTS = Path(__file__).parents[1] / "models" / "prompts.json"
 Prompt = tuple[int, ...]
 
 
 def held_out_prompts(model: Path, count: int) -> list[Prompt]:
-    """The first prompts of models/prompts.json in a model's tokens, repeated when there are fewer."""
+    """The first held-out prompts in a model's tokens, repeated when there are fewer.
+
+    They are those of models/prompts.json; for a chat model chats of all kinds (`bench/chats.py`).
+    """
     return list(itertools.islice(itertools.cycle(_encoded(model)), count))
 
 
@@ -30,5 +36,7 @@ def prompts_of_length(model: Path, count: int, num_tokens: int) -> list[Prompt]:
 
 
 def _encoded(model: Path) -> list[Prompt]:
+    if speaks_chats(model):
+        return [ids for _, ids in templated(model, chats(_NUM_CHATS, held_out=True))]
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     return [tuple(tokenizer.encode(entry["text"]).ids) for entry in json.loads(_PROMPTS.read_text())]

@@ -93,13 +93,19 @@ async def new_tenant(address: str, settings: ClientSettings | None = None) -> As
 
 
 async def run_group(address: str, prompts: Sequence[Prompt], sampling: Sampling, *, speculate: bool) -> Run:
+    """Run requests at once: see `run_requests`."""
+    return await run_requests(
+        address, [make_request(prompt, sampling, seed, speculate=speculate) for seed, prompt in enumerate(prompts)]
+    )
+
+
+async def run_requests(address: str, requests: Sequence[api.GenerateRequest]) -> Run:
     """Run requests at once. A single one is timed from first to last token; several from their start."""
-    requests = [make_request(prompt, sampling, seed, speculate=speculate) for seed, prompt in enumerate(prompts)]
     async with new_tenant(address) as client:
         began_s = time.perf_counter()
         completions = await asyncio.gather(*(client.complete(request) for request in requests))
         elapsed_s = time.perf_counter() - began_s
-    if len(prompts) == 1:
+    if len(requests) == 1:
         speed = completions[0].tokens_per_second or 0.0
     else:
         speed = sum(completion.num_tokens for completion in completions) / elapsed_s
