@@ -1,15 +1,19 @@
 """Requests that are being received. Each may hold a message of the full size, so only a number may be under way.
 
-gRPC receives a message as a whole and tells nothing before. A short request takes a moment, so a large message or a
-slow client is under way longest. Above the limit the oldest of the caller with the most is cut off, if it does not come
-within a moment: many short requests may begin at once.
+gRPC receives a message as a whole and tells nothing before. Until it is asked for the message, flow control holds the
+sender back. So above the limit requests wait their turn: who has fewest under way is next. A short request takes a
+moment, and a large message or a slow client longest: while others wait, the oldest of the caller with the most is cut
+off if it does not come within a moment.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import islice
 
 from specdec.wire.errors import Overloaded
 
@@ -18,7 +22,19 @@ _RETRY_S = 1.0
 _LEAST_READS = 8
 """Reads at once, whatever the memory: a short message does not reach its full size."""
 _MOMENT_S = 0.25
-"""Seconds that every read has, however many there are. What comes in that time is bounded by the network."""
+"""Seconds that every read has, whoever waits."""
+_LOOKED_AT = 256
+"""Reads at the head of the line among which the next one is chosen: a long line must not cost more."""
+_MOST_WAIT_S = 10.0
+"""Longest wait for a turn."""
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    caller: str
+    turn: asyncio.Future[None]
+    limit: asyncio.Timeout
+    began_s: float = 0.0
 
 
 class PendingReads:
@@ -27,38 +43,58 @@ class PendingReads:
     def __init__(self, budget_bytes: int, max_message_bytes: int) -> None:
         """`budget_bytes`: for all messages that are under way."""
         self._most = max(_LEAST_READS, budget_bytes // max_message_bytes)
-        self._of_caller: dict[str, dict[object, tuple[asyncio.Timeout, float]]] = {}
-        """Reads by caller with the time of their beginning, the oldest first."""
-        self._num = 0
+        self._under_way: dict[_Read, None] = {}
+        """The oldest first."""
+        self._waiting: dict[_Read, None] = {}
+        """The first that came first."""
+        self._num_of: Counter[str] = Counter()
+        """Reads under way by caller."""
 
     @asynccontextmanager
     async def reading(self, caller: str) -> AsyncIterator[None]:
-        """Run a read. Raises Overloaded if it is cut off (TOO_MANY_UNREAD)."""
-        key, limit = object(), asyncio.timeout(None)
+        """Run a read when it is its turn. Raises Overloaded if it is cut off, or waits too long (TOO_MANY_UNREAD)."""
+        loop = asyncio.get_running_loop()
+        read = _Read(caller, loop.create_future(), asyncio.timeout(_MOST_WAIT_S))
         try:
-            async with limit:
-                self._of_caller.setdefault(caller, {})[key] = limit, asyncio.get_running_loop().time()
-                self._num += 1
-                if self._num > self._most:
-                    self._cut_off()
+            async with read.limit:
+                self._waiting[read] = None
+                self._let_begin()
+                await read.turn
                 yield
         except TimeoutError:
-            if not limit.expired():
+            if not read.limit.expired():
                 raise
             message = f"more than {self._most} requests are being received: send the message at once"
             raise Overloaded(message, retry_after_s=_RETRY_S, reason="TOO_MANY_UNREAD") from None
         finally:
-            self._forget(caller, key)
+            self._forget(read)
+
+    def _let_begin(self) -> None:
+        while self._waiting and len(self._under_way) < self._most:
+            read = min(islice(self._waiting, _LOOKED_AT), key=lambda waiting: self._num_of[waiting.caller])
+            del self._waiting[read]
+            read.began_s = asyncio.get_running_loop().time()
+            read.limit.reschedule(None)
+            self._under_way[read] = None
+            self._num_of[read.caller] += 1
+            if not read.turn.done():
+                read.turn.set_result(None)
+        for _ in range(min(len(self._waiting), len(self._under_way)) - self._num_cut_off()):
+            self._cut_off()
+
+    def _num_cut_off(self) -> int:
+        return sum(read.limit.when() is not None for read in self._under_way)
 
     def _cut_off(self) -> None:
-        caller = max(self._of_caller, key=lambda each: len(self._of_caller[each]))
-        key, (limit, began_s) = next(iter(self._of_caller[caller].items()))
-        limit.reschedule(began_s + _MOMENT_S)
-        self._forget(caller, key)
+        left = [read for read in self._under_way if read.limit.when() is None]
+        oldest = max(left, key=lambda read: self._num_of[read.caller])
+        oldest.limit.reschedule(oldest.began_s + _MOMENT_S)
 
-    def _forget(self, caller: str, key: object) -> None:
-        reads = self._of_caller.get(caller, {})
-        if reads.pop(key, None) is not None:
-            self._num -= 1
-        if not reads:
-            self._of_caller.pop(caller, None)
+    def _forget(self, read: _Read) -> None:
+        self._waiting.pop(read, None)
+        if read in self._under_way:
+            del self._under_way[read]
+            self._num_of[read.caller] -= 1
+            if not self._num_of[read.caller]:
+                del self._num_of[read.caller]
+        self._let_begin()
