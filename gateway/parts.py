@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
+from specdec.gateway.chat.template_parsers import ParserPair
 from specdec.gateway.http.body import BodyReader
 from specdec.gateway.openness import Openness
 from specdec.gateway.parser_names import ParserNames
@@ -29,19 +31,25 @@ class Parts:
     registry: CollectorRegistry
     metrics: GatewayMetrics
     vllm: VllmMetrics
-    parser_names: ParserNames
+    parser_names: Mapping[str, ParserNames]
+    """By entry of the coordinators' `models`."""
     openness: Openness
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time of its start, reported as the creation time of its models."""
 
-    def caller(self, request: Request) -> CallerStub:
-        """The coordinators for the client of a request, with its key and its trace.
+    def caller(self, request: Request, model: str | None) -> CallerStub:
+        """The coordinators of a model for the client of a request, with its key and its trace.
 
         Raises NotReady until it is known that clients need a key where they must.
         """
         self.openness.check()
-        return self.coordinators.caller(request.state.metadata, request.state.held)
+        return self.coordinators.caller(request.state.metadata, request.state.held, model or "")
+
+    async def parsers_of(self, request: Request, model: str | None) -> ParserPair:
+        """The parsers of a model's output. Raises SpecdecError if none of its coordinators answers."""
+        names = self.parser_names[self.coordinators.serving(model or "")]
+        return await names.of(lambda: self.caller(request, model))
 
     def on_finished(self, finished: api.GenerateFinished) -> None:
         """Count a finished request's tokens."""

@@ -59,7 +59,7 @@ class Gateway:
         self._coordinator_tls = _coordinator_tls(settings)
         self._tracing = Tracing(settings, "gateway", settings.trace_sample_ratio)
         metrics = GatewayMetrics(registry)
-        self._coordinators = Coordinators(self._connect, settings.coordinators, metrics.failovers.inc)
+        self._coordinators = Coordinators(self._connect, settings.coordinators_of, metrics.failovers.inc)
         self._health = Health(self._coordinators)
         self.parts = Parts(
             settings=settings,
@@ -72,7 +72,10 @@ class Gateway:
             registry=registry,
             metrics=metrics,
             vllm=VllmMetrics(registry),
-            parser_names=ParserNames(settings.reasoning_parser, settings.tool_parser),
+            parser_names={
+                model: ParserNames(settings.reasoning_parser, settings.tool_parser)
+                for model in self._coordinators.models
+            },
             openness=Openness(settings, self._coordinators),
         )
         most_bytes = settings.max_held_body_bytes or min(_MOST_HELD_BYTES, max(1, budget_bytes() // _COST_PER_BYTE))
@@ -114,7 +117,8 @@ class Gateway:
         uses = {"server": self._server_tls, "coordinators": self._coordinator_tls}
         watch = TlsWatch(TlsMetrics(self._registry), lambda: uses)
         self._tasks.append(asyncio.create_task(watch.run(), name="tls-watch"))
-        names = NameWatch(settings.coordinators, lambda name: self._coordinators.look_again(self._connect, name))
+        addresses = {address for own in settings.coordinators_of.values() for address in own}
+        names = NameWatch(sorted(addresses), lambda name: self._coordinators.look_again(self._connect, name))
         self._tasks.append(asyncio.create_task(names.run(), name="names"))
         if self._coordinator_tls is not None:
             self._tasks.append(asyncio.create_task(self._renew(self._coordinator_tls), name="tls-renewal"))

@@ -54,6 +54,19 @@ ReasoningParserName = Annotated[str, _one_of((AUTO, *REASONING_PARSERS))]
 ToolParserName = Annotated[str, _one_of((AUTO, *TOOL_PARSERS))]
 
 
+def _checked_model(entry: str) -> str:
+    name, separator, address = entry.partition("=")
+    if not separator or not name or name != name.strip():
+        raise ValueError(f"{entry!r} is not NAME=HOST:PORT, such as Qwen/Qwen3-8B=dns:///coordinators:50051")
+    check_address(address)
+    return entry
+
+
+ModelAddresses = Annotated[
+    tuple[Annotated[str, AfterValidator(_checked_model)], ...], NoDecode, BeforeValidator(_split_commas)
+]
+
+
 class GatewaySettings(WireSettings, ExposureSettings, TracingSettings):
     """Settings of a gateway."""
 
@@ -63,6 +76,12 @@ class GatewaySettings(WireSettings, ExposureSettings, TracingSettings):
         min_length=1,
         description="Coordinators, host:port or dns:///name:port, separated by commas. Several that share a Redis and "
         "a resume_secret take up each other's streams.",
+    )
+    models: ModelAddresses = Field(
+        default=(),
+        description="Further models and their coordinators, NAME=HOST:PORT or NAME=dns:///name:port, separated by "
+        "commas; several addresses of a model in as many entries. NAME is the model's name at these coordinators. "
+        "Requests for other names, or none, go to `coordinators`.",
     )
     port: int = Field(default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one.")
     metrics_port: int | None = Field(
@@ -168,6 +187,15 @@ class GatewaySettings(WireSettings, ExposureSettings, TracingSettings):
     def serves_metrics(self) -> bool:
         """Whether the main port serves /metrics."""
         return self.trusts_network if self.public_metrics is None else self.public_metrics
+
+    @property
+    def coordinators_of(self) -> dict[str, tuple[str, ...]]:
+        """Addresses of coordinators by the name of their model; those of `coordinators` under an empty name."""
+        found = {"": self.coordinators}
+        for entry in self.models:
+            name, _, address = entry.partition("=")
+            found[name] = (*found.get(name, ()), address)
+        return found
 
     @model_validator(mode="after")
     def _check_parsers(self) -> Self:

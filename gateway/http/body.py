@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +18,7 @@ from specdec.gateway.http.edge import IGNORED, tell_names
 from specdec.gateway.http.json_reader import parsed
 
 M = TypeVar("M", bound=RequestModel)
+L = TypeVar("L")
 T = TypeVar("T")
 _INLINE_BYTES = 16 * 1024
 """Bytes of a body read in the event loop: more would hold up other streams for several milliseconds."""
@@ -54,6 +55,20 @@ class BodyReader:
 
         Raises ApiError if the body is invalid, ClientDisconnect if it ends too early, and the errors of `translate`.
         """
+
+        async def nothing(_: M) -> None:
+            return None
+
+        return await self.read_with(request, model, nothing, lambda asked, _: translate(asked))
+
+    async def read_with(
+        self,
+        request: Request,
+        model: type[M],
+        learn: Callable[[M], Awaitable[L]],
+        translate: Callable[[M, L], T],
+    ) -> tuple[M, T]:
+        """As `read`, with what `learn` finds out for the body before it is translated. Raises its errors, too."""
         content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if content_type != "application/json" and not content_type.endswith("+json"):
             raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
@@ -73,11 +88,16 @@ class BodyReader:
 
         ignored: list[str] | None = [] if self._ignores_unknown else None
 
-        def work() -> tuple[M, T]:
+        def understood() -> M:
             asked = validated(model, parsed(held.pop(), model.token_fields, model.large_fields), ignored)
             tell_names(request, IGNORED, ignored or ())
-            return asked, translate(asked)
+            return asked
 
+        asked = await self._worked(understood, is_short)
+        learned = await learn(asked)
+        return asked, await self._worked(lambda: translate(asked, learned), is_short)
+
+    async def _worked(self, work: Callable[[], T], is_short: bool) -> T:
         if is_short:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, _without_collections, work)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from specdec.gateway.api.answers import ChatCompletion, ChatCompletionChunk
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.chat.deltas import StreamingParser
+from specdec.gateway.chat.template_parsers import ParserPair
 from specdec.gateway.http.edge import NOT_ENFORCED, tell_names
 from specdec.gateway.http.events import BegunStream, EventStream, begun, while_connected
 from specdec.gateway.parts import Parts
@@ -40,19 +41,23 @@ def chat_routes(parts: Parts) -> APIRouter:
     )
     async def create_chat_completion(request: Request) -> Response:
         """Continue a conversation."""
-        names = await parts.parser_names.of(lambda: parts.caller(request))
         unenforced: list[str] = []
 
-        def translated(asked: ChatRequest) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
+        async def learn(asked: ChatRequest) -> ParserPair:
+            return await parts.parsers_of(request, asked.model)
+
+        def translated(
+            asked: ChatRequest, names: ParserPair
+        ) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
             request.state.field_names = chat_field_names(asked, names.tools)
             make_parser = parsers(asked, names.reasoning, names.tools)
             return make_parser, chat_to_generate(asked, names.tools, names.reasoning, unenforced)
 
-        asked, (make_parser, body) = await parts.reader.read(request, ChatRequest, translated)
+        asked, (make_parser, body) = await parts.reader.read_with(request, ChatRequest, learn, translated)
         tell_names(request, NOT_ENFORCED, unenforced)
         body.request_id = new_id(asked.request_id)
         head = AnswerHead(f"chatcmpl-{body.request_id}", int(time.time()))
-        caller = parts.caller(request)
+        caller = parts.caller(request, asked.model)
         if asked.stream:
             events = ChatEvents(asked, head, make_parser, echoed(asked))
             batches = await while_connected(request.receive, _begun(parts, caller, asked, body, events))

@@ -57,7 +57,9 @@ def completion_routes(parts: Parts) -> APIRouter:
         asked, bodies = await parts.reader.read(request, CompletionRequest, translated)
         tell_names(request, NOT_ENFORCED, unenforced)
         bodies.request_id = id_ = new_id(asked.request_id)
-        run = _Run(parts, parts.caller(request), asked, bodies, AnswerHead(f"cmpl-{id_}", int(time.time())))
+        run = _Run(
+            parts, parts.caller(request, asked.model), asked, bodies, AnswerHead(f"cmpl-{id_}", int(time.time()))
+        )
         if asked.stream:
             batches = await while_connected(request.receive, begun(run.batches()))
             return EventStream(

@@ -17,6 +17,7 @@ from specdec.gateway.anthropic.request import CountTokensRequest, MessagesReques
 from specdec.gateway.anthropic.to_chat import SCHEMA_FIELD, to_chat
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.chat.deltas import StreamingParser
+from specdec.gateway.chat.template_parsers import ParserPair
 from specdec.gateway.http.edge import NOT_ENFORCED, tell_names
 from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name, while_connected
 from specdec.gateway.parts import Parts
@@ -69,10 +70,14 @@ def message_routes(parts: Parts) -> APIRouter:
     async def create_message(request: Request) -> Response:
         """Continue a conversation."""
         settings = parts.settings
-        parser_names = await parts.parser_names.of(lambda: parts.caller(request))
         unenforced: list[str] = []
 
-        def translated(asked: MessagesRequest) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
+        async def learn(asked: MessagesRequest) -> ParserPair:
+            return await parts.parsers_of(request, asked.model)
+
+        def translated(
+            asked: MessagesRequest, parser_names: ParserPair
+        ) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
             chat = to_chat(asked)
             names = {**chat_field_names(chat.request, parser_names.tools), "stop": "stop_sequences"}
             request.state.field_names = {**names, "constraint.json_schema": SCHEMA_FIELD}
@@ -84,11 +89,11 @@ def message_routes(parts: Parts) -> APIRouter:
             except InvalidRequest as error:
                 raise chat.as_written(error) from None
 
-        asked, (make_parser, body) = await parts.reader.read(request, MessagesRequest, translated)
+        asked, (make_parser, body) = await parts.reader.read_with(request, MessagesRequest, learn, translated)
         tell_names(request, NOT_ENFORCED, [path.replace(CHAT_SCHEMA_FIELD, SCHEMA_FIELD, 1) for path in unenforced])
         body.request_id = new_id(None)
         events = MessageEvents(AnswerHead(f"msg_{body.request_id}", int(time.time())), make_parser())
-        caller = parts.caller(request)
+        caller = parts.caller(request, asked.model)
         add: Translate[list[dict[str, Any]]] = events.add if asked.stream else kept(caller, events.add)
         batches = output(parts, caller, body, add)
         if not asked.stream:
@@ -124,7 +129,7 @@ def message_routes(parts: Parts) -> APIRouter:
 
         request.state.field_names = CHAT_FIELD_NAMES
         _, body = await parts.reader.read(request, CountTokensRequest, translated)
-        answer = await while_connected(request.receive, parts.caller(request).call("Tokenize", body))
+        answer = await while_connected(request.receive, parts.caller(request, body.model).call("Tokenize", body))
         return JsonResponse({"input_tokens": len(answer.token_ids)})
 
     return router

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -21,13 +22,19 @@ def model_routes(parts: Parts) -> APIRouter:
 
     @router.get("/v1/models", responses={200: {"model": ModelList}, **errors(has_body=False)})
     async def list_models(request: Request) -> JsonResponse:
-        """The served model."""
-        return JsonResponse({"object": "list", "data": [await _card(parts, request)]})
+        """The served models, without those that do not answer or refuse the key."""
+        found = await asyncio.gather(
+            *(_card(parts, request, model) for model in parts.coordinators.models), return_exceptions=True
+        )
+        cards = {card["id"]: card for card in found if not isinstance(card, BaseException)}
+        if not cards:
+            raise next(error for error in found if isinstance(error, BaseException))
+        return JsonResponse({"object": "list", "data": list(cards.values())})
 
     @router.get("/v1/models/{model:path}", responses={200: {"model": ModelCard}, **errors(has_body=False)})
     async def retrieve_model(request: Request, model: str) -> JsonResponse:
         """One model."""
-        card = await _card(parts, request)
+        card = await _card(parts, request, model)
         if card["id"] != model:
             raise ApiError(404, f"the model {short(model)} is not served here", param="model", code="model_not_found")
         return JsonResponse(card)
@@ -35,8 +42,8 @@ def model_routes(parts: Parts) -> APIRouter:
     return router
 
 
-async def _card(parts: Parts, request: Request) -> dict[str, Any]:
-    info = await parts.caller(request).call("GetModelInfo", api.GetModelInfoRequest())
+async def _card(parts: Parts, request: Request, model: str) -> dict[str, Any]:
+    info = await parts.caller(request, model).call("GetModelInfo", api.GetModelInfoRequest())
     return {
         "id": info.target.name,
         "object": "model",

@@ -48,19 +48,21 @@ def response_routes(parts: Parts) -> APIRouter:
     async def create_response(request: Request) -> Response:
         """Answer a text or a conversation."""
         request.state.field_names = _NAMES
-        reasoning = (await parts.parser_names.of(lambda: parts.caller(request))).reasoning
         unenforced: list[str] = []
 
-        def translated(asked: ResponsesRequest) -> tuple[ChatRequest, api.GenerateRequest]:
-            chat = response_to_chat(asked)
-            return chat, response_to_generate(asked, chat, reasoning, unenforced)
+        async def learn(asked: ResponsesRequest) -> str:
+            return (await parts.parsers_of(request, asked.model)).reasoning
 
-        asked, (chat, body) = await parts.reader.read(request, ResponsesRequest, translated)
+        def translated(asked: ResponsesRequest, reasoning: str) -> tuple[str, ChatRequest, api.GenerateRequest]:
+            chat = response_to_chat(asked)
+            return reasoning, chat, response_to_generate(asked, chat, reasoning, unenforced)
+
+        asked, (reasoning, chat, body) = await parts.reader.read_with(request, ResponsesRequest, learn, translated)
         tell_names(request, NOT_ENFORCED, unenforced)
         body.request_id = new_id(None)
         make_parser = parsers(chat, reasoning, "none")
         events = ResponseEvents(asked, AnswerHead(f"resp_{body.request_id}", int(time.time())), make_parser())
-        batches = _batches(parts, parts.caller(request), body, events)
+        batches = _batches(parts, parts.caller(request, asked.model), body, events)
         if not asked.stream:
             return JsonResponse(await while_connected(request.receive, _last(batches)))
 

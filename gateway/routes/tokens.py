@@ -47,7 +47,9 @@ def token_routes(parts: Parts) -> APIRouter:
         """Token ids of a text or a conversation."""
         request.state.field_names = _TOKENIZE_NAMES
         asked, body = await parts.reader.read(request, TokenizeBody, _tokenize_request)
-        return JsonResponse(await while_connected(request.receive, _tokenize(parts.caller(request), asked, body)))
+        return JsonResponse(
+            await while_connected(request.receive, _tokenize(parts.caller(request, asked.model), asked, body))
+        )
 
     @router.post(
         "/detokenize",
@@ -57,13 +59,14 @@ def token_routes(parts: Parts) -> APIRouter:
     async def detokenize(request: Request) -> JsonResponse:
         """Text of token ids."""
         request.state.field_names = _DETOKENIZE_NAMES
-        _, body = await parts.reader.read(request, DetokenizeBody, _detokenize_request)
-        return JsonResponse({"prompt": (await parts.caller(request).call("Detokenize", body)).text})
+        asked, body = await parts.reader.read(request, DetokenizeBody, _detokenize_request)
+        caller = parts.caller(request, asked.model)
+        return JsonResponse({"prompt": (await caller.call("Detokenize", body)).text})
 
     @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfoAnswer}, **errors(has_body=False)})
-    async def tokenizer_info(request: Request) -> JsonResponse:
-        """The tokenizer's special tokens and its chat template."""
-        info = await parts.caller(request).call("GetModelInfo", api.GetModelInfoRequest(with_tokenizer=True))
+    async def tokenizer_info(request: Request, model: str | None = None) -> JsonResponse:
+        """The special tokens and the chat template of a model's tokenizer."""
+        info = await parts.caller(request, model).call("GetModelInfo", api.GetModelInfoRequest(with_tokenizer=True))
         names = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template")
         told = {name: getattr(info.tokenizer, name) for name in names if info.tokenizer.HasField(name)}
         return JsonResponse(

@@ -1,10 +1,10 @@
-"""Several coordinators as one: calls take turns among them, and move on if one does not answer."""
+"""Several coordinators as one: calls take turns among those of a model, and move on if one does not answer."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,46 +70,64 @@ class Coordinators:
     """All coordinators, each with its own connection, which `connect` opens."""
 
     def __init__(
-        self, connect: Callable[[str], Client], addresses: Sequence[str], on_failover: Callable[[], None]
+        self,
+        connect: Callable[[str], Client],
+        addresses: Mapping[str, Sequence[str]],
+        on_failover: Callable[[], None],
     ) -> None:
         """Connect lazily.
 
         Args:
             connect: makes a client of an address, inside the event loop.
-            addresses: host:port, or dns:///name:port; one at least.
+            addresses: host:port, or dns:///name:port, by the name of the model; under the empty name those for all
+                other names. One at least of each.
             on_failover: called when a call moves to another coordinator.
         """
         self._connect = connect
-        self._turns = _Turns([_Member(connect(address)) for address in addresses])
+        self._turns = {name: _Turns([_Member(connect(each)) for each in own]) for name, own in addresses.items()}
         self._closing: set[asyncio.Task[None]] = set()
         self._on_failover = on_failover
 
-    def caller(self, metadata: Metadata, held: Held) -> CallerStub:
-        """The coordinators with one caller's metadata, and the bytes that its request holds."""
-        return CallerStub(self._turns, metadata, held, self._on_failover)
+    @property
+    def models(self) -> Sequence[str]:
+        """The names of models that have coordinators of their own, and the empty name."""
+        return list(self._turns)
+
+    def serving(self, model: str) -> str:
+        """The entry of `models` whose coordinators are asked for a model."""
+        return model if model in self._turns else ""
+
+    def caller(self, metadata: Metadata, held: Held, model: str = "") -> CallerStub:
+        """The coordinators of a model with one caller's metadata, and the bytes that its request holds."""
+        return CallerStub(self._turns[self.serving(model)], metadata, held, self._on_failover)
 
     async def any_serves(self) -> bool:
         """Whether any coordinator reports SERVING. Takes about a second at most."""
-        answers = await asyncio.gather(*(member.client.is_serving() for member in self._turns.members))
+        answers = await asyncio.gather(*(member.client.is_serving() for member in self._members()))
         return any(answers)
 
     async def keyless(self, timeout_s: float) -> dict[str, bool]:
         """Whether callers need no key, by address, of the coordinators that answer within `timeout_s`."""
-        members = list(self._turns.members)
+        members = self._members()
         told = await asyncio.gather(*(_needs_no_key(member.client, timeout_s) for member in members))
         return {
             member.client.address: answer for member, answer in zip(members, told, strict=True) if answer is not None
         }
 
     async def watch(self, num_behind: Callable[[str], int]) -> None:
-        """Replace connections over which a coordinator hears nothing, while there are others; its streams resume.
+        """Replace connections over which a coordinator hears nothing, while its model has others; its streams resume.
 
         `num_behind`: coordinators at an address, which may be a name.
         """
         while True:
             await asyncio.sleep(_LOOK_S)
-            if sum(num_behind(member.client.address) for member in self._turns.members) > 1:
-                await asyncio.gather(*(self._listen_to(member) for member in self._turns.members))
+            listened = [
+                member
+                for turns in self._turns.values()
+                if sum(num_behind(member.client.address) for member in turns.members) > 1
+                for member in turns.members
+            ]
+            await asyncio.gather(*(self._listen_to(member) for member in listened))
 
     async def _listen_to(self, member: _Member) -> None:
         client, began_s = member.client, time.monotonic()
@@ -122,25 +140,28 @@ class Coordinators:
 
     async def renew(self, connect: Callable[[str], Client]) -> None:
         """Replace all connections, as when TLS files have changed. Streams of the old ones resume."""
-        for member in self._turns.members:
+        for member in self._members():
             former, member.client = member.client, connect(member.client.address)
             await former.close()
 
     async def look_again(self, connect: Callable[[str], Client], address: str) -> None:
         """Resolve a name again for new calls; running calls stay where they are."""
-        for member in self._turns.members:
+        for member in self._members():
             if member.client.address == address:
                 former, member.client = member.client, connect(address)
                 closing = asyncio.create_task(former.close(_LONGEST_CALL_S))
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
 
+    def _members(self) -> list[_Member]:
+        return [member for turns in self._turns.values() for member in turns.members]
+
     async def close(self) -> None:
         """Close all connections; running calls are cancelled."""
         for closing in self._closing:
             closing.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
-        for member in self._turns.members:
+        for member in self._members():
             await member.client.close()
 
 

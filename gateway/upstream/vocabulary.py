@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
 
 from specdec.gateway.upstream.coordinators import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_PER_CALL = 1024
-_MOST_TOKENS = 512 * 1024
-"""Tokens kept; vocabularies are smaller, so more are of models no longer served, and all are dropped."""
+_MOST_TOKENS = 2 * 1024 * 1024
+"""Tokens kept, of all tokenizers; more are of models no longer served, and all are dropped."""
+
+
+@dataclass(slots=True)
+class _Known:
+    texts: dict[int, bytes] = field(default_factory=dict)
+    special: set[int] = field(default_factory=set)
 
 
 class Vocabulary:
-    """The texts of one tokenizer's tokens. A digest identifies the tokenizer."""
+    """The texts of tokens, by the digest of their tokenizer."""
 
     def __init__(self) -> None:
-        self._digest = ""
-        self._bytes: dict[int, bytes] = {}
-        self._special: set[int] = set()
+        self._known: dict[str, _Known] = {}
 
     async def learn(self, caller: CallerStub, digest: str, token_ids: Iterable[int]) -> TokenTexts:
-        """Fetch the texts of missing tokens; returns all known ones. Raises SpecdecError."""
-        if digest != self._digest or len(self._bytes) > _MOST_TOKENS:
-            self._digest, self._bytes, self._special = digest, {}, set()
-        known = self._bytes
-        missing = sorted({token_id for token_id in token_ids if token_id not in known})
+        """Fetch the texts of missing tokens; returns all known ones of the tokenizer. Raises SpecdecError."""
+        if sum(len(known.texts) for known in self._known.values()) > _MOST_TOKENS:
+            self._known = {}
+        known = self._known.setdefault(digest, _Known())
+        missing = sorted({token_id for token_id in token_ids if token_id not in known.texts})
         for start in range(0, len(missing), _MOST_PER_CALL):
             wanted = missing[start : start + _MOST_PER_CALL]
             answer = await caller.call("Detokenize", api.DetokenizeRequest(token_ids=wanted, with_tokens=True))
-            known.update(zip(wanted, answer.tokens, strict=False))
-            self._special.update(answer.special_token_ids)
-        return TokenTexts(known, self._special)
+            known.texts.update(zip(wanted, answer.tokens, strict=False))
+            known.special.update(answer.special_token_ids)
+        return TokenTexts(known.texts, known.special)
 
 
 class TokenTexts:

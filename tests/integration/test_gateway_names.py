@@ -99,7 +99,7 @@ async def test_a_coordinator_that_hears_nothing_is_left_although_something_still
     ):
 
         async def are_connected() -> bool:
-            connected = [member.client.is_connected for member in one._coordinators._turns.members]
+            connected = [member.client.is_connected for member in one._coordinators._members()]
             return all(connected)
 
         await eventually(are_connected, "both coordinators are connected")

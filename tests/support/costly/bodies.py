@@ -150,7 +150,10 @@ def _room(scale: int) -> int:
 class Nobody:
     """In place of coordinators: what was read and translated has cost what it costs."""
 
-    def caller(self, metadata: object, held: object) -> Any:
+    def serving(self, model: str) -> str:
+        return ""
+
+    def caller(self, metadata: object, held: object, model: str) -> Any:
         raise Unavailable("nobody serves")
 
 

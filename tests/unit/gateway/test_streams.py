@@ -248,7 +248,7 @@ async def test_the_first_error_of_several_calls_cancels_the_others() -> None:
 
 
 def test_each_chunk_of_an_answer_that_is_kept_whole_holds_bytes() -> None:
-    coordinators = Coordinators(cast("Any", lambda address: None), ["x:1"], lambda: None)  # never called
+    coordinators = Coordinators(cast("Any", lambda address: None), {"": ["x:1"]}, lambda: None)  # never called
     budget, told = ByteBudget(total_bytes=1000, client_bytes=1000), list[api.GenerateResponse]()
     with budget.hold("other", 500), budget.hold("client") as held:
         add = kept(coordinators.caller((), held), lambda chunk, _: told.append(chunk))
