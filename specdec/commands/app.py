@@ -49,6 +49,7 @@ _LOADED_LATER = {
         "specdec.commands.demo",
         "Start the shipped pair on free ports, complete a prompt with and without speculation, and stop.",
     ),
+    "fetch": ("specdec.commands.fetch", "Download a model into the hub's cache before a service needs it."),
     "keys": ("specdec.commands.keys", "Make API keys for a coordinator with api_keys_file."),
 }
 """By command: the module that has it under its name, and the first sentence of its help."""

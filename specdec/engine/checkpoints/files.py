@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.engine.checkpoints.download import downloaded
 from specdec.engine.checkpoints.folder import check_folder, read_json
 from specdec.engine.checkpoints.tokenizer_conversion import converted_tokenizer
 from specdec.engine.errors import ModelLoadError
@@ -15,7 +16,6 @@ _WHOLE_FILE_BYTES = 1 << 30  # bytes up to which a file is hashed whole
 _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 64
 _MASK_KEYS = ("pard_token", "ptd_token_id")  # keys of a config, in vLLM's order
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,7 @@ def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
         return path, revision or ""
     if model.startswith(("/", ".", "~")):
         raise ModelLoadError(f"model: no such directory: {model}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        snapshot = Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED))
-    except Exception as error:  # the hub client raises many unrelated types
-        raise ModelLoadError(f"model: {model} is neither a directory nor available from the hub: {error}") from error
+    snapshot = downloaded(model, revision)
     return snapshot, snapshot.name
 
 

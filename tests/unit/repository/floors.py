@@ -16,7 +16,7 @@ FLOORS = {
     "specdec.commands": """
         field_flags keys request_options shipped_pair views
         connection errors health measuring
-        drafters generate inputs models
+        drafters fetch generate inputs models
         debug up
         audit bench demo serve tune
         app train

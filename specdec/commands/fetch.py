@@ -1,0 +1,65 @@
+"""`specdec fetch`: download a model before a service needs it, as the chart's init container and Job do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from specdec.commands.errors import ClusterFailed, reported_errors
+from specdec.commands.views.failures import EXIT_CODES
+from specdec.engine.checkpoints.download import Progress
+from specdec.engine.checkpoints.download import fetch as fetch_model
+from specdec.engine.errors import ModelLoadError
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_TERMINAL_S, _LOG_S = 0.5, 15.0
+"""Seconds between two lines of progress."""
+
+
+def fetch(
+    model: Annotated[str, typer.Argument(help="Hub id, org/name.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.", show_default="main")] = None,
+    timeout_s: Annotated[float, typer.Option(min=1.0, max=1e6, help="Seconds for the download.")] = 86400.0,
+) -> None:
+    """Download a model's files into the hub's cache (HF_HOME), where services find them.
+
+    Whole files that are there stay, and a broken connection goes on where it was. What arrives is compared with the
+    hub's digests. HF_TOKEN holds the token for gated models, HF_ENDPOINT the URL of a mirror.
+    """
+    is_terminal = sys.stderr.isatty()
+
+    def tell(progress: Progress) -> None:
+        line = described(model, progress)
+        sys.stderr.write(f"\r\033[K{line}" if is_terminal else f"{line}\n")
+        sys.stderr.flush()
+
+    def give_up() -> None:
+        sys.stderr.write(f"\nerror: {model}: not downloaded within {timeout_s:g} s; run it again, whole files stay\n")
+        sys.stderr.flush()
+        os._exit(EXIT_CODES["DEADLINE_EXCEEDED"])  # The client's threads cannot be ended.
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    with reported_errors(Console(stderr=True, highlight=False)):
+        try:
+            folder, _ = fetch_model(model, revision, tell, _TERMINAL_S if is_terminal else _LOG_S)
+        except ModelLoadError as error:
+            raise ClusterFailed(str(error)) from None
+        finally:
+            timer.cancel()
+    if is_terminal:
+        sys.stderr.write("\n")
+    typer.echo(folder)
+
+
+def described(model: str, progress: Progress) -> str:
+    """One line of progress."""
+    speed = progress.num_bytes / _MIB / max(progress.elapsed_s, 1e-3)
+    done, total = progress.num_bytes / _GIB, progress.total_bytes / _GIB
+    return f"{model}: {done:.2f} of {total:.2f} GiB, {speed:.0f} MiB/s"
