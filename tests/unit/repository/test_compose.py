@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,6 +132,20 @@ def test_ports_are_published_on_loopback_only(name: str) -> None:
 def test_only_the_backend_network_reaches_engines(name: str) -> None:
     assert SERVICES[name]["networks"] == ["backend"]
     assert COMPOSE["networks"]["backend"] == {"internal": True}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_two_cores_and_a_busy_machine_are_enough(name: str) -> None:
+    service = SERVICES[name]
+    # Docker refuses a limit above the machine's cores.
+    default = re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", service["deploy"]["resources"]["limits"]["cpus"])
+    assert float(default) <= 2
+    check = service["healthcheck"]
+    if "specdec" in check["test"]:
+        seconds = {key: float(check[key].removesuffix("s")) for key in ("interval", "timeout")}
+        (patience,) = [float(flag.partition("=")[2]) for flag in check["test"] if flag.startswith("--timeout-s=")]
+        # Asked twice: --end-hung asks again for three seconds before it kills.
+        assert seconds["interval"] >= 10 and patience >= 5 and seconds["timeout"] > 2 * patience + 3
 
 
 def test_dependencies_wait_for_health() -> None:
