@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Records a release, from its commit: releases/record.sh [COMMIT]
 # The next version is held against what this leaves in releases/VERSION, in place of the release before: the protos as an
-# image, and the wheel, without kernels so that it fits every machine. A commit gives the same bytes each time, as long as
-# setuptools, protoc and zlib are the same; record.json has the versions.
+# image, the wheel, without kernels so that it fits every machine, and the chart without its dashboards. A commit gives the
+# same bytes each time, as long as setuptools, protoc and zlib are the same; record.json has the versions.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 umask 022
@@ -17,6 +17,8 @@ git archive "$commit" pyproject.toml setup.py README.md LICENSE proto specdec co
     $(git ls-tree --name-only "$commit" gateway) |
     tar --extract --directory "$work/source"
 version="$(sed -nE 's/^__version__ = "(.*)"$/\1/p' "$work/source/specdec/__init__.py")"
+git archive "$commit" helm/specdec/{Chart.yaml,values.yaml,values.schema.json,templates} |
+    tar --extract --directory "$work/release" --transform 's,^helm/specdec,chart,'
 grep -q "^## \[$version\]" CHANGELOG.md || { echo "CHANGELOG.md has no section [$version]" >&2; exit 1; }
 
 (
@@ -38,7 +40,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 folder = Path(sys.argv[1])
-digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+files = sorted(path for path in folder.rglob("*") if path.is_file())
+digests = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 tools = {"python": platform.python_version(), **{name: version(name) for name in ("setuptools", "grpcio-tools")}}
 section = re.search(rf"(?ms)^## \[{re.escape(sys.argv[2])}\].*?(?=^## |\Z)", Path("CHANGELOG.md").read_text())
 digests["CHANGELOG.md"] = hashlib.sha256(section[0].strip().encode()).hexdigest()

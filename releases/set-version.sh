@@ -10,6 +10,7 @@ old="$(sed -nE 's/^__version__ = "(.*)"$/\1/p' specdec/__init__.py)"
 escaped="${old//./\\.}"
 sed -i -E "s/^(__version__ = \")$escaped\"/\1$new\"/" specdec/__init__.py
 sed -i -E "s/^(version: |appVersion: \")$escaped/\1$new/" helm/specdec/Chart.yaml
+sed -i -E "s/^(valuesVersion: )$escaped\$/\1$new/" helm/specdec/values.yaml helm/specdec/files/added-values.yaml
 sed -i -E "s/^(ARG VERSION=)$escaped\$/\1$new/" deploy/Dockerfile
 sed -i -E "s/(image: \\$\{[A-Z_]+:-specdec-[a-z-]+:)$escaped\}/\1$new}/" deploy/compose.yaml deploy/compose.gpu.yaml
 sed -i -E \

@@ -1,4 +1,4 @@
-"""As much of a Kubernetes API server as helm needs for a release's life: it keeps objects, and applies patches."""
+"""As much of a Kubernetes API server as helm needs in the life of a release: objects, patches, Jobs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
+from tests.chart.jobs import JobRunner, allows
 from tests.chart.rendered import Document
 
 KINDS = {
-    "v1": ("Secret", "Service", "ServiceAccount", "Pod", "ConfigMap"),
+    "v1": ("Secret", "Service", "ServiceAccount", "Pod", "ConfigMap", "PersistentVolumeClaim"),
     "apps/v1": ("Deployment",),
+    "batch/v1": ("Job",),
     "autoscaling/v2": ("HorizontalPodAutoscaler",),
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "policy/v1": ("PodDisruptionBudget",),
+    "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
 }
 
 
@@ -30,8 +33,11 @@ class Cluster:
     """What exists, by path, and the patches that changed something: (kinds/name, patch)."""
 
     kubeconfig: Path
+    jobs: JobRunner
     objects: dict[str, Document] = field(default_factory=dict)
     patches: list[tuple[str, Document]] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
+    """Objects, as kinds/name, whose patches fail."""
 
     def named(self, kind: str, name: str) -> Document:
         """An object that exists."""
@@ -44,24 +50,57 @@ class Cluster:
         found = [o for path, o in self.objects.items() if path.rpartition("/")[0] == collection]
         return [o for o in found if wanted.items() <= o["metadata"].get("labels", {}).items()]
 
+    @property
+    def workload(self) -> dict[str, Document]:
+        """All objects but helm's records, by kinds/name."""
+        return {"/".join(p.split("/")[-2:]): o for p, o in self.objects.items() if "sh.helm.release" not in p}
+
 
 @contextmanager
 def api_server(folder: Path) -> Iterator[Cluster]:
     """Serves an empty cluster on loopback."""
-    cluster = Cluster(folder / "kubeconfig")
+    cluster = Cluster(folder / "kubeconfig", JobRunner(folder / "serviceaccount"))
 
     class Handler(BaseHTTPRequestHandler):
+        def parse_request(self) -> bool:
+            """Refuses what the service account of a Job may not do."""
+            if not super().parse_request():
+                return False
+            if self.headers.get("authorization") == f"Bearer {cluster.jobs.token}":
+                roles = [o for path, o in cluster.objects.items() if "/roles/" in path]
+                rules = [rule for role in roles for rule in role["rules"]]
+                if cluster.jobs.is_forbidden or not any(allows(rule, self.command, self.path) for rule in rules):
+                    self.send_error(403, f"{self.command} {self.path}")
+                    return False
+            return True
+
         def do_GET(self) -> None:
             url = urlsplit(self.path)
+            query = parse_qs(url.query)
+            if url.path == "/openapi/v2":  # Encoded; of kinds without a schema helm checks nothing.
+                return self._answer(200, None)
             found = _discovery(url.path) or cluster.objects.get(url.path)
+            if found is None and url.path.endswith("/jobs"):  # helm watches hooks.
+                if "watch" in query:
+                    return self._answer(200, None)
+                name = query["fieldSelector"][0].removeprefix("metadata.name=")
+                items = [o for p, o in cluster.objects.items() if p == f"{url.path}/{name}"]
+                found = {
+                    "apiVersion": "batch/v1",
+                    "kind": "JobList",
+                    "metadata": {"resourceVersion": "1"},
+                    "items": items,
+                }
             if found is None and url.path.endswith("/secrets"):  # Where helm keeps its releases.
-                items = cluster.listed(url.path, parse_qs(url.query).get("labelSelector", [""])[0])
+                items = cluster.listed(url.path, query.get("labelSelector", [""])[0])
                 found = {"apiVersion": "v1", "kind": "SecretList", "metadata": {}, "items": items}
             self._answer(404 if found is None else 200, found)
 
         def do_POST(self) -> None:
             document = self._body()
             cluster.objects[f"{urlsplit(self.path).path}/{document['metadata']['name']}"] = document
+            if document["kind"] == "Job":
+                document["status"] = cluster.jobs.run(document, f"http://127.0.0.1:{server.server_port}")
             self._answer(201, document)
 
         def do_PUT(self) -> None:
@@ -70,13 +109,16 @@ def api_server(folder: Path) -> Iterator[Cluster]:
 
         def do_PATCH(self) -> None:
             path, patch = urlsplit(self.path).path, self._body()
+            if "/".join(path.split("/")[-2:]) in cluster.refused:
+                return self.send_error(500)
             if not _has(cluster.objects[path], patch):
                 cluster.patches.append(("/".join(path.split("/")[-2:]), patch))
                 cluster.objects[path] = _defaulted(_merged(cluster.objects[path], patch))
             self._answer(200, cluster.objects[path])
 
         def do_DELETE(self) -> None:
-            self._answer(200, cluster.objects.pop(urlsplit(self.path).path, None))
+            gone = cluster.objects.pop(urlsplit(self.path).path, None)
+            self._answer(404 if gone is None else 200, gone)
 
         def _body(self) -> Document:
             document: Document = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -87,7 +129,8 @@ def api_server(folder: Path) -> Iterator[Cluster]:
             self.send_header("Content-Type", "application/json")
             self.end_headers()
             missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
-            self.wfile.write(json.dumps(document or missing).encode())
+            if status != 200 or document is not None:
+                self.wfile.write(json.dumps(document or missing).encode())
 
         def log_message(self, format: str, *args: Any) -> None:
             """Nothing: what helm says is enough."""

@@ -24,7 +24,7 @@ SETTINGS: dict[str, type[Any]] = {
 }
 WITH_REDIS = ("coordinator", "target", "draft")
 # Kinds of operators, whose schemas Kubernetes has not.
-CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor", "Certificate", "PrometheusRule", "HTTPRoute"}
+CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor", "Certificate", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
 
 Document = dict[str, Any]
 Helm = Callable[..., subprocess.CompletedProcess[str]]

@@ -93,6 +93,8 @@ def test_with_egress_policies_pods_call_what_their_flags_name(case: str, render:
             name, _, value = flag.partition("=")
             if name in ("--coordinators", "--targets", "--target", "--link-targets", "--drafts", "--otlp-endpoint"):
                 called.add(int(value.rpartition(":")[2]))
+            elif name == "--models":
+                called |= {int(each.rpartition(":")[2]) for each in value.split(",")}
             elif name == "--redis-url" and not _has_bundled_redis(documents):
                 called |= {int(port) for port in re.findall(r":(\d+)\b", value)}
             elif name == "--redis-key-prefix":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -123,8 +124,9 @@ def test_every_service_is_told_of_the_bundled_redis_and_of_its_own_address(tls: 
         sources = {variable["name"]: variable.get("valueFrom") for variable in container["env"]}
         assert sources["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
         password = sources[f"SPECDEC_{role.upper()}_REDIS_PASSWORD"]["secretKeyRef"]
-        (secret,) = [d for d in documents if d["kind"] == "Secret" and d["metadata"]["name"] == password["name"]]
-        assert password["key"] in secret["data"]
+        (job,) = [d for d in documents if d["kind"] == "Job" and component(d) == "secrets"]
+        *_, made, keys = job["spec"]["template"]["spec"]["containers"][0]["args"]
+        assert password["name"] == made and password["key"] in json.loads(keys)
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         if tls == "mutual":  # The authority's certificate alone.
             assert volumes["redis-tls"]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]

@@ -9,6 +9,7 @@ import pytest
 
 from tests.chart.api_server import Cluster, api_server
 from tests.chart.rendered import CHART, Document, Helm
+from tests.support.releases import last_release
 
 REDIS: Document = {"redis": {"mode": "bundled"}}
 FIXED: Document = {**REDIS, "coordinator": {"replicas": 4}}
@@ -21,10 +22,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def _do(helm: Helm, action: str, cluster: Cluster, values: Document) -> None:
+def _do(helm: Helm, action: str, cluster: Cluster, values: Document, *flags: str, chart: Path = CHART) -> None:
     done = helm(
-        action, "demo", str(CHART), "--namespace", "llm", "--kubeconfig", str(cluster.kubeconfig),
-        "--disable-openapi-validation", values=values,
+        action, "demo", str(chart), "--namespace", "llm", "--kubeconfig", str(cluster.kubeconfig),
+        "--disable-openapi-validation", *flags, values=values,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -38,14 +39,39 @@ def test_an_upgrade_without_a_change_changes_nothing(cluster: Cluster, helm: Hel
     assert cluster.patches == []
 
 
-def test_a_secret_that_is_gone_is_made_again(cluster: Cluster, helm: Helm) -> None:
+def generated(cluster: Cluster) -> Document:
+    data: Document = cluster.named("Secret", "demo-specdec-generated")["data"]
+    return data
+
+
+def test_a_job_makes_each_secret_once_and_again_when_it_is_gone(cluster: Cluster, helm: Helm) -> None:
     _do(helm, "install", cluster, FIXED)
-    secret = cluster.named("Secret", "demo-specdec-redis")
-    password = secret["data"].pop("redis-password")
+    first = dict(generated(cluster))
+    assert first.keys() == {"resume-secret", "redis-password"}
+    assert len(set(first.values())) == 2 and min(map(len, first.values())) >= 48
+    del generated(cluster)["redis-password"]
     _do(helm, "upgrade", cluster, FIXED)
-    ((name, patch),) = cluster.patches
-    assert name == "secrets/demo-specdec-redis"
-    assert patch["data"]["redis-password"] not in (None, password)
+    assert generated(cluster)["resume-secret"] == first["resume-secret"]
+    assert generated(cluster)["redis-password"] not in (None, first["redis-password"])
+    assert [name for name, _ in cluster.jobs.ran] == ["demo-specdec-secrets"] * 2
+    assert not [name for name in cluster.workload if name.startswith(("jobs/", "roles/", "rolebindings/"))]
+
+
+def test_no_job_runs_where_all_secrets_are_given(cluster: Cluster, helm: Helm) -> None:
+    redis = {"mode": "bundled", "bundled": {"password": "a: {given} one"}}
+    _do(helm, "install", cluster, {"redis": redis, "resumeSecret": {"value": "sixteen characters"}})
+    assert cluster.jobs.ran == []
+    assert cluster.named("Secret", "demo-specdec-redis")["data"] == {"redis-password": "YToge2dpdmVufSBvbmU="}
+    assert cluster.named("Secret", "demo-specdec-resume")["data"] == {"resume-secret": "c2l4dGVlbiBjaGFyYWN0ZXJz"}
+
+
+def test_a_job_that_may_not_read_secrets_fails_the_upgrade_and_says_why(cluster: Cluster, helm: Helm) -> None:
+    _do(helm, "install", cluster, FIXED)
+    cluster.jobs.is_forbidden = True
+    done = helm("upgrade", "demo", str(CHART), "-n", "llm", "--kubeconfig", str(cluster.kubeconfig), values=FIXED)
+    assert done.returncode == 1 and "pre-upgrade hooks failed: job failed" in done.stderr
+    (said,) = cluster.jobs.ran[-1][1]
+    assert said.startswith("secret demo-specdec-generated: HTTP Error 403") and said.count("\n") == 1
 
 
 def test_what_an_autoscaler_has_scaled_stays_over_upgrades_and_rollbacks(cluster: Cluster, helm: Helm) -> None:
@@ -79,3 +105,26 @@ def test_a_changed_setting_rolls_only_the_role_that_has_it(cluster: Cluster, hel
     ((name, patch),) = cluster.patches
     assert name == "deployments/demo-specdec-draft"
     assert patch["spec"].keys() <= {"template", "$setElementOrder/containers"}
+
+
+def test_a_release_of_the_last_chart_is_upgraded_with_the_values_that_it_has_and_rolled_back(
+    cluster: Cluster, helm: Helm
+) -> None:
+    _do(helm, "install", cluster, FIXED, chart=last_release().chart)
+    before = set(cluster.workload)
+    old = {name: o["data"] for name, o in cluster.workload.items() if name.startswith("secrets/")}
+    # A part of a block that the last chart had not.
+    _do(helm, "upgrade", cluster, {"gateway": {"replicas": 3}}, "--reuse-values")
+    # Streams go on with the tokens that they have, and Redis keeps its password.
+    taken = old["secrets/demo-specdec-resume"] | old["secrets/demo-specdec-redis"]
+    assert generated(cluster) == taken and len(taken) == 2
+    assert cluster.named("Deployment", "demo-specdec-coordinator")["spec"]["replicas"] == 4
+    gateway = cluster.named("Deployment", "demo-specdec-gateway")
+    assert gateway["spec"]["replicas"] == 3
+    assert gateway["spec"]["template"]["spec"]["containers"][0]["image"].startswith("specdec-gateway:")
+    _do(helm, "upgrade", cluster, {"gateway": {"enabled": False}}, "--reuse-values")
+    assert not [path for path in cluster.objects if path.endswith("-gateway")]
+    done = helm("rollback", "demo", "1", "--namespace", "llm", "--kubeconfig", str(cluster.kubeconfig))
+    assert done.returncode == 0, done.stderr
+    assert cluster.workload.keys() - {"secrets/demo-specdec-generated"} == before
+    assert {name: cluster.workload[name]["data"] for name in old} == old

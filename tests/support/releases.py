@@ -56,6 +56,11 @@ class Baseline:
         """The protos, as an encoded FileDescriptorSet."""
         return self.folder / "protos.binpb"
 
+    @property
+    def chart(self) -> Path:
+        """The chart, without dashboards and rules."""
+        return self.folder / "chart"
+
     def digest_of(self, name: str) -> str:
         """Present SHA-256 of one of its files."""
         return hashlib.sha256((self.folder / name).read_bytes()).hexdigest()

@@ -19,8 +19,7 @@
 {{- if eq .name "gateway" }}
 - {name: HOME, value: /tmp}
 {{- else }}
-- {name: HOME, value: /var/cache/specdec}
-- {name: XDG_CACHE_HOME, value: /var/cache/specdec}
+{{ include "specdec.homeEnvironment" . }}
 {{- end }}
 # `kubectl exec POD -- specdec health` reads it.
 - {name: SPECDEC_HEALTH_ADDRESS, value: "{{ if eq .name "gateway" }}http://{{ end }}127.0.0.1:8081"}
@@ -29,14 +28,9 @@
   valueFrom:
     secretKeyRef: {name: {{ include "specdec.resumeSecretName" $root | quote }}, key: {{ $root.Values.resumeSecret.key | quote }}}
 {{- else if ne .name "gateway" }}
-- {name: HF_HOME, value: /var/cache/specdec/huggingface}
+{{ include "specdec.hubEnvironment" $values }}
 - {name: TRITON_CACHE_DIR, value: /var/cache/specdec/triton}
 - {name: TORCHINDUCTOR_CACHE_DIR, value: /var/cache/specdec/inductor}
-{{- with $values.model.tokenSecret }}
-- name: HF_TOKEN
-  valueFrom:
-    secretKeyRef: {{- toYaml . | nindent 6 }}
-{{- end }}
 {{- end }}
 {{- with include "specdec.redisEnv" . | trim }}
 {{ . }}
@@ -48,4 +42,24 @@
     secretKeyRef: {{- toYaml .headersSecret | nindent 6 }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{- define "specdec.homeEnvironment" -}}
+- {name: HOME, value: /var/cache/specdec}
+- {name: XDG_CACHE_HOME, value: /var/cache/specdec}
+{{- end -}}
+
+{{/* Where downloads are kept, and the hub's token. Argument: the role's values. */}}
+{{- define "specdec.hubEnvironment" -}}
+- {name: HF_HOME, value: /var/cache/specdec/huggingface}
+{{- with .model.tokenSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef: {{- toYaml . | nindent 6 }}
+{{- end }}
+{{- end -}}
+
+{{- define "specdec.cacheEnvironment" -}}
+{{ include "specdec.homeEnvironment" . }}
+{{ include "specdec.hubEnvironment" . }}
 {{- end -}}

@@ -26,12 +26,20 @@ app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .name }}
 {{- end -}}
 
-{{/* Labels of objects. Pods have selectors' labels only, so that a new chart version alone restarts nothing. */}}
+{{/* Labels of objects. Pods lack the version's, so that a new chart version alone restarts nothing. */}}
 {{- define "specdec.labels" -}}
-{{ include "specdec.selectorLabels" . }}
+{{ include "specdec.podLabels" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | replace "+" "_" | trunc 63 | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | quote }}
+{{- end -}}
+
+{{/* Labels of pods. Argument: {root, name}. */}}
+{{- define "specdec.podLabels" -}}
+{{ include "specdec.selectorLabels" . }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* The deployed roles as a YAML list, with the ports and services that the code fixes. */}}
@@ -101,10 +109,6 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ .Values.tls.replicaServerName | default (printf "%s-replica.%s.svc" (include "specdec.fullname" .) .Release.Namespace) }}
 {{- end -}}
 
-{{- define "specdec.resumeSecretName" -}}
-{{ .Values.resumeSecret.existingSecret | default (printf "%s-resume" (include "specdec.fullname" .)) }}
-{{- end -}}
-
 {{- define "specdec.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
@@ -130,8 +134,8 @@ seccompProfile:
 {{- if gt (len $id) 1 }}
 - {{ printf "--revision=%s" (last $id) | quote }}
 {{- end }}
-{{- else if hasPrefix "pvc://" $source -}}
-{{- $parts := regexSplit "/" (trimPrefix "pvc://" $source) 2 -}}
+{{- else if regexMatch "^(pvc|oci)://" $source -}}
+{{- $parts := regexSplit (ternary "#" "/" (hasPrefix "oci://" $source)) (regexReplaceAll "^[a-z]+://" $source "") 2 -}}
 - {{ printf "--model=%s" (printf "/models/%s" (index (append $parts "") 1) | trimSuffix "/") | quote }}
 {{- else -}}
 - {{ printf "--model=%s" (trimPrefix "image://" $source) | quote }}
@@ -214,24 +218,41 @@ seccompProfile:
 {{- if and (eq .name "draft") .root.Values.draft.enabled (or .root.Values.draft.asksTarget .root.Values.draft.directLinks) }}true{{ end -}}
 {{- end -}}
 
+{{/* Seconds for a service of the role to start, by its value and twice what its model's size needs. */}}
+{{- define "specdec.loadSeconds" -}}
+{{- $model := .model | default dict -}}
+{{- $seconds := divf (mulf 2048 ($model.sizeGiB | default 0)) ($model.readMiBPerSecond | default 100) | ceil -}}
+{{ max (int .startupSeconds) (int $seconds) }}
+{{- end -}}
+
+{{/* Seconds for the download before a service starts. Argument: the role's values. */}}
+{{- define "specdec.fetchSeconds" -}}
+{{- $fetch := dig "fetch" dict (.model | default dict) -}}
+{{ ternary $fetch.timeoutSeconds 0 ($fetch.enabled | default false) }}
+{{- end -}}
+
 {{/* Seconds for a pod of the role to start. A coordinator, and a draft that asks a target, also wait for a target that
      starts at the same time. Argument: {root, name}. */}}
 {{- define "specdec.startupSeconds" -}}
-{{- $seconds := int (index .root.Values .name).startupSeconds -}}
-{{ or (eq .name "coordinator") (eq (include "specdec.asksTarget" .) "true") | ternary (max $seconds (int .root.Values.target.startupSeconds)) $seconds }}
+{{- $seconds := int (include "specdec.loadSeconds" (index .root.Values .name)) -}}
+{{- $target := add (include "specdec.loadSeconds" .root.Values.target) (include "specdec.fetchSeconds" .root.Values.target) | int -}}
+{{ or (eq .name "coordinator") (eq (include "specdec.asksTarget" .) "true") | ternary (max $seconds $target) $seconds }}
 {{- end -}}
 
 {{/* Seconds for a pod of the role to be ready: a gateway also waits for a coordinator. Argument: {root, name}. */}}
 {{- define "specdec.readySeconds" -}}
 {{- $own := int (include "specdec.startupSeconds" .) -}}
+{{- $own = add $own (include "specdec.fetchSeconds" (index .root.Values .name)) | int -}}
 {{ eq .name "gateway" | ternary (int (include "specdec.startupSeconds" (dict "root" .root "name" "coordinator")) | add $own) $own }}
 {{- end -}}
 
-{{/* The claim that holds a component's model; empty for other sources. */}}
-{{- define "specdec.modelClaim" -}}
-{{- if hasPrefix "pvc://" .model.source -}}
-{{ regexSplit "/" (trimPrefix "pvc://" .model.source) 2 | first }}
+{{/* Models of other releases that gateways lead to, NAME=ADDRESS separated by commas. Argument: the root. */}}
+{{- define "specdec.modelsOfOthers" -}}
+{{- $models := list -}}
+{{- range .Values.gateway.models -}}
+{{- $models = append $models (printf "%s=%s" .name .address) -}}
 {{- end -}}
+{{- join "," $models -}}
 {{- end -}}
 
 {{/* The ports of a list and those in a URL, as a YAML list. Argument: {url, ports}. */}}

@@ -4,10 +4,6 @@
 {{ include "specdec.fullname" . }}-redis
 {{- end -}}
 
-{{- define "specdec.redisSecretName" -}}
-{{ .Values.redis.bundled.existingSecret | default (include "specdec.redisName" .) }}
-{{- end -}}
-
 {{/* Prefix of all keys; releases that share an external Redis need different ones. */}}
 {{- define "specdec.redisKeyPrefix" -}}
 {{- if .Values.redis.keyPrefix -}}

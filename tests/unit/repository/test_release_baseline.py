@@ -24,7 +24,8 @@ BUF_FAILED = 100
 
 
 def test_what_was_recorded_is_unchanged() -> None:
-    files = {path.name for path in BASELINE.folder.iterdir()} - {"record.json"}
+    found = {path for path in BASELINE.folder.rglob("*") if path.is_file()}
+    files = {str(path.relative_to(BASELINE.folder)) for path in found} - {"record.json"}
     assert files == BASELINE.sha256.keys() - {"CHANGELOG.md"}
     assert {name: BASELINE.digest_of(name) for name in files} == {name: BASELINE.sha256[name] for name in files}
 
@@ -76,6 +77,9 @@ def test_one_version_stands_everywhere() -> None:
     chart = yaml.safe_load((ROOT / "helm/specdec/Chart.yaml").read_text(encoding="utf-8"))
     found = {"chart": {chart["version"], chart["appVersion"]}}
     deploy = ROOT / "deploy"
+    for name in ("values.yaml", "files/added-values.yaml"):
+        values = yaml.safe_load((ROOT / "helm/specdec" / name).read_text(encoding="utf-8"))
+        found[name] = {values["valuesVersion"]}
     found["dockerfile"] = set(
         re.findall(r"(?m)^ARG VERSION=(.*)$", (deploy / "Dockerfile").read_text(encoding="utf-8"))
     )
@@ -101,9 +105,10 @@ def test_raising_the_version_raises_it_in_all_places(tmp_path: Path) -> None:
     places = [path.relative_to(ROOT) for path in (ROOT / "tests/chart/golden").glob("*.yaml")]
     places = [*map(str, places), *(f"deploy/{name}" for name in ("Dockerfile", "compose.yaml", "compose.gpu.yaml"))]
     script = "releases/set-version.sh"
-    folder = copied_to(tmp_path, *places, "specdec/__init__.py", "helm/specdec/Chart.yaml", script)
+    values = [f"helm/specdec/{name}" for name in ("values.yaml", "files/added-values.yaml")]
+    folder = copied_to(tmp_path, *places, *values, "specdec/__init__.py", "helm/specdec/Chart.yaml", script)
     old = re.compile(rf"(?<![\d.]){re.escape(specdec.__version__)}(?![\d.])")
-    counts = {path: len(old.findall((folder / path).read_text())) for path in [*places, "specdec/__init__.py"]}
+    counts = {path: len(old.findall((folder / path).read_text())) for path in [*places, *values, "specdec/__init__.py"]}
     subprocess.run(["bash", folder / script, "17.4.9"], check=True)
     for path, count in counts.items():
         assert (folder / path).read_text().count("17.4.9") == count > 0, path
