@@ -15,5 +15,5 @@ sed -i -E "s/^(ARG VERSION=)$escaped\$/\1$new/" deploy/Dockerfile
 sed -i -E "s/(image: \\$\{[A-Z_]+:-specdec-[a-z-]+:)$escaped\}/\1$new}/" deploy/compose.yaml deploy/compose.gpu.yaml
 sed -i -E \
     -e "s/^( *(app.kubernetes.io\/version|helm.sh\/chart): \"(specdec-)?)$escaped\"/\1$new\"/" \
-    -e "s/^( *(- )?image: \"specdec-[a-z-]+:)$escaped\"/\1$new\"/" \
+    -e "s/^( *(- )?image: \"?specdec-[a-z-]+:)$escaped(\"?)\$/\1$new\3/" \
     tests/chart/golden/*.yaml

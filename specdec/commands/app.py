@@ -49,7 +49,10 @@ _LOADED_LATER = {
         "specdec.commands.demo",
         "Start the shipped pair on free ports, complete a prompt with and without speculation, and stop.",
     ),
-    "fetch": ("specdec.commands.fetch", "Download a model into the hub's cache before a service needs it."),
+    "fetch": (
+        "specdec.commands.fetch",
+        "Download a model's files into the hub's cache (HF_HOME), where services find them.",
+    ),
     "keys": ("specdec.commands.keys", "Make API keys for a coordinator with api_keys_file."),
 }
 """By command: the module that has it under its name, and the first sentence of its help."""
