@@ -186,6 +186,10 @@ test-again: $(STAMP)  ## Run the few tests that failed in the last test run thre
 test-isa: $(STAMP)  ## Run the tests of numerics under each instruction set that this CPU has, and without kernels.
 	@$(BIN)/python -m tests.support.engine.isa_selections $(ISA_ARGS)
 
+.PHONY: test-images
+test-images: $(STAMP) models/target/model.safetensors  ## Build the images in a Docker of its own and try them (root on Debian, 8 GB).
+	@tests/images/run.sh
+
 .PHONY: test-long
 test-long: $(STAMP) tools servers $(CHECKOV) $(LONG_CLIENTS)  ## Run the tests that take minutes.
 	@$(BIN)/pytest tests -m "long and not gpu" --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Builds the images of deploy/Dockerfile but the CUDA one in a Docker of its own, and tries them: tests/images/run.sh [FOLDER]
+# It needs root on Debian, 8 GB of disk in FOLDER (default .tools/docker), and the package mirrors that this machine is set
+# up with. No registry is reached: the base image is made of Debian's packages and this machine's Python. Docker runs in
+# namespaces of its own, so that neither its mounts nor its networks are this machine's; FOLDER keeps it for the next run.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+folder="$(realpath -m "${1:-.tools/docker}")"
+root="$folder/root"
+base="$folder/base"
+mirror="${DEBIAN_MIRROR:-http://deb.debian.org/debian}"
+python="$(.venv/bin/python -c 'import sys; print(sys.base_prefix)')"
+mkdir -p "$folder"
+command -v debootstrap >/dev/null || { apt-get -qq update && apt-get -qq install --yes --no-install-recommends debootstrap; }
+
+if [[ ! -e $root/.complete ]]; then
+    rm -rf "$root"
+    packages=docker.io,docker-cli,docker-buildx,docker-compose,iptables,iproute2,ca-certificates,procps,curl
+    debootstrap --variant=minbase --include="$packages" trixie "$root" "$mirror" > "$folder/root.log"
+    touch "$root/.complete"
+fi
+if [[ ! -e $folder/base.tar ]]; then
+    rm -rf "$base"
+    packages=ca-certificates,libssl3,libsqlite3-0,libffi8,zlib1g,libbz2-1.0,liblzma5,libreadline8,libncursesw6,libexpat1,libuuid1
+    debootstrap --variant=minbase --include="$packages" bookworm "$base" "$mirror" > "$folder/base.log"
+    # What an official Python image has at this place, without tests and installed packages.
+    tar -C "$python" -c --exclude='__pycache__' --exclude='test' --exclude='*.a' --exclude='site-packages/*' --exclude='bin/pip*' bin lib include |
+        tar -C "$base/usr/local" -x
+    ln -sf python3.11 "$base/usr/local/bin/python3"
+    rm -rf "$base"/var/cache/apt/archives/*.deb "$base"/var/lib/apt/lists/*
+    # The mirrors' authorities, as this machine trusts them.
+    cp /etc/ssl/certs/ca-certificates.crt "$base/etc/ssl/certs/ca-certificates.crt"
+    printf '[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n' > "$base/etc/pip.conf"
+    echo /usr/local/lib > "$base/etc/ld.so.conf.d/python.conf"
+    chroot "$base" ldconfig
+    chroot "$base" python3 -m ensurepip > /dev/null  # Official images bring pip, too.
+    chroot "$base" python3 -c 'import ssl, sqlite3, ctypes, bz2, lzma, zlib, readline, uuid'
+    tar -C "$base" -cf "$folder/base.tar" .
+fi
+
+# Torch's CPU wheel: from a folder that pip is told of, or else from an index.
+read -ra found <<< "$(.venv/bin/pip config get global.find-links 2>/dev/null || true) ${PIP_FIND_LINKS:-}"
+wheels="$(for place in "${found[@]}"; do ls "$place"/torch-*cpu*cp311* 2>/dev/null; done | head -n 1 || true)"
+rm -rf "$folder/wheels" && mkdir "$folder/wheels"
+[[ -z $wheels ]] || cp "$wheels" "$folder/wheels/"
+
+rm -rf "$root/work" && mkdir "$root/work"
+git archive HEAD | tar -x -C "$root/work"
+cp -r "$folder/wheels" "$folder/base.tar" "$root/work/"
+cp models/target/model.safetensors "$root/work/models/target/"
+cp /etc/resolv.conf "$root/etc/resolv.conf"
+cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/ca-certificates.crt"
+export TORCH_CPU_PIP_ARGS="${TORCH_CPU_PIP_ARGS:-}"
+for part in build try; do
+    # Builds use this machine's network for the mirrors; what is tried has a network of its own.
+    own=(); [[ $part == build ]] || own=(--net)
+    unshare --mount --pid --fork --kill-child "${own[@]}" tests/images/enter.sh "$root" "/work/tests/images/$part.sh"
+done
