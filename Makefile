@@ -45,7 +45,7 @@ CRDS := $(foreach package,$(CRD_PACKAGES),.tools/node_modules/@$(word 2,$(subst 
 CHECKOV := .tools/checkov/bin/checkov
 SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
 # Clients of the gateway that tests run (docs/openai-clients.md), and those that only "make test-long" runs.
-CLIENTS := $(foreach name,frameworks llama-benchy triton,.tools/clients/$(name)/.installed)
+CLIENTS := $(foreach name,agents frameworks llama-benchy triton,.tools/clients/$(name)/.installed)
 LONG_CLIENTS := $(foreach name,lm-eval guidellm aiperf vllm,.tools/clients/$(name)/.installed)
 COMPOSE := .tools/docker-compose
 PROTO_ROOT ?= proto

@@ -19,9 +19,9 @@ from specdec.gateway.api.answers import ChatCompletionChunk
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.completions import CompletionRequest
 from specdec.gateway.api.errors import ApiError
-from specdec.gateway.api.responses import ResponseEvent, ResponsesRequest
 from specdec.gateway.api.tokens import DetokenizeBody, TokenizeBody
 from specdec.gateway.parts import Parts
+from specdec.gateway.responses.request import ResponseEvent, ResponsesRequest
 from specdec.gateway.routes.answers import error_response
 from specdec.gateway.routes.chat import chat_routes
 from specdec.gateway.routes.completions import completion_routes

@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from specdec.gateway.anthropic.request import Conversation, MessagesRequest
 from specdec.gateway.api.chat import ChatRequest
-from specdec.gateway.api.errors import ApiError, invalid, unsupported
+from specdec.gateway.api.errors import invalid, unsupported
 from specdec.gateway.api.fields import JsonSchema, JsonSchemaFormat
 from specdec.gateway.api.foreign_fields import SWITCHES
 from specdec.gateway.chat.messages import VALUES_PER_PART, VALUES_PER_TOOL, check_num_values
+from specdec.gateway.translation.as_chat import AsChat, FieldNames
 from specdec.gateway.translation.constraint import SCHEMA_FIELD as CHAT_SCHEMA_FIELD
-from specdec.wire.errors import InvalidRequest
 
 SCHEMA_FIELD = "output_config.format.schema"
-_MESSAGE = re.compile(r"^messages\[(\d+)\]")
+_PART = re.compile(r"messages\[(\d+)\]|tools\[(\d+)\]\.function(\.parameters)?")
+_NAMES = MappingProxyType({"stop": "stop_sequences", CHAT_SCHEMA_FIELD: SCHEMA_FIELD})
 _SAME_NAMES = ("model", "temperature", "top_p", "top_k", "stream", "seed", "min_p", "speculation", "cache_salt")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-@dataclass(slots=True)
-class AsChat:
-    """A chat request, and where its messages come from."""
-
-    request: ChatRequest
-    paths: list[str] = field(default_factory=list)
-    """Path in the client's request of each message."""
-
-    def as_written(self, error: InvalidRequest) -> ApiError:
-        """An error that names the client's field."""
-
-        def renamed(match: re.Match[str]) -> str:
-            index = int(match[1])
-            return self.paths[index] if index < len(self.paths) else "messages"
-
-        path = _MESSAGE.sub(renamed, error.field).replace(CHAT_SCHEMA_FIELD, SCHEMA_FIELD, 1)
-        path = path.replace(".function.parameters", ".input_schema").replace(".function.", ".")
-        return invalid(path, error.description, "invalid_value")
+def _locate(paths: Sequence[str], path: str) -> str | None:
+    """The client's path of a chat's message or tool; None: it is neither."""
+    found = _PART.fullmatch(path)
+    if found is None:
+        return None
+    if found[1] is not None:
+        return paths[int(found[1])] if int(found[1]) < len(paths) else None
+    return f"tools[{found[2]}]" + (".input_schema" if found[3] else "")
 
 
 def to_chat(asked: Conversation) -> AsChat:
@@ -82,7 +74,7 @@ def to_chat(asked: Conversation) -> AsChat:
         reasoning_effort=None if config is None else config.effort,
         response_format=_format(asked),
     )  # fmt: skip
-    return AsChat(request, paths)
+    return AsChat(request, FieldNames(_NAMES, partial(_locate, paths)))
 
 
 def _variables(asked: Conversation) -> dict[str, Any] | None:

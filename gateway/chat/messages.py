@@ -129,7 +129,7 @@ def _message(path: str, message: dict[str, Any]) -> dict[str, Any]:
         is_thought = any(message.get(name) for name in _REASONING)
         content = "" if content is None and is_thought and not calls else content
     if content is not None:
-        read["content"] = _content(f"{path}.content", content)
+        read["content"] = content_of(f"{path}.content", content)
     elif not calls:
         raise InvalidRequest(f"{path}.content", "must be a text or a list of parts")
     read |= {name: _text(f"{path}.{name}", message[name]) for name in _KEPT if message.get(name) is not None}
@@ -139,7 +139,8 @@ def _message(path: str, message: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _content(path: str, content: Any) -> str | list[dict[str, str]]:
+def content_of(path: str, content: Any) -> str | list[dict[str, str]]:
+    """A text, or parts of type text. Raises InvalidRequest."""
     if isinstance(content, str):
         return _text(path, content)
     if not isinstance(content, Sequence) or isinstance(content, bytes):

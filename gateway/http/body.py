@@ -53,6 +53,8 @@ class BodyReader:
     async def read(self, request: Request, model: type[M], translate: Callable[[M], T]) -> tuple[M, T]:
         """The request's body, and the result of `translate`, in a thread if the body is long.
 
+        `request.state.ignored` gets the paths of unknown fields for the answer's header; None: they are refused.
+
         Raises ApiError if the body is invalid, ClientDisconnect if it ends too early, and the errors of `translate`.
         """
 
@@ -87,15 +89,17 @@ class BodyReader:
         del data
 
         ignored: list[str] | None = [] if self._ignores_unknown else None
+        request.state.ignored = ignored
 
         def understood() -> M:
-            asked = validated(model, parsed(held.pop(), model.token_fields, model.large_fields), ignored)
-            tell_names(request, IGNORED, ignored or ())
-            return asked
+            return validated(model, parsed(held.pop(), model.token_fields, model.large_fields), ignored)
 
-        asked = await self._worked(understood, is_short)
-        learned = await learn(asked)
-        return asked, await self._worked(lambda: translate(asked, learned), is_short)
+        try:
+            asked = await self._worked(understood, is_short)
+            learned = await learn(asked)
+            return asked, await self._worked(lambda: translate(asked, learned), is_short)
+        finally:
+            tell_names(request, IGNORED, ignored or ())
 
     async def _worked(self, work: Callable[[], T], is_short: bool) -> T:
         if is_short:

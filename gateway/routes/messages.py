@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from specdec.gateway.anthropic.answer import MessageEvents, whole_message
 from specdec.gateway.anthropic.request import CountTokensRequest, MessagesRequest
-from specdec.gateway.anthropic.to_chat import SCHEMA_FIELD, to_chat
+from specdec.gateway.anthropic.to_chat import to_chat
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.chat.deltas import StreamingParser
 from specdec.gateway.chat.template_parsers import ParserPair
@@ -23,8 +23,7 @@ from specdec.gateway.http.events import Event, EventStream, begun, framed_by_nam
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, anthropic_error, body_of, errors, streams
 from specdec.gateway.routes.output import Translate, kept, new_id, output, stream_error
-from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_field_names, chat_to_generate, parsers
-from specdec.gateway.translation.constraint import SCHEMA_FIELD as CHAT_SCHEMA_FIELD
+from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate, parsers
 from specdec.gateway.translation.head import AnswerHead
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
@@ -70,7 +69,6 @@ def message_routes(parts: Parts) -> APIRouter:
     async def create_message(request: Request) -> Response:
         """Continue a conversation."""
         settings = parts.settings
-        unenforced: list[str] = []
 
         async def learn(asked: MessagesRequest) -> ParserPair:
             return await parts.parsers_of(request, asked.model)
@@ -79,18 +77,17 @@ def message_routes(parts: Parts) -> APIRouter:
             asked: MessagesRequest, parser_names: ParserPair
         ) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
             chat = to_chat(asked)
-            names = {**chat_field_names(chat.request, parser_names.tools), "stop": "stop_sequences"}
-            request.state.field_names = {**names, "constraint.json_schema": SCHEMA_FIELD}
+            request.state.field_names = chat.field_names(parser_names.tools)
+            unenforced: list[str] = []
             try:
                 make_parser = parsers(chat.request, parser_names.reasoning, parser_names.tools)
-                return make_parser, chat_to_generate(
-                    chat.request, parser_names.tools, parser_names.reasoning, unenforced
-                )
+                body = chat_to_generate(chat.request, parser_names.tools, parser_names.reasoning, unenforced)
             except InvalidRequest as error:
                 raise chat.as_written(error) from None
+            tell_names(request, NOT_ENFORCED, [chat.path(path) for path in unenforced])
+            return make_parser, body
 
         asked, (make_parser, body) = await parts.reader.read_with(request, MessagesRequest, learn, translated)
-        tell_names(request, NOT_ENFORCED, [path.replace(CHAT_SCHEMA_FIELD, SCHEMA_FIELD, 1) for path in unenforced])
         body.request_id = new_id(None)
         events = MessageEvents(AnswerHead(f"msg_{body.request_id}", int(time.time())), make_parser())
         caller = parts.caller(request, asked.model)

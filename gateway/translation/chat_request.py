@@ -13,6 +13,7 @@ from specdec.gateway.chat.messages import ToolChoice, check_tools, to_chat_messa
 from specdec.gateway.chat.parsing import MessageParser, make_message_parser
 from specdec.gateway.translation.constraint import constraint_names
 from specdec.gateway.translation.forced_calls import calls_tag, is_forced, sole_function
+from specdec.gateway.translation.format_or_calls import or_calls
 from specdec.gateway.translation.sampling import FIELD_NAMES, check_stream, generate_request, sampling_params
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -62,6 +63,8 @@ def chat_to_generate(
         body.prediction.text = request.prediction.text
     if forces_calls(request, tool_parser):
         _force_calls(request, body.sampling, after, unenforced)
+    elif calls_tools(request) and body.sampling.HasField("constraint"):
+        body.sampling.constraint.CopyFrom(or_calls(request, body.sampling.constraint, tool_parser))
     if body.sampling.constraint.after_token:
         body.sampling.constraint.opening_token = reasoning.opening_token(reasoning_parser)
     is_read = calls_tools(request) and not forces_calls(request, tool_parser)

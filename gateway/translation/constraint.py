@@ -53,9 +53,10 @@ def constraint_of(request: SamplingFields, after_token: str, unenforced: list[st
 def constraint_names(request: SamplingFields) -> Mapping[str, str]:
     """HTTP field names by gRPC field names, for the field that brought the constraint."""
     if request.structured_outputs is None:
-        # A structural tag is in the format itself, beside its type.
-        names = dict.fromkeys((*_OF_ALL_FORMS, "constraint.structural_tag"), _FORMAT_FIELD)
-        return {**names, "constraint.json_schema": SCHEMA_FIELD}
+        # A structural tag is in the format itself, beside its type, or it is a schema beside tools.
+        of_tag = SCHEMA_FIELD if isinstance(request.response_format, JsonSchemaFormat) else _FORMAT_FIELD
+        names = dict.fromkeys(_OF_ALL_FORMS, _FORMAT_FIELD)
+        return {**names, "constraint.json_schema": SCHEMA_FIELD, "constraint.structural_tag": of_tag}
     names = dict.fromkeys(_OF_ALL_FORMS, _OUTPUTS_FIELD)
     names |= {f"constraint.{form}": f"{_OUTPUTS_FIELD}.{_WRITTEN.get(form, form)}" for form in _FORMS}
     return {**names, "constraint.choice.texts": f"{_OUTPUTS_FIELD}.choice"}

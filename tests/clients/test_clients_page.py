@@ -62,6 +62,10 @@ def test_openai_completes_chats_and_takes_fields_of_ours(reader: Reader, code: s
     assert "'prefill'" in printed.splitlines()[-1]
 
 
+def test_an_agent_says_what_openai_says(reader: Reader, said: str) -> None:
+    assert reader.run("openai-agents") == f"{said}\n"
+
+
 def test_langchain_tells_what_openai_tells(reader: Reader, code: str, said: str) -> None:
     assert reader.run("LangChain") == f"{code}\n{code}\n{said}\n{said}\n24\n"
 

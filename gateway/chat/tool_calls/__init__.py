@@ -3,8 +3,9 @@
 from specdec.gateway.chat.tool_calls.families import (
     TOOL_PARSERS,
     ToolParser,
+    call_marks,
     make_tool_parser,
     marks_are_special_tokens,
 )
 
-__all__ = ["TOOL_PARSERS", "ToolParser", "make_tool_parser", "marks_are_special_tokens"]
+__all__ = ["TOOL_PARSERS", "ToolParser", "call_marks", "make_tool_parser", "marks_are_special_tokens"]

@@ -14,6 +14,7 @@ class TaggedParser(BufferedParser):
     """Each call stands between two tags."""
 
     starts = (_START,)
+    end = _END
 
     def _started(self, marker: str) -> bool:
         self._raw = marker

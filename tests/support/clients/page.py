@@ -15,6 +15,7 @@ _PAGE = ROOT / "docs" / "openai-clients.md"
 _BLOCK = re.compile(r"(?ms)^```(sh|python)\n(.*?)^```")
 _PATIENCE_S = 240
 INSTALLED = {
+    "openai-agents": "agents",
     "LangChain": "frameworks",
     "LlamaIndex": "frameworks",
     "lm-eval": "lm-eval",

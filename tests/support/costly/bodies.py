@@ -11,9 +11,9 @@ from specdec.gateway.anthropic.request import CountTokensRequest, MessagesReques
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.completions import CompletionRequest
 from specdec.gateway.api.fields import RequestModel
-from specdec.gateway.api.responses import ResponsesRequest
 from specdec.gateway.api.tokens import DetokenizeBody, TokenizeBody
 from specdec.gateway.http.json_reader import MOST_FIELD_VALUES, MOST_VALUES
+from specdec.gateway.responses.request import ResponsesRequest
 from specdec.service.byte_budget import ByteBudget
 from specdec.wire.errors import Unavailable
 
@@ -95,6 +95,38 @@ def turns(scale: int) -> dict[str, bytes]:
     }  # fmt: skip
 
 
+def responses(scale: int) -> dict[str, bytes]:
+    """Bodies of responses."""
+    room, more = _room(scale), _LEAST_SCALE // scale
+    call = b'{"type":"function_call","call_id":"a","name":"f","arguments":"{}"}'
+    result = b'{"type":"function_call_output","call_id":"a","output":'
+    both = call + b"," + result + b'"b"}'
+    thought = b'{"type":"reasoning","content":[{"type":"reasoning_text","text":"a"}]}'
+    function = b'{"type":"function","name":"f"}'
+    num_functions = min(MOST_FUNCTIONS, 60 * more)
+    return {
+        "messages": b'{"input":' + grown(b'{"role":"user","content":"a"}', room) + b"}",
+        "what was said": b'{"input":' + grown(b'{"role":"assistant","content":"a"}', room) + b"}",
+        "calls": b'{"input":' + grown(call, room) + b"}",
+        "as many calls as may be": b'{"input":' + grown(call, 64 * more * (len(call) + 1)) + b"}",
+        "calls and results": b'{"input":' + grown(both, room) + b"}",
+        "as many calls and results as may be": b'{"input":' + grown(both, 32 * more * (len(both) + 1)) + b"}",
+        "thoughts": b'{"input":' + grown(thought, room) + b"}",
+        "a result of parts": b'{"input":[' + result + grown(b'{"type":"input_text","text":"a"}', room - 160) + b"}]}",
+        "what another server ran": b'{"input":' + grown(b'{"type":"web_search_call"}', room) + b"}",
+        "a patch": b'{"input":[{"type":"custom_tool_call","call_id":"a","name":"f","input":"'
+        + rb"\n" * (room // 2 - 60) + b'"}]}',
+        "functions": b'{"input":"a","tools":' + grown(function, room) + b"}",
+        "as many functions as may be": b'{"input":"a","tool_choice":"required","tools":'
+        + grown(function, num_functions * (len(function) + 1)) + b"}",
+        "members of a namespace": b'{"input":"a","tools":[{"type":"namespace","name":"n","tools":'
+        + grown(function, room) + b"}]}",
+        "other tools": b'{"input":"a","tools":' + grown(b'{"type":"web_search"}', room) + b"}",
+        "allowed tools": b'{"input":"a","tools":[{"type":"function","name":"f"}],"tool_choice":'
+        + b'{"type":"allowed_tools","mode":"auto","tools":' + grown(function, room - 200) + b"}}",
+    }  # fmt: skip
+
+
 def places(schema: dict[str, Any], defs: dict[str, Any], depth: int = 0) -> Iterator[tuple[str, ...]]:
     """Paths of fields, through objects and the items of lists, as a request's schema has them."""
     if depth > 3:
@@ -141,6 +173,8 @@ def bodies(described: dict[str, Any], scale: int, most_depth: int = 99) -> Itera
         yield "/v1/chat/completions", kind, body
     for kind, messages in turns(scale).items():
         yield "/v1/messages", kind, b'{"model":"m","max_tokens":1,"messages":' + messages + b"}"
+    for kind, body in responses(scale).items():
+        yield "/v1/responses", kind, body
 
 
 def _room(scale: int) -> int:

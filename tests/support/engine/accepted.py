@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -10,21 +12,29 @@ from specdec.constraints.grammar.source import grammar_source, make_matcher
 from specdec.constraints.grammar.structural_tags import SpecialTokens
 from specdec.v1 import common_pb2 as pb
 
+_SPECIAL = MappingProxyType({"<|end|>": 255})
+
 
 @cache
 def _bytes() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
-def matcher_of(constraint: pb.Constraint) -> LLMatcher:
-    """A constraint, compiled. Raises GrammarError and ValueError."""
-    tokens = SpecialTokens({"<|end|>": 255}, _bytes().eos_tokens)
+def matcher_of(constraint: pb.Constraint, special: Mapping[str, int] = _SPECIAL) -> LLMatcher:
+    """A constraint, compiled. Raises GrammarError and ValueError.
+
+    `special`: special tokens, each a byte that no text has, by their texts.
+    """
+    tokens = SpecialTokens(special, _bytes().eos_tokens)
     return make_matcher(_bytes(), grammar_source(constraint, tokens).text)
 
 
-def accepts(constraint: pb.Constraint, text: str) -> bool:
+def accepts(constraint: pb.Constraint, text: str, special: Mapping[str, int] = _SPECIAL) -> bool:
     """Whether a text is a whole output."""
-    matcher, data = matcher_of(constraint), list(text.encode())
+    matcher, encoded = matcher_of(constraint, special), text.encode()
+    for token, number in special.items():
+        encoded = encoded.replace(token.encode(), bytes([number]))
+    data = list(encoded)
     return matcher.try_consume_tokens(data) == len(data) and bool(matcher.is_accepting())
 
 

@@ -12,11 +12,11 @@ from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.completions import CompletionRequest
 from specdec.gateway.api.errors import ApiError, param_of
 from specdec.gateway.api.problems import validated
-from specdec.gateway.api.responses import ResponsesRequest
+from specdec.gateway.responses.request import ResponsesRequest
+from specdec.gateway.responses.to_chat import to_chat
 from specdec.gateway.translation.chat_request import chat_to_generate
 from specdec.gateway.translation.completion_request import completion_to_generate
 from specdec.gateway.translation.constraint import constraint_names
-from specdec.gateway.translation.response_request import response_to_chat, response_to_generate
 from specdec.v1 import common_pb2 as pb
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -61,7 +61,7 @@ def test_schemas_are_the_same_by_all_three_ways() -> None:
     found = [
         constraint(response_format={"type": "json_schema", "json_schema": inner}),
         constraint(structured_outputs={"json": SCHEMA}),
-        response_to_generate(response, response_to_chat(response)).sampling.constraint,
+        chat_to_generate(to_chat(response, None)[0].request).sampling.constraint,
     ]
     assert [json.loads(each.json_schema) for each in found] == [SCHEMA] * 3
 

@@ -11,8 +11,8 @@ from specdec.gateway.api.completions import CompletionRequest
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.fields import RequestModel
 from specdec.gateway.api.problems import validated
-from specdec.gateway.api.responses import ResponsesRequest
 from specdec.gateway.api.tokens import TokenizeBody
+from specdec.gateway.responses.request import ResponsesRequest
 from specdec.gateway.translation.chat_request import chat_to_generate
 from specdec.gateway.translation.completion_request import completion_to_generate
 from specdec.v1 import coordinator_pb2 as api

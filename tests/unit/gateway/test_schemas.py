@@ -11,11 +11,11 @@ from pydantic import BaseModel
 from specdec.constraints.limits import MAX_CONSTRAINT_BYTES, fault_of
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.errors import ApiError
-from specdec.gateway.api.responses import ResponsesRequest
+from specdec.gateway.responses.request import ResponsesRequest
+from specdec.gateway.responses.to_chat import to_chat
 from specdec.gateway.schemas.enforceable import enforceable
 from specdec.gateway.schemas.formats import PATTERNS, fault_of_pattern
 from specdec.gateway.translation.chat_request import chat_to_generate
-from specdec.gateway.translation.response_request import response_to_chat, response_to_generate
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.errors import InvalidRequest
 from tests.support.engine.accepted import accepts, matcher_of
@@ -235,7 +235,10 @@ def test_every_field_with_a_schema_tells_the_path_as_it_was_sent() -> None:
     chat_to_generate(chat(structured_outputs={"structural_tag": json.dumps(older)}), unenforced=unenforced)
     of_response = {"type": "json_schema", "name": "x", "schema": SET}
     response = ResponsesRequest.model_validate({"input": "go", "text": {"format": of_response}})
-    response_to_generate(response, response_to_chat(response), unenforced=unenforced)
+    of_chat: list[str] = []
+    as_chat, _ = to_chat(response, None)
+    chat_to_generate(as_chat.request, unenforced=of_chat)
+    unenforced += map(as_chat.path, of_chat)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": SET}}}}
     chat_to_generate(chat(tools=[tool], tool_choice="required"), "hermes", unenforced=unenforced)
     assert unenforced == [

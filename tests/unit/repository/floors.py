@@ -225,7 +225,7 @@ FLOORS = {
         schemas
         http parser_names settings translation
         anthropic openness
-        parts
+        parts responses
         routes
         app
         service
@@ -234,6 +234,12 @@ FLOORS = {
     "specdec.gateway.anthropic": """
         answer request
         to_chat
+    """,
+    "specdec.gateway.responses": """
+        request tools
+        items
+        output to_chat whole
+        answer
     """,
     "specdec.gateway.chat": """
         deltas messages template_parsers

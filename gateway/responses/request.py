@@ -1,4 +1,4 @@
-"""The request and the answer of /v1/responses: text in, text out; responses are not stored."""
+"""The request and the answer of /v1/responses, as OpenAI defines them; responses are not stored."""
 
 from __future__ import annotations
 
@@ -24,6 +24,19 @@ from specdec.gateway.api.fields import (
     TopP,
 )
 
+ENCRYPTED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+Includable = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""All but the first two belong to items that are never answered."""
 _NO_MEANING = "Accepted and ignored."
 
 
@@ -44,8 +57,10 @@ class ResponseReasoning(RequestModel):
     """Reasoning options."""
 
     effort: str | None = Field(None, description="A variable of the chat template, if that reads it.")
-    summary: None = None
-    generate_summary: None = None
+    summary: str | None = Field(None, description="Accepted; thoughts are answered whole, summaries are empty.")
+    generate_summary: str | None = Field(None, description=_NO_MEANING)
+    context: str | None = Field(None, description="Accepted; the chat template decides which thoughts it renders.")
+    mode: str | None = Field(None, description=_NO_MEANING)
 
 
 class ResponseStreamOptions(RequestModel):
@@ -58,22 +73,33 @@ class ResponsesRequest(RequestModel):
     """A text, or a conversation, to answer."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("background", "conversation", "context_management", "include", "max_tool_calls", "moderation"),
-            *("previous_response_id", "prompt", "store", "tools", "truncation"),
-        }
+        {"background", "conversation", "context_management", "moderation", "prompt", "truncation"}
     )
-    large_fields: ClassVar[frozenset[str]] = frozenset({"input", "chat_template_kwargs"})
+    large_fields: ClassVar[frozenset[str]] = frozenset({"input", "tools", "chat_template_kwargs"})
 
     model: str | None = Field(None, description="Name listed by /v1/models; default: the served model.")
     input: str | Messages = Field(
-        description="A text, or messages with role and content, which is a text or a list of parts of text."
+        description="A text, or items of type message, reasoning, function_call, function_call_output, "
+        "custom_tool_call and custom_tool_call_output, as answers have them. A last message of the assistant with the "
+        "status incomplete is continued."
     )
-    instructions: str | None = Field(None, description="A system message before all others.")
+    instructions: str | None = Field(
+        None, description="A system message before all others; those at the beginning join it."
+    )
+    tools: Items[dict[str, Any]] | None = Field(
+        None, description="Functions with name and parameters, and namespaces of functions."
+    )
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(
+        None, description="none, auto, required, a named function, or allowed_tools."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False: calls after the first are left out.")
     max_output_tokens: PositiveCount | None = Field(None, description=MOST_TOKENS)
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; absent: no log-probabilities.")
+    top_logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; asks for log-probabilities.")
+    include: Items[Includable] | None = Field(
+        None, description="Encrypted content of reasoning (opaque, not secret), or log-probabilities of the text."
+    )
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     reasoning: ResponseReasoning | None = None
@@ -91,27 +117,36 @@ class ResponsesRequest(RequestModel):
     )
     return_steps: bool | None = Field(None, description="As in chats: steps of each delta, and of the answer.")
 
-    metadata: dict[str, Any] | None = Field(None, description=_NO_MEANING)
-    parallel_tool_calls: bool | None = Field(None, description=_NO_MEANING)
+    client_metadata: dict[str, Any] | None = Field(None, description=_NO_MEANING)
+    max_tool_calls: PositiveCount | None = Field(None, description="Accepted; no tool is run here.")
+    metadata: dict[str, Any] | None = Field(None, description="Returned in the answer.")
     prompt_cache_key: str | None = Field(None, description=_NO_MEANING)
     prompt_cache_options: dict[str, Any] | None = Field(None, description=_NO_MEANING)
     prompt_cache_retention: str | None = Field(None, description=_NO_MEANING)
     safety_identifier: str | None = Field(None, description=_NO_MEANING)
     service_tier: str | None = Field(None, description=_NO_MEANING)
-    tool_choice: Literal["auto", "none"] | None = Field(None, description=_NO_MEANING)
+    store: bool | None = Field(None, description="Accepted; responses are never kept, and the answer says so.")
     user: str | None = Field(None, description=_NO_MEANING)
 
     background: Literal[False] | None = None
     context_management: Empty | None = None
     conversation: None = None
-    include: Empty | None = None
-    max_tool_calls: None = None
     moderation: None = None
-    previous_response_id: None = Field(None, description="Responses are not kept: send the conversation.")
+    previous_response_id: str | None = Field(
+        None, description="Refused: responses are not kept. Send the conversation."
+    )
     prompt: None = None
-    store: Literal[False] | None = Field(None, description="Responses are not kept; absent is false.")
-    tools: Empty | None = None
     truncation: Literal["disabled"] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token; None: no log-probabilities."""
+        return 0 if self.top_logprobs is None and LOGPROBS in (self.include or ()) else self.top_logprobs
+
+    @property
+    def encrypts_reasoning(self) -> bool:
+        """Whether reasoning items have encrypted content."""
+        return ENCRYPTED in (self.include or ())
 
 
 class ResponseAnswer(BaseModel):
