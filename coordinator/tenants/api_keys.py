@@ -22,6 +22,7 @@ import yaml
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from specdec.coordinator.tenants.quotas import Allowance, QuotaRate
+from specdec.service.texts import read_text
 from specdec.wire.errors import NotReady, PermissionDenied, Unauthenticated
 
 AUTHORIZATION_KEY = "authorization"
@@ -108,7 +109,7 @@ def read_key_file(path: Path) -> list[ApiKey]:
         KeyFileInvalid: it cannot be read or is invalid.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         content: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
         return _KeyFile.model_validate(content).keys
     except OSError as error:

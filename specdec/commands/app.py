@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from typer.core import TyperGroup
 import specdec
 from specdec.commands.health import probe
 from specdec.commands.serve import serve
+from specdec.service.texts import fault_of
 
 _LOADED_LATER = {
     "up": (
@@ -82,7 +84,27 @@ def _loaded(name: str) -> Any:
     if not isinstance(found, typer.Typer):
         command, found = found, typer.Typer(add_completion=False)
         found.command(name)(command)
-    return typer.main.get_command(found)
+    return _checked(typer.main.get_command(found))
+
+
+def _checked(command: Any) -> Any:
+    """The command, or group, with checked texts: arguments and variables may hold any bytes."""
+    for one in getattr(command, "commands", {}).values():
+        _checked(one)
+    call = command.callback
+    if call is None:
+        return command
+    parameters = {parameter.name: parameter for parameter in command.params}
+
+    @functools.wraps(call)
+    def checked(*args: Any, **values: Any) -> Any:
+        for name, value in values.items():
+            if (fault := fault_of(value)) is not None:
+                raise typer.BadParameter(f"the value {fault}", param=parameters.get(name))
+        return call(*args, **values)
+
+    command.callback = checked
+    return command
 
 
 def _not_loaded_yet() -> None:

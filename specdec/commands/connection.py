@@ -67,7 +67,7 @@ def client_settings(
 ) -> ClientSettings:
     """Return the client's settings; the API key comes from SPECDEC_API_KEY.
 
-    Raises typer.BadParameter when a file is missing, unreadable or malformed.
+    Raises typer.BadParameter when a file is missing, unreadable or malformed, or the key is no header's value.
     """
     if (tls_key is None) != (tls_cert is None):
         raise typer.BadParameter("--tls-key and --tls-cert go together")
@@ -81,10 +81,13 @@ def client_settings(
     except TlsFilesBroken as error:
         # gRPC accepts broken files, and only says later that it cannot connect.
         raise typer.BadParameter(str(error)) from error
+    api_key = os.environ.get(API_KEY_VARIABLE)
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise typer.BadParameter(f"the key in {API_KEY_VARIABLE} has characters that no HTTP header carries")
     return ClientSettings(
         timeout_s=timeout_s,
         tls=tls,
         root_certificates=files.authorities,
         client_certificate=None if files.key is None or files.chain is None else (files.key, files.chain),
-        api_key=os.environ.get(API_KEY_VARIABLE),
+        api_key=api_key,
     )

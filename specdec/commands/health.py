@@ -23,6 +23,7 @@ from specdec.commands.views.failures import (
     connect_failure,
 )
 from specdec.service.standstill import Standstill
+from specdec.service.texts import fault_of
 
 _HTTP = "http://"
 _HTTP_OK = 200
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--service",
+        type=_text,
         default=os.environ.get("SPECDEC_HEALTH_SERVICE", ""),
         help="Full name of a gRPC service; empty: the whole server.",
     )
@@ -121,6 +123,12 @@ def _address(value: str) -> str:
         check_server_address(value.removeprefix(_HTTP))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return value
+
+
+def _text(value: str) -> str:
+    if (fault := fault_of(value)) is not None:
+        raise argparse.ArgumentTypeError(f"{value!r} {fault}")
     return value
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-import sys
 from typing import Annotated
 
 import typer
 import yaml
+
+from specdec.commands.request_options import standard_input
 
 KEY_PREFIX = "specdec_"
 """Prefix by which secret scanners recognise a leaked key."""
@@ -42,7 +43,7 @@ def new(
 @keys.command("hash")
 def hash_() -> None:
     """Read a key from standard input and print its hash."""
-    key = sys.stdin.read().strip()
+    key = standard_input().strip()
     if len(key) < _LEAST_KEY_CHARS or any(character.isspace() for character in key):
         raise typer.BadParameter(
             f"a key is one word of at least {_LEAST_KEY_CHARS} random characters, as `specdec keys new` makes them",

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from specdec.service.texts import NotText, decoded, read_text
 from specdec.v1 import coordinator_pb2
 
 _PROMPT, _CONSTRAINT, _SPECULATION = "Prompt", "Constraint", "Speculation"
@@ -100,9 +101,19 @@ def set_constraint(
 
 def _read_file(file: Path, flag: str) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"cannot read {file}: {error}", param_hint=flag) from error
+        return read_text(file)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {file}: {error.strerror}", param_hint=flag) from error
+    except NotText as fault:
+        raise typer.BadParameter(f"{file} {fault}", param_hint=flag) from None
+
+
+def standard_input() -> str:
+    """The text of standard input. Raises typer.BadParameter if it is none."""
+    try:
+        return decoded(sys.stdin.buffer.read())
+    except NotText as fault:
+        raise typer.BadParameter(f"the text {fault}", param_hint="standard input") from None
 
 
 def _read_prompt(file: Path | None) -> str:
@@ -110,7 +121,7 @@ def _read_prompt(file: Path | None) -> str:
         return _read_file(file, "--prompt-file")
     if file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a PROMPT, --prompt-file, --token-ids, --message, or standard input")
-    return sys.stdin.read()
+    return standard_input()
 
 
 def set_prediction(request: coordinator_pb2.GenerateRequest, file: Path | None) -> None:

@@ -27,6 +27,7 @@ from pydantic_settings import (
 )
 
 from specdec.config.retired import REPLACED, notices
+from specdec.service.texts import fault_of, read_text
 from specdec.telemetry import setup_logging
 
 _log = structlog.get_logger(__name__)
@@ -118,6 +119,9 @@ def _load(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: str) -> t
     except SettingsError as error:
         raise SettingsInvalid([_plain(cls, error)]) from error
     values = {name: getattr(loaded, name) for name in cls.model_fields}
+    faults = {name: fault_of(v.get_secret_value() if isinstance(v, SecretStr) else v) for name, v in values.items()}
+    if no_texts := [f"{name} {fault} ({_spellings(name, env_prefix)})" for name, fault in faults.items() if fault]:
+        raise SettingsInvalid(no_texts)
     inner = {name for value in values.values() if isinstance(value, BaseModel) for name in value.model_extra or ()}
     given = loaded.model_fields_set | removed | removed_flags | (inner & _removed(cls))
     return cls.model_validate(values), notices(frozenset(given))
@@ -227,7 +231,7 @@ def _config_values(argv: Sequence[str], env_prefix: str) -> dict[str, Any]:
 
 def _read_file(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         match path.suffix:
             case ".yaml" | ".yml":
                 return yaml.safe_load(text) or {}
@@ -257,7 +261,7 @@ def _describe(cls: type[BaseModel], problem: Any, env_prefix: str) -> str:
     if not location:
         return str(message)
     name = str(problem["loc"][0])
-    spellings = f"--{name.replace('_', '-')}, {env_prefix}{name.upper()}"
+    spellings = _spellings(name, env_prefix)
     match problem["type"]:
         case "missing":
             return f"{location} is required: set {spellings}"
@@ -270,6 +274,10 @@ def _describe(cls: type[BaseModel], problem: Any, env_prefix: str) -> str:
             return f"{location}: {message} ({spellings})"
         case _:
             return f"{location}: {message}, got {problem['input']!r} ({spellings})"
+
+
+def _spellings(name: str, env_prefix: str) -> str:
+    return f"--{name.replace('_', '-')}, {env_prefix}{name.upper()}"
 
 
 def _is_secret(cls: type[BaseModel], name: str) -> bool:

@@ -22,6 +22,7 @@ from specdec.commands.field_flags import set_fields, with_field_flags
 from specdec.commands.inputs.option_values import output_file
 from specdec.commands.views import tables
 from specdec.commands.views.failures import EXIT_FAILURE
+from specdec.service.texts import read_text
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_PER_CALL = 1024
@@ -152,10 +153,10 @@ async def _texts(client: Client, token_ids: list[int]) -> dict[int, str]:
 def _recorded(file: Path) -> api.GenerateRequest:
     """Read a request from a file. Raises typer.BadParameter."""
     try:
-        content = json.loads(file.read_text("utf-8"))
+        content = json.loads(read_text(file))
         body = content.get("request", content) if isinstance(content, dict) else content
         request = json_format.ParseDict(body, api.GenerateRequest())
-    except (OSError, UnicodeDecodeError, ValueError, json_format.ParseError) as error:
+    except (OSError, ValueError, json_format.ParseError) as error:
         raise typer.BadParameter(f"{file} holds no request: {error}", param_hint="--request") from error
     request.ClearField("request_id")  # an id may run once only
     request.ClearField("resume")

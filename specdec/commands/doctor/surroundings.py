@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.commands.doctor.findings import Finding, failed, passed, warned
+from specdec.service.texts import read_text
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_BYTES = 8 * 2**20
@@ -55,7 +56,7 @@ def check_audit(report: Path | None, info: api.GetModelInfoResponse) -> Finding:
     if report is None:
         return warned(what, "no report was given", do)
     try:
-        content = json.loads(report.read_text("utf-8"))
+        content = json.loads(read_text(report))
         found, when, checkpoint = content["audit"], content["when"], content["checkpoint"]
         audited = str(content.get("weights_digest", ""))
         is_lossless, speculated, num_tests = found["is_lossless"], found["speculated"], len(found["fits"])

@@ -11,6 +11,7 @@ import typer
 import yaml
 
 from specdec.config.sources import parse_failure
+from specdec.service.texts import read_text
 
 _COMMANDS = {"up", "generate", "models", "demo", "bench", "tune", "train", "debug", "audit", "doctor", "drafters"}
 
@@ -26,7 +27,7 @@ def read_config(path: Path, param_hint: str = "--config") -> dict[str, dict[str,
         typer.BadParameter: the file is unreadable or malformed, has no sections, or names an unknown command.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except OSError as error:
         raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint=param_hint) from error

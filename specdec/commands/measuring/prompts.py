@@ -11,6 +11,7 @@ from typing import Any
 from specdec.commands.measuring.requests import Prompt
 from specdec.commands.shipped_pair import shipped_pair
 from specdec.engine.checkpoints.files import read_tokenizer
+from specdec.service.texts import NotText, read_text
 
 _FIELDS = ("prompt", "text", "token_ids")
 _MOST_KIND = 40
@@ -51,11 +52,11 @@ def read_prompts(path: Path) -> Prompts:
     Raises PromptsInvalid.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
+        text = read_text(path)
     except OSError as error:
         raise PromptsInvalid(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PromptsInvalid(f"{path} is not UTF-8 text") from error
+    except NotText as fault:
+        raise PromptsInvalid(f"{path} {fault}") from None
     lines = [(f"line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     match path.suffix:
         case ".json":

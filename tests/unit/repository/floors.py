@@ -14,8 +14,8 @@ FLOORS = {
         coordinator draft_service gateway target_service
     """,
     "specdec.commands": """
-        field_flags keys request_options shipped_pair views
-        connection errors health measuring
+        field_flags request_options shipped_pair views
+        connection errors health keys measuring
         drafters fetch generate inputs models
         debug up
         audit bench demo serve tune
@@ -275,7 +275,7 @@ FLOORS = {
         build
     """,
     "specdec.service": """
-        byte_budget error_interceptor exposure listening memory_limit metrics_server process standstill tls_watch
+        byte_budget error_interceptor exposure listening memory_limit metrics_server process standstill texts tls_watch
         metrics_endpoint settings
         readiness
         server
@@ -316,7 +316,7 @@ FLOORS = {
         pacing
     """,
     "specdec.wire": """
-        backoff tokenizer_files error_details message_sizes sampling_limits sampling_params tls_files
+        backoff error_details message_sizes sampling_limits sampling_params tls_files tokenizer_files
         errors proposals settings
         abort discovery reading
         tls
