@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a virtual environment in .venv, command-line tools in .tools. The servers that
-# tests run (Redis, Prometheus) and the browser are Debian packages, installed where they are missing.
+# tests run (Redis, Prometheus, nginx) and the browser are Debian packages, installed where they are missing.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -45,8 +45,8 @@ CRDS := $(foreach package,$(CRD_PACKAGES),.tools/node_modules/@$(word 2,$(subst 
 CHECKOV := .tools/checkov/bin/checkov
 SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
 # Clients of the gateway that tests run (docs/openai-clients.md), and those that only "make test-long" runs.
-CLIENTS := $(foreach name,agents frameworks llama-benchy triton,.tools/clients/$(name)/.installed)
-LONG_CLIENTS := $(foreach name,lm-eval guidellm aiperf vllm,.tools/clients/$(name)/.installed)
+CLIENTS := $(foreach name,agents frameworks ai-sdk llama-benchy triton,.tools/clients/$(name)/.installed)
+LONG_CLIENTS := $(foreach name,litellm lm-eval guidellm aiperf vllm,.tools/clients/$(name)/.installed)
 COMPOSE := .tools/docker-compose
 PROTO_ROOT ?= proto
 PROTOS := $(wildcard $(PROTO_ROOT)/specdec/v1/*.proto)
@@ -142,8 +142,8 @@ fi
 endef
 
 .PHONY: servers
-servers:  ## Install the servers that tests run, Redis and Prometheus, and a browser: Chromium.
-	@$(call install_programs,redis-server prometheus promtool chromium chromedriver)
+servers:  ## Install the servers that tests run, Redis, Prometheus and nginx, and a browser: Chromium.
+	@$(call install_programs,redis-server prometheus promtool nginx chromium chromedriver)
 
 .PHONY: redis
 redis:

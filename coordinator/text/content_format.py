@@ -19,6 +19,8 @@ class ContentFormat:
 
     takes_text: bool = True
     takes_parts: bool = False
+    takes_empty_text: bool = True
+    """False: an empty text is refused, and a part without text is not."""
 
 
 class ContentFormats:
@@ -49,9 +51,10 @@ class ContentFormats:
 
     def _find(self, role: str) -> ContentFormat | None:
         as_text = self._render(role, _PROBE)
-        as_parts = self._render(role, [{"type": "text", "text": _PROBE}])
+        as_parts = self._render(role, _parts_of(_PROBE))
         if as_text is not None and _PROBE in as_text:
-            return ContentFormat(takes_parts=as_parts == as_text)
+            takes_empty_text = self._render(role, "") is not None or self._render(role, _parts_of("")) is None
+            return ContentFormat(takes_parts=as_parts == as_text, takes_empty_text=takes_empty_text)
         # A list that is only printed shows its field names around the text.
         if as_parts is not None and _PROBE in as_parts and "'type'" not in as_parts and '"type"' not in as_parts:
             return ContentFormat(takes_text=False, takes_parts=True)
@@ -76,11 +79,15 @@ def fit_content(index: int, message: dict[str, Any], known: ContentFormat) -> di
         InvalidRequest: a part is no text, and the template takes only text.
     """
     content = message.get("content")
-    if isinstance(content, str) and not known.takes_text:
-        return {**message, "content": [{"type": "text", "text": content}]}
+    if isinstance(content, str) and not (known.takes_text and (content or known.takes_empty_text)):
+        return {**message, "content": _parts_of(content)}
     if isinstance(content, list) and not known.takes_parts:
         return {**message, "content": "\n".join(_text_of(index, number, part) for number, part in enumerate(content))}
     return message
+
+
+def _parts_of(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _text_of(index: int, number: int, part: Any) -> str:

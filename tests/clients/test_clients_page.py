@@ -45,7 +45,7 @@ def test_the_page_installs_what_the_tests_install() -> None:
     }
     assert said == wanted
     assert pages["openai"].installs == [f"openai=={openai.__version__}"]
-    assert pages.keys() == {"curl", "openai", *INSTALLED}
+    assert pages.keys() == {"curl", "openai", "Agents", "Chat templates", *INSTALLED}
 
 
 def test_curl_lists_models_and_streams(reader: Reader, code: str) -> None:

@@ -162,6 +162,16 @@ def test_a_text_becomes_a_part_where_the_template_takes_nothing_else() -> None:
     )
 
 
+def test_an_empty_text_becomes_a_part_where_the_template_refuses_it() -> None:
+    refuses = """{% for m in messages %}{% if not m.content %}{{ raise_exception('nothing is said') }}{% endif %}
+{{- m.role }}: {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}
+{%- endif %};{% endfor %}"""
+    said = [USER, {"role": "assistant", "content": ""}, USER]
+    parts = [USER, {"role": "assistant", "content": [{"type": "text", "text": ""}]}, USER]
+    assert render(refuses, chat_messages(said)) == render_there(refuses, parts)
+    assert render(refuses, chat_messages(said[::2])) == render_there(refuses, said[::2])
+
+
 def test_what_a_template_takes_is_found_for_each_role() -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'user' and m.content is not string %}"
