@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -54,7 +56,11 @@ def inflated(source: Path, shape: Shape, name: str, device: str = "cpu", cache: 
     folder, rest = _roomy(folders, num_bytes)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-{os.getpid()}-", dir=folder.parent))
     try:
-        write_inflated(source, shape, unfinished, device, rest)
+        if device == "cpu":
+            write_inflated(source, shape, unfinished, device, rest)
+        else:  # in a process of its own: its context on the GPU would keep NVIDIA MPS out
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
+                child.submit(write_inflated, source, shape, unfinished, device, rest).result()
         unfinished.chmod(0o755)
         unfinished.rename(folder)
     except OSError:

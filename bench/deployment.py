@@ -13,7 +13,7 @@ from bench.pairs import Pair, PairMember
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.up.cluster import Cluster, free_port
 from specdec.commands.up.cores import assign_cores, share_cores
-from specdec.commands.up.mps import shared_by_mps
+from specdec.commands.up.mps import mps_is_wanted, shared_by_mps
 from specdec.commands.up.plan import LocalPlan, Placement, plan_services
 from specdec.commands.up.service_process import ServiceSpec
 
@@ -71,7 +71,7 @@ def running(
         specs = [_through(spec, proxy) for spec in specs]
     with (
         pinned(client_cores(deployment.cores, deployment.placement)),
-        shared_by_mps(specs, progress.tell) as sharing_specs,
+        shared_by_mps(specs, progress.tell, is_wanted=mps_is_wanted(os.environ)) as sharing_specs,
         Cluster(sharing_specs) as cluster,
     ):
         cluster.start(lambda what: progress.tell(f"waiting for {what}"))

@@ -1,19 +1,12 @@
-"""Steps of the slot about a row's bits: what changes them, and what row-invariant products cost."""
+"""Steps of the slot about a row's bits, and inputs whose results the CPU knows."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
-from torch.nn.functional import linear
 
 from bench.gpu_slot import models
 from bench.gpu_slot.models import Found, SlotModel, StepSetup, chain_rows
 from specdec.engine.cuda.cuts import device_cuts
-from specdec.engine.cuda.products import ProductTiles, ordered_linear, product_tiles
 from specdec.engine.drawing.adjustments import Adjustments
 from specdec.engine.sampling.logit_processors import (
     CutArguments,
@@ -24,8 +17,6 @@ from specdec.engine.sampling.logit_processors import (
 )
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.wire.sampling_params import SamplingParams
-
-_MORE_THAN_CACHED_BYTES = 256 << 20
 
 
 def num_cuts_that_differ(place: StepSetup, logits: torch.Tensor) -> int:
@@ -123,43 +114,3 @@ def _prefilled(model: SlotModel, length: int, chunk: int) -> torch.Tensor:
     for start in range(0, length, chunk):
         logits = model.decoder(model.rows(start, min(chunk, length - start)), model.cache)
     return logits
-
-
-def products(place: StepSetup) -> Found:
-    """Times of row-invariant products with several tiles beside torch's; raises where tiles change a bit.
-
-    Several weights take turns, so that none is in the GPU's cache when it is read.
-    """
-    sizes = ((48, 64),) if place.dry else ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256))
-    found: Found = {}
-    for num_inputs, num_outputs in sizes:
-        num_weights = 2 if place.dry else -(-_MORE_THAN_CACHED_BYTES // (2 * num_inputs * num_outputs))
-        weights = torch.randn(num_weights, num_outputs, num_inputs, device=place.device, dtype=place.dtype)
-        turns = itertools.cycle(weights.unbind(0))
-
-        def in_turn(product: Callable[..., torch.Tensor], rows: torch.Tensor, *rest: Any) -> torch.Tensor:
-            return product(rows, next(turns), *rest)  # noqa: B023 - called before the loop goes on
-
-        for num_rows in (1, 8) if place.dry else (1, 8, 64, 512):
-            rows = torch.randn(num_rows, num_inputs, device=place.device, dtype=place.dtype)
-            label = f"{num_rows} x {num_inputs} x {num_outputs}"
-            found[f"{label}, torch ms"] = place.device_ms(partial(in_turn, linear, rows))
-            chosen = product_tiles(num_rows, num_outputs, place.dtype)
-            expected = ordered_linear(rows, weights[0])
-            place.keep(found)
-            for tiles in (chosen, *_other_tiles(num_rows, chosen.block_k)):
-                name = f"{label}, {tiles.block_m} x {tiles.block_n}, {tiles.num_stages} stages, {tiles.num_warps} warps"
-                found[f"{name} ms"] = place.device_ms(partial(in_turn, ordered_linear, rows, None, tiles))
-                if not place.dry and not torch.equal(ordered_linear(rows, weights[0], None, tiles), expected):
-                    raise AssertionError({**found, "other bits": name})
-    return found
-
-
-def _other_tiles(num_rows: int, block_k: int) -> list[ProductTiles]:
-    if num_rows > 16:
-        return [ProductTiles(32, 64, block_k, 4, 5), ProductTiles(32, 256, block_k, 8, 3)]
-    return [
-        ProductTiles(16, 16, block_k, 2, 8),
-        ProductTiles(16, 64, block_k, 4, 8),
-        ProductTiles(16, 128, block_k, 4, 4),
-    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.buckets import BucketedSteps
 from specdec.engine.cuda.passes import CudaCapture
+from specdec.engine.model.beside import PassRows
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
 
@@ -60,12 +61,12 @@ class StepSetup:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def median_ms(self, run: Callable[[], object]) -> float:
-        """Median milliseconds of a call with the work that it launches, after three warm-up calls; one call if dry."""
+    def median_ms(self, run: Callable[[], object], num_repeats: int = _REPEATS) -> float:
+        """Median milliseconds of a call with the work that it launches, after warm-up calls; one call if dry."""
         times = []
-        for _ in range(1 if self.dry else 3):
+        for _ in range(1 if self.dry or num_repeats == 1 else 3):
             run()
-        for _ in range(1 if self.dry else _REPEATS):
+        for _ in range(1 if self.dry else num_repeats):
             self.synchronize()
             began_s = time.perf_counter()
             run()
@@ -134,6 +135,17 @@ class SlotModel:
         others = torch.arange(num_rows, device=self.cache.device)
         others[chain_rows(num_rows)] = 0
         return replace(batch, input_ids=(batch.position_ids * 7919 + others) % self.vocab_size)
+
+
+def decoding(model: SlotModel, contexts: Sequence[int]) -> Batch:
+    """A row of each of several sequences, after these numbers of tokens. They share the first blocks of the cache."""
+    rows = PassRows(BLOCK_SIZE)
+    for number, context in enumerate(contexts):
+        blocks = list(range(context // BLOCK_SIZE + 1))
+        blocks[-1] = model.cache.num_blocks - 2 - number  # the block that it writes
+        rows.add_sequence(blocks)
+        rows.add(number, context)
+    return rows.batch(model.cache.device)
 
 
 def tree_of(batch: Batch, start: int) -> Batch:

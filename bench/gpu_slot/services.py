@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -50,9 +50,53 @@ def selftest(place: StepSetup) -> Found:
     return found
 
 
-def served(place: StepSetup) -> Found:
-    """The demo: the shipped pair behind all three services, compared with plain decoding."""
-    return _told("specdec.commands.main", "demo")
+def greedy(place: StepSetup) -> Found:
+    """Greedy tokens of the shipped target in float32 on the device, beside transformers' dense logits of the same text.
+
+    Raises AssertionError where more than near-ties differ: in one of a hundred tokens.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from bench.prompts import held_out_prompts
+    from specdec.commands.up.plan import shipped_model
+    from specdec.engine.block_pool import BlockPool
+    from specdec.engine.engine import Engine
+    from specdec.engine.model.runner import ModelRunner
+    from specdec.engine.sampling.sampler import RowContext, Sampler
+    from specdec.engine.scheduler import Scheduler
+    from specdec.engine.settings import EngineSettings
+    from specdec.wire.sampling_params import SamplingParams
+
+    folder, num_tokens, num_prompts = shipped_model("target"), 12 if place.dry else 256, 1 if place.dry else 4
+    settings = EngineSettings(model=folder, device=str(place.device), dtype="float32", num_blocks=256)
+    runner = ModelRunner.load(settings)
+    runner.warmup()
+    pool = BlockPool(runner.num_blocks, runner.block_size)
+    engine = Engine(runner, pool, Scheduler(pool, 512, 8, runner.max_model_len), None, runner)
+    sampler = Sampler(runner.vocab_size, runner.device, native=runner.native_sampling)
+    dense: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    dense.to(place.device).eval()
+    params, found = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0), {"captured": runner.num_graphs}
+    num_differing = num_compared = 0
+    for prompt in held_out_prompts(Path(folder), num_prompts):
+        ids = list(prompt)
+        seq = engine.add(ids, num_prompt_tokens=len(ids))
+        for _ in range(num_tokens):
+            output = engine.step()
+            assert output is not None
+            [token] = sampler.sample(output.logits[-1:], [RowContext(params, len(seq.token_ids), len(ids))])
+            assert token is not None, "the logits are not finite"
+            engine.append(seq, [token])
+        text = torch.tensor([seq.token_ids[:-1]], device=place.device)
+        likeliest = dense(input_ids=text, use_cache=False).logits[0, len(ids) - 1 :].argmax(1).tolist()
+        num_differing += sum(a != b for a, b in zip(likeliest, seq.token_ids[len(ids) :], strict=True))
+        num_compared += num_tokens
+        engine.free(seq)
+        found |= {"tokens": num_compared, "tokens that differ": num_differing}
+        place.keep(found)
+    if num_differing > num_compared / 100:
+        raise AssertionError(found)
+    return found
 
 
 def failover(place: StepSetup) -> Found:
@@ -62,28 +106,31 @@ def failover(place: StepSetup) -> Found:
     return streams.failover(place)
 
 
-def gaps(place: StepSetup) -> Found:
-    """See ``streams.gaps``."""
-    from bench.gpu_slot import streams
-
-    return streams.gaps(place)
-
-
-def inflated(place: StepSetup) -> Found:
-    """An inflated pair served with and without speculation, beside transformers: speeds, and differing tokens.
+def speedup(place: StepSetup) -> Found:
+    """The inflated 8B pair beside plain decoding, one stream, draft apart: the headline.
 
     Its 17 GiB of weights are written to disk first.
     """
-    only = ["--only", "systems", "--systems", "transformers", "--batch", "1", "--prompts", "2", "--peer-tokens", "5"]
+    return _bench(place, "gpu-8b", 1, "--only", "decode", "--batch", "1", "--prompts", "4")
+
+
+def assisted(place: StepSetup) -> Found:
+    """The same pair beside transformers, assisted and plain: speeds, and differing tokens."""
+    only = ["--only", "systems", "--systems", "transformers", "--batch", "1", "--prompts", "1", "--peer-tokens", "5"]
     return _bench(place, "gpu-8b", 2, *only)
 
 
 def loaded(place: StepSetup) -> Found:
-    """The inflated 8B pair with several streams at once, and the times between the target's steps."""
-    return _bench(place, "gpu-8b", 1, "--only", "decode", "--batch", "2" if place.dry else "1,8,32", "--prompts", "2")
+    """The same pair with several streams at once."""
+    return _bench(place, "gpu-8b", 1, "--only", "decode", "--batch", "2" if place.dry else "8,32", "--prompts", "1")
 
 
-def inflated_32b(place: StepSetup) -> Found:
+def together(place: StepSetup) -> Found:
+    """The same pair with the draft in the target's process, one stream, to compare with `speedup`."""
+    return _bench(place, "gpu-8b", 1, "--only", "decode", "--batch", "1", "--prompts", "2", "--placement", "together")
+
+
+def large(place: StepSetup) -> Found:
     """An inflated pair whose target has 32 B parameters, one stream; 62 GiB are written to disk first."""
     return _bench(place, "gpu-32b", 1, "--only", "decode", "--batch", "1", "--prompts", "1")
 
@@ -96,7 +143,7 @@ def _bench(place: StepSetup, pair: str, num_copies: int, *arguments: str) -> Fou
     if not place.dry:
         _check_fits(pair, num_copies, torch.cuda.get_device_properties(place.device).total_memory)
     where = ["--pair", "shipped", "--device", "cpu"] if place.dry else ["--pair", pair, "--device", "cuda"]
-    sizes = ["--repeats", "1", "--max-tokens", "16" if place.dry else "96", "--temperature", "0,1"]
+    sizes = ["--repeats", "1", "--max-tokens", "16" if place.dry else "256", "--temperature", "0,1"]
     with tempfile.TemporaryDirectory() as folder:
         found = _told("bench", *where, *sizes, *arguments, "--no-check", "--results", folder)
         (results,) = Path(folder).glob("*.json")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
+import shutil
+import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -15,42 +19,50 @@ import torch
 
 from bench.gpu_slot import models
 from bench.gpu_slot.attending import attention
-from bench.gpu_slot.determinism import (
-    bitwise,
-    num_adjusted_that_differ,
-    num_cuts_that_differ,
-    products,
-)
-from bench.gpu_slot.heads import heads
+from bench.gpu_slot.determinism import bitwise, num_adjusted_that_differ, num_cuts_that_differ
 from bench.gpu_slot.models import Found, StepSetup
-from bench.gpu_slot.services import failover, gaps, inflated, inflated_32b, loaded, selftest, served
-from bench.gpu_slot.timing import draft, steps
-from bench.gpu_slot.watched import sanitizer
+from bench.gpu_slot.services import assisted, failover, greedy, large, loaded, selftest, speedup, together
+from bench.gpu_slot.timing import draft, long, steps
 from specdec.engine.cuda.buckets import ROW_BUCKETS
 from specdec.engine.cuda.sampling import device_perturbed_top
 from specdec.engine.sampling.noise import Purpose, noise_key
 from specdec.engine.sampling.perturbed_top import perturbed_top
 from specdec.service.process import die_with_parent
 
+_QUERIED = "driver_version,compute_mode,mig.mode.current,clocks.max.sm,power.limit"
+_MOST_ASKING_S = 20.0
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "grpcio", "protobuf", "pydantic", "numpy")
 
 
 def versions(place: StepSetup) -> Found:
-    """Versions of packages, and the GPU."""
+    """Versions of packages, the GPU, its driver and mode, the compiler that Triton needs, MPS, and room on disks."""
     found: Found = {"python": sys.version}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
+    found |= {
+        "compiler": _told_by(os.environ.get("CC") or "gcc", "--version"),
+        "Python.h": (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
+        "mps": shutil.which("nvidia-cuda-mps-control"),
+        "free GiB": {str(path): shutil.disk_usage(path).free >> 30 for path in (Path.home(), Path("/dev/shm"))},
+        "nvidia-smi": _told_by("nvidia-smi", f"--query-gpu={_QUERIED}", "--format=csv,noheader"),
+    }
     if place.device.type == "cuda":
         properties = torch.cuda.get_device_properties(place.device)
-        found |= {
-            "gpu": properties.name,
-            "memory_bytes": properties.total_memory,
-            "sms": properties.multi_processor_count,
-        }
+        found |= {"gpu": properties.name, "memory_bytes": properties.total_memory}
+        found["sms"] = properties.multi_processor_count
     return found
+
+
+def _told_by(tool: str, *arguments: str) -> str | None:
+    """First line of a tool's output; None: it is not there, or fails."""
+    try:
+        done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=_MOST_ASKING_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.splitlines()), "")
 
 
 def exactness(place: StepSetup) -> Found:
@@ -101,42 +113,25 @@ def graph(place: StepSetup) -> Found:
     return found
 
 
-def trace(place: StepSetup) -> Found:
-    """Time of a step of the 8B shape by kernel."""
-    from torch.profiler import ProfilerActivity, profile
-
-    model = models.make("8b", place, 64 if place.dry else 2048)
-    batch = model.rows(16, 1) if place.dry else model.rows(1024, 8)
-    model.decoder(batch, model.cache)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if place.device.type == "cuda" else [])
-    with profile(activities=activities) as profiler:
-        model.decoder(batch, model.cache)
-        place.synchronize()
-    order = "cuda_time_total" if place.device.type == "cuda" else "cpu_time_total"
-    return {"table": profiler.key_averages().table(sort_by=order, row_limit=25).splitlines()}
-
-
 STEPS: dict[str, Callable[[StepSetup], Found]] = {
     step.__name__: step
     for step in (
         versions,
-        exactness,
         selftest,
-        attention,
-        sanitizer,
-        bitwise,
         graph,
-        products,
+        greedy,
         steps,
+        speedup,
+        assisted,
+        exactness,
+        attention,
+        bitwise,
         draft,
-        heads,
-        served,
-        failover,
-        gaps,
-        trace,
-        inflated,
         loaded,
-        inflated_32b,
+        long,
+        together,
+        failover,
+        large,
     )
 }
 
@@ -148,7 +143,10 @@ def main() -> int:
     parser.add_argument("step", choices=list(STEPS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--stack-after-s", type=float, help="seconds after which all threads' stacks are printed")
     options = parser.parse_args()
+    if options.stack_after_s:  # a thread of C prints them, also while a call hangs in the driver
+        faulthandler.dump_traceback_later(options.stack_after_s)
     if not options.dry and not torch.cuda.is_available():
         raise SystemExit("no CUDA device is here: --dry runs the same steps on the CPU")
 

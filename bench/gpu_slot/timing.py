@@ -28,7 +28,7 @@ def steps(place: StepSetup) -> Found:
     """Times of a step, eager and replayed, of 8B and 1B shapes at several contexts, beside the predictions."""
     found: Found = {COPIES: place.copy_tb_per_s()}
     found["predicted"] = {} if place.dry else predicted_steps(torch.cuda.get_device_name())
-    contexts = (16, 32) if place.dry else (256, 1024, 4096)
+    contexts = (16, 32) if place.dry else (1024, 4096)
     for name, shape, is_ordered in (("1b", "1b", False), ("8b", "8b", False), ("8b deterministic", "8b", True)):
         model = models.make(shape, place, contexts[-1] + 512, row_invariant=is_ordered)
         replays = models.replays_of(place, model)
@@ -74,6 +74,21 @@ def _prefill(place: StepSetup, model: SlotModel, num_tokens: int) -> None:
     for start in range(0, num_tokens, chunk):
         batch = model.rows(start, min(chunk, num_tokens - start), num_tokens)
         model.decoder(replace(batch, logits_indices=batch.logits_indices[-1:]), model.cache)
+
+
+def long(place: StepSetup) -> Found:
+    """Times of an 8B prefill of 32k tokens, and of decoding one long context beside 31 short ones."""
+    length, short = (48, 8) if place.dry else (32768, 500)
+    model = models.make("8b", place, length + 16)
+    found: Found = {f"8b: prefill of {length}, ms": place.median_ms(partial(_prefill, place, model, length), 1)}
+    place.keep(found)
+    replays = models.replays_of(place, model)
+    num_rows = 4 if place.dry else 32
+    for name, first in (("short ones only", short), (f"one of {length}", length)):
+        batch = models.decoding(model, [first] + [short] * (num_rows - 1))
+        found[f"8b: {num_rows} rows, {name}, ms"] = place.median_ms(partial(replays, batch, model.cache))
+        place.keep(found)
+    return found
 
 
 def draft(place: StepSetup) -> Found:

@@ -28,6 +28,7 @@ from specdec.commands.up.command import (
 )
 from specdec.commands.up.devices import device_kind
 from specdec.commands.up.drafters import drafter_settings
+from specdec.commands.up.mps import mps_is_wanted
 from specdec.commands.up.plan import (
     PORTS,
     LocalPlan,
@@ -102,7 +103,7 @@ def demo(
         request.sampling.temperature = temperature
         request.sampling.seed = seed
         request.sampling.max_tokens = max_tokens
-        with running_cluster(plan, console) as cluster:
+        with running_cluster(plan, console, mps=mps_is_wanted(os.environ)) as cluster:
             console.print(Rule("prompt", style="dim"))
             console.print(Text(request.prompt or prompt or _QUESTION, style="dim"), soft_wrap=True)
             console.print(Rule("completion", style="dim"))

@@ -145,25 +145,22 @@ def _build_single(
 ) -> tuple[Batch, list[ItemRows]]:
     """`build_batch` of single-token items with fewer array operations, which matter beside a small model."""
     num_rows = len(items)
-    num_blocks = max(len(item.seq.block_ids) for item in items)
     rows = range(num_rows)
     tokens, positions, slots = [], [], []
-    tables: list[int] = []
     for item in items:
-        blocks, position = item.seq.block_ids, item.start
+        position = item.start
         tokens.append(item.seq.token_ids[position])
         positions.append(position)
-        slots.append(blocks[position // block_size] * block_size + position % block_size)
-        tables += blocks
-        tables += [0] * (num_blocks - len(blocks))
+        slots.append(item.seq.block_ids[position // block_size] * block_size + position % block_size)
     contexts = [position + 1 for position in positions]
+    tables = _block_tables(items)
     [wide], [narrow] = to_device(
         [np.array([*tokens, *positions, *slots, *rows], np.int64)],
-        [np.array([*rows, *contexts, *([0] * (num_rows + 1)), *tables], np.int32)],
+        [np.concatenate([np.array([*rows, *contexts, *([0] * (num_rows + 1))], np.int32), tables.reshape(-1)])],
         device,
     )
     ids, position_ids, slot_mapping, logits_indices = wide.view(4, num_rows).unbind()
-    seqs, context_lens, path_offsets, table = narrow.split([num_rows, num_rows, num_rows + 1, len(tables)])
+    seqs, context_lens, path_offsets, table = narrow.split([num_rows, num_rows, num_rows + 1, tables.size])
     batch = Batch(
         input_ids=ids,
         position_ids=position_ids,
@@ -172,7 +169,7 @@ def _build_single(
         context_lens=context_lens,
         path_offsets=path_offsets,
         path_slots=narrow[:0],
-        block_tables=table.view(num_rows, num_blocks),
+        block_tables=table.view(tables.shape),
         logits_indices=logits_indices,
         num_seqs=num_rows,
         states=_states(items),

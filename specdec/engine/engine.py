@@ -26,7 +26,7 @@ from specdec.engine.block_pool import BlockPool
 from specdec.engine.errors import KVInvariantError, SequenceStateError, TreeError
 from specdec.engine.flight import Flight
 from specdec.engine.outputs import EngineStats, StepOutput
-from specdec.engine.runner import LaunchedPass, PassObserver, Runner
+from specdec.engine.runner import DeviceMemory, LaunchedPass, PassObserver, Runner
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.tap import HiddenTap
@@ -45,8 +45,10 @@ class Engine:
         block_pool: BlockPool,
         scheduler: Scheduler,
         launch_pass: Callable[[Batch], LaunchedPass] | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
-        """`launch_pass` begins passes that a device computes meanwhile; None: `runner.forward` computes them."""
+        """`launch_pass` begins passes that a device computes meanwhile; None: `runner.forward` computes them. `memory`
+        may be given back where too little is free."""
         self.runner = runner
         self.block_pool = block_pool
         self.scheduler = scheduler
@@ -55,6 +57,8 @@ class Engine:
         self.launch_pass = launch_pass
         self.tap_ids: tuple[int, ...] = ()
         """Hidden states that steps return, by the ids of `specdec.engine.tap`."""
+        self._memory = memory
+        self._memory_faults = 0
         self._ids = itertools.count()
         self._flight: Flight | None = None  # launched and not collected
         self._unaccepted: list[Sequence] = []  # verified in the last step
@@ -306,6 +310,12 @@ class Engine:
             seq.tree = None
         return batch
 
+    def release_memory(self) -> None:
+        """Give back device memory that only makes steps faster, after too little was free."""
+        self._memory_faults += 1
+        if self._memory is not None:
+            self._memory.release_memory()
+
     def stats(self) -> EngineStats:
         """Gauges and counters; `running` sequences hold blocks, `waiting` ones do not."""
         blocks = self.block_pool.stats()
@@ -322,6 +332,8 @@ class Engine:
             preemptions=counters.preemptions,
             rollbacks=self._rollbacks,
             rollback_tokens=self._rollback_tokens,
+            num_graphs=0 if self._memory is None else self._memory.num_graphs,
+            memory_faults=self._memory_faults,
         )
 
     def _check_writes(self, scheduled: ScheduledStep) -> None:

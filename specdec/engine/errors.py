@@ -62,6 +62,13 @@ class KVInvariantError(EngineError):
     """A broken invariant of the KV cache: a bug of the engine, never the caller's input."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had too little free memory, which says nothing about its state."""
+    text = str(error)
+    told = "CUDA error: out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
+    return isinstance(error, RuntimeError) and (type(error).__name__ == "OutOfMemoryError" or told)
+
+
 class ModelLoadError(EngineError):
     """A model that could not be loaded: missing files, a bad config, too little memory."""
 

@@ -67,3 +67,7 @@ class EngineStats:
     preemptions: int
     rollbacks: int
     rollback_tokens: int
+    num_graphs: int
+    """Captured graphs of a GPU."""
+    memory_faults: int
+    """Steps for which the device had too little free memory."""

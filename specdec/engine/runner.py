@@ -28,6 +28,17 @@ class Runner(Protocol):
         """Copy physical slots in all layers, as if all were read before any is written."""
 
 
+class DeviceMemory(Protocol):
+    """Memory of a device that can be given back."""
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of captured graphs."""
+
+    def release_memory(self) -> None:
+        """Give back memory that only makes steps faster."""
+
+
 class LaunchedPass(Protocol):
     """A forward pass on a device, running or done."""
 

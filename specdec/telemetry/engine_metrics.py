@@ -20,6 +20,7 @@ class EngineMetrics(MetricGroup):
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self._make_step_metrics()
+        self._make_device_metrics()
         self._make_session_metrics()
         self._make_cache_metrics()
         self._make_grammar_metrics()
@@ -57,6 +58,18 @@ class EngineMetrics(MetricGroup):
             self._loop,
             FINE_S,
             promql="sum by (instance) (rate($loop_seconds_sum[5m]))",
+        )
+
+    def _make_device_metrics(self) -> None:
+        self.captured_graphs = self._gauge(
+            "captured_graphs",
+            "Captured graphs of a GPU; 0 on a GPU: kernels are launched one by one, which is slower.",
+            promql="min by (instance) ($captured_graphs)",
+        )
+        self.memory_faults = self._counter(
+            "device_memory_faults_total",
+            "Steps for which the device had too little free memory: they were repeated with fewer sequences.",
+            promql="sum by (instance) (increase($device_memory_faults_total[1h]))",
         )
 
     def _make_session_metrics(self) -> None:

@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import platform
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from rich.console import Console
 
 from specdec.commands.measuring.tables import Table
 
+_MOST_ASKING_S = 20.0
 _CPU_FIELDS = {"vendor_id": "maker", "model name": "model", "cpu family": "family", "model": "number"}
 _ISA = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd")
 
@@ -71,10 +74,21 @@ def machine(cores: Sequence[int], device: str = "cpu") -> dict[str, object]:
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
     if device != "cpu":
-        import torch
-
-        info["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        info["gpus"] = _gpus()
     return info
+
+
+def _gpus() -> list[str]:
+    """Names, drivers and compute modes of the GPUs, from the driver's tool: torch would start a context on a GPU."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=name,driver_version,compute_mode", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_ASKING_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
 
 
 def _cpu() -> dict[str, object]:

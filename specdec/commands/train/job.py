@@ -50,7 +50,9 @@ class Loaded:
     @property
     def for_heads(self) -> HeadTarget:
         """The target as heads use it."""
-        return HeadTarget(self.runner, self.engine, Sampler(self.runner.vocab_size, self.runner.device))
+        runner = self.runner
+        sampler = Sampler(runner.vocab_size, runner.device, native=runner.native_sampling)
+        return HeadTarget(runner, self.engine, sampler)
 
 
 def load_target(model: str, device: str, num_threads: int) -> Loaded:
@@ -63,7 +65,8 @@ def load_target(model: str, device: str, num_threads: int) -> Loaded:
         pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len, runner.session_states()
     )
     engine = Engine(runner, pool, scheduler)
-    shared = HeadTarget(runner, engine, Sampler(runner.vocab_size, runner.device))
+    sampler = Sampler(runner.vocab_size, runner.device, native=runner.native_sampling)
+    shared = HeadTarget(runner, engine, sampler)
     config = AutoConfig.from_pretrained(directory).get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     lm_head, embedding = (find(runner.hidden_size) for find in (shared.lm_head, shared.embedding))

@@ -226,7 +226,7 @@ def _step_ms(
     ]
     while any(seq.num_pending_tokens for seq in sequences):
         engine.step()
-    sampler = Sampler(num_ids, runner.device)
+    sampler = Sampler(num_ids, runner.device, native=runner.native_sampling)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=1)
     contexts = [RowContext(params, length + row, length) for row in range(num_sequences * num_rows)]
     times_s: list[float] = []

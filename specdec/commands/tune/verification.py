@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from specdec.commands.tune.prediction import Measurements, SettingsChoice
 from specdec.commands.tune.probe_processes import ProbePlacement, Questions
 from specdec.commands.tune.settings_files import role_settings
 from specdec.commands.up.cluster import Cluster
-from specdec.commands.up.mps import shared_by_mps
+from specdec.commands.up.mps import mps_is_wanted, shared_by_mps
 from specdec.commands.up.plan import LocalPlan, plan_services
 from specdec.v1 import coordinator_pb2
 
@@ -66,7 +67,8 @@ def verify(
         coordinator_settings=settings["coordinator"],
     )
     passes: dict[float, list[LoadRun]] = {temperature: [] for temperature in questions.temperatures}
-    with shared_by_mps(plan_services(plan), tell) as specs, Cluster(specs, log_dir=log_dir) as cluster:
+    sharing = shared_by_mps(plan_services(plan), tell, is_wanted=mps_is_wanted(os.environ))
+    with sharing as specs, Cluster(specs, log_dir=log_dir) as cluster:
         cluster.start(lambda what: tell(f"waiting for {what}"))
         for temperature in questions.temperatures:
             sampling = Sampling(temperature=temperature, max_tokens=questions.max_tokens, verify_mode=choice.mode)

@@ -22,7 +22,7 @@ from specdec.commands.measuring.progress import Progress
 from specdec.commands.up.cluster import Cluster
 from specdec.commands.up.devices import device_kind
 from specdec.commands.up.drafters import drafter_settings
-from specdec.commands.up.mps import shared_by_mps
+from specdec.commands.up.mps import SWITCH, shared_by_mps
 from specdec.commands.up.placement import choose_placement
 from specdec.commands.up.plan import (
     PORTS,
@@ -136,7 +136,7 @@ def up(
         bool,
         typer.Option(
             help="Let engines that share a GPU run side by side by NVIDIA MPS, if it is installed.",
-            envvar="SPECDEC_UP_MPS",
+            envvar=SWITCH,
         ),
     ] = True,
     config: Annotated[

@@ -46,9 +46,12 @@ class DevicePlan:
         return any(place.gpus for place in (*self.targets, *self.drafts))
 
 
-# Shares of the memory that weights leave free on a shared GPU. The rest is for activations, graphs and CUDA.
-TARGET_KV_SHARE = 0.65
-DRAFT_KV_SHARE = 0.15
+# Shares of the memory that weights and engines leave free on a shared GPU. The rest is for fragments.
+TARGET_KV_SHARE = 0.75
+DRAFT_KV_SHARE = 0.18
+ENGINE_BYTES = (600 + 512 + 768) << 20
+"""Bytes of an engine on a GPU beside weights and keys: CUDA's context and libraries, captured graphs, and the largest
+step with its logits and their sampling. Chosen, not measured."""
 _MOST_ASKING_S = 60.0
 """Seconds until a GPU reports its free memory; importing torch and setting up the GPU takes some."""
 
@@ -112,7 +115,7 @@ def divide_memory(
         draft_bytes: weights of one draft.
 
     Raises:
-        ValueError: the weights alone do not fit.
+        ValueError: the weights and what their engines need beside do not fit.
     """
     engines = [(place, target_bytes, TARGET_KV_SHARE) for place in plan.targets]
     engines += [(place, draft_bytes, DRAFT_KV_SHARE) for place in plan.drafts]
@@ -122,10 +125,14 @@ def divide_memory(
         if len(here) < 2:
             continue
         free, weights = free_bytes(gpu), sum(num_bytes // place.num_ranks for place, num_bytes, _ in here)
-        if free <= weights:
-            raise ValueError(f"weights of {weights / 2**30:.1f} GiB on GPU {gpu} with {free / 2**30:.1f} GiB free")
+        needed = weights + len(here) * ENGINE_BYTES
+        if free <= needed:
+            raise ValueError(
+                f"GPU {gpu} has {free / 2**30:.1f} GiB free, and weights of {weights / 2**30:.1f} GiB with "
+                f"{len(here)} engines need {needed / 2**30:.1f}: use another GPU or smaller models"
+            )
         scale = (TARGET_KV_SHARE + DRAFT_KV_SHARE) / sum(share for _, _, share in here)
-        budgets[gpu] = (free - weights) * scale
+        budgets[gpu] = (free - needed) * scale
     divided = []
     for place, _, share in engines:
         shared = [budgets[gpu] * share for gpu in place.gpus if gpu in budgets]
@@ -147,19 +154,23 @@ def free_gpu_bytes(gpu: int) -> int:
     """Return the free memory of a GPU. Raises ValueError if it cannot be read.
 
     A child process asks, because a process that has asked keeps some hundred MiB of the GPU, and keeps NVIDIA MPS out
-    of it.
+    of it. Where it hangs in the driver, which nothing ends, it is left behind.
     """
-    code = f"import torch; print(torch.cuda.mem_get_info({gpu})[0])"
+    code, failure = (
+        f"import torch; print(torch.cuda.mem_get_info({gpu})[0])",
+        f"GPU {gpu} did not report its free memory",
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        asked = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_MOST_ASKING_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"GPU {gpu} did not report its free memory in {_MOST_ASKING_S:g} s") from error
-    if asked.returncode:
-        reason = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
-        raise ValueError(f"GPU {gpu} did not report its free memory: {reason[0]}")
-    return int(asked.stdout)
+        found, error = child.communicate(timeout=_MOST_ASKING_S)
+    except subprocess.TimeoutExpired as expired:
+        child.kill()
+        remedy = "if NVIDIA MPS runs, end it: echo quit | nvidia-cuda-mps-control"
+        raise ValueError(f"{failure} in {_MOST_ASKING_S:g} s; {remedy}") from expired
+    if child.returncode:
+        reason = error.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
+        raise ValueError(f"{failure}: {reason[0]}")
+    return int(found)
 
 
 def weights_bytes(model: str) -> int:

@@ -26,8 +26,26 @@ PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 LOG_DIRECTORY = "CUDA_MPS_LOG_DIRECTORY"
 CLIENT_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
 BELOW_NORMAL = "1"
+SWITCH = "SPECDEC_UP_MPS"
+"""Variable that switches MPS off in all commands."""
 _POLL_S = 0.05
 _LOG_NAME = "control.txt"
+
+
+_PROBE = """
+import ctypes, sys
+cuda, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+for name, *arguments in (
+    ("cuInit", 0),
+    ("cuDeviceGet", ctypes.byref(device), int(sys.argv[1])),
+    ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),
+    ("cuCtxSetCurrent", context),
+    ("cuCtxSynchronize",),
+):
+    if status := getattr(cuda, name)(*arguments):
+        sys.exit(f"{name} returned {status}")
+"""
+"""Program of a client without torch, whose import could take longer than the probe may."""
 
 
 class MpsUnusable(Exception):
@@ -42,12 +60,19 @@ class MpsTimeouts:
     """Until the daemon answers and its server runs."""
     stop_s: float = 10.0
     """From `quit` until a daemon that still runs is killed."""
+    probe_s: float = 30.0
+    """Until a first client has a context on the GPU, which can hang for ever under MPS."""
 
 
 def shared_gpus(specs: Sequence[ServiceSpec]) -> list[int]:
     """Numbers of the GPUs that more than one service computes on."""
     counts = Counter(gpu for spec in specs for gpu in spec.gpus)
     return sorted(gpu for gpu, count in counts.items() if count > 1)
+
+
+def mps_is_wanted(environment: Mapping[str, str]) -> bool:
+    """Value of `SPECDEC_UP_MPS`, for commands without a flag; true where it is not set."""
+    return environment.get(SWITCH, "1").strip().lower() not in ("0", "false", "no", "off", "f", "n")
 
 
 @contextlib.contextmanager
@@ -58,18 +83,21 @@ def shared_by_mps(
     is_wanted: bool = True,
     environment: Mapping[str, str] | None = None,
     timeouts: MpsTimeouts | None = None,
+    probe: Sequence[str] = (sys.executable, "-c", _PROBE),
 ) -> Iterator[list[ServiceSpec]]:
     """Yield the services to start, as clients of MPS if they share a GPU; the daemon ends with the block.
 
-    A running daemon is used, and left running. If none runs and none can be started, the services are unchanged: they
-    take turns on the GPU. They do so as well after the daemon ends before them, which restarts them once.
+    A running daemon is used, and left running. If none runs and none can be started, or if a first client fails or
+    hangs, the services are no clients of any daemon: they take turns on the GPU. They do so as well after the daemon
+    ends before them, which restarts them once.
 
     Args:
         specs: the services; the block must end them.
         tell: called with one line for people if a GPU is shared.
-        is_wanted: False leaves the services unchanged.
+        is_wanted: False: the services are no clients of any daemon.
         environment: None: this process's.
         timeouts: limits for the daemon.
+        probe: command of a client, which gets a GPU's number and makes a context on that GPU.
     """
     gpus = shared_gpus(specs)
     if not gpus:
@@ -92,12 +120,37 @@ def shared_by_mps(
             if not _answers(control, environment, timeouts.start_s):
                 own = stack.enter_context(_running_daemon(control, environment, timeouts))
                 how = "started for it"
+            for gpu in gpus:
+                _try_client([*probe, str(gpu)], {**environment, **own}, timeouts.probe_s)
         except MpsUnusable as error:
+            stack.close()
             tell(f"{where}: its engines take turns, as {error}.")
-            yield list(specs)
+            nowhere = stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-no-mps-"))
+            yield [_as_no_client(spec, nowhere) for spec in specs]
             return
         tell(f"{where}: NVIDIA MPS, {how}, runs kernels of its engines side by side, the target's first.")
         yield [_as_client(spec, own, environment) for spec in specs]
+
+
+def _as_no_client(spec: ServiceSpec, nowhere: str) -> ServiceSpec:
+    """The service with a folder without a daemon: otherwise it is a client of the default folder's."""
+    return replace(spec, environment={**spec.environment, PIPE_DIRECTORY: nowhere}) if spec.gpus else spec
+
+
+def _try_client(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
+    """Run one client. Raises MpsUnusable if it fails or hangs; in the driver it may outlive its kill."""
+    client = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=dict(environment)
+    )
+    try:
+        _, said = client.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        client.kill()
+        remedy = f"end its daemon (echo quit | {CONTROL}) and start again"
+        raise MpsUnusable(f"a first client of NVIDIA MPS hung for {timeout_s:g} s; {remedy}") from error
+    if client.returncode:
+        reason = said.decode(errors="replace").splitlines()[-1:] or [f"exit code {client.returncode}"]
+        raise MpsUnusable(f"a first client of NVIDIA MPS failed: {reason[0]}")
 
 
 def _as_client(spec: ServiceSpec, own: Mapping[str, str], environment: Mapping[str, str]) -> ServiceSpec:

@@ -34,8 +34,7 @@ class _Graph:
 
 
 class HeadReplays:
-    """Replays over one head's cache. A pass is captured at first use unless `prepare` did so. If a capture fails, all
-    passes run uncaptured from then on.
+    """Replays over one head's cache. A pass is captured at first use unless `prepare` did so.
 
     Cost of a replay: two copies on the device before and one after it; with attention, one more launch.
     """
@@ -45,7 +44,9 @@ class HeadReplays:
         self._steps = steps
         self._cache = cache
         self._dtype = dtype
-        self._graphs: GraphStore[_Key, _Graph] = GraphStore("a head's pass", may_replay=lambda: bool(steps.row_edges))
+        self._graphs: GraphStore[_Key, _Graph] = GraphStore(
+            steps.graphs, "a head's pass", may_replay=lambda: bool(steps.row_edges)
+        )
 
     def run(self, each: HeadPass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor | None:
         """See `ReplayingModel`."""
@@ -71,7 +72,7 @@ class HeadReplays:
         self._compile_others(kinds)
         buckets = all_buckets(min(max_len, self._cache.first_scratch_slot), self._cache.block_size)
         keys = (_key(each, bucket) for bucket in buckets if bucket[0] in _PREPARED_ROWS for each in kinds)
-        self._graphs.prepare(keys, self._captured, self._steps.has_room)
+        self._graphs.prepare(keys, self._captured)
 
     def _compile_others(self, kinds: Iterable[HeadPass | Projection]) -> None:
         """Compile the kernels that no capture runs: filling buckets, and attention over a single block."""
@@ -85,10 +86,12 @@ class HeadReplays:
         each, num_rows, bucket = key
         if isinstance(each, Projection):
             hidden, project = self._states(each, num_rows), each.compute
-            return _Graph(hidden, None, *self._steps.capture(lambda: project(hidden)))
+            return _Graph(hidden, None, *self._steps.graphs.capture(lambda: project(hidden)))
         states, rows = self._padding(each, bucket)
         compute, cache = each.compute, self._cache
-        return _Graph(states, rows, *self._steps.capture(lambda: compute(states, rows, cache.attend(rows.batch))))
+        return _Graph(
+            states, rows, *self._steps.graphs.capture(lambda: compute(states, rows, cache.attend(rows.batch)))
+        )
 
     def _padding(self, each: HeadPass, key: Key) -> tuple[torch.Tensor, LaidOut]:
         """A pass's input of padding rows."""

@@ -70,7 +70,7 @@ class HeadTarget:
     def attention(self, geometries: Sequence[LayerGeometry]) -> AttentionKernel:
         """The fastest available kernel for a head's layers."""
         if is_on_gpu(self.runner.device):
-            return device_attention(geometries)
+            return device_attention(geometries, has_kernels=self.runner.has_device_kernels)
         if self.runner.kernels is not None:
             return NativeAttention(self.runner.kernels)
         return GatherAttention()

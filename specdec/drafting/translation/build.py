@@ -93,7 +93,7 @@ def translate(
     drawing = None if is_text or built.drawing is None else built.drawing.by_ids(drawn_ids(vocabulary, num_drawn))
     adapted = replace(
         built,
-        sampler=Sampler(num_drawn, built.sampler.device),
+        sampler=Sampler(num_drawn, built.sampler.device, native=built.sampler.native),
         info=info,
         drawing=drawing,
         grammars=grammars,

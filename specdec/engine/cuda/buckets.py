@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.bucket_kernels import advance_kernel, fill_kernel
 from specdec.engine.cuda.launch import launch
-from specdec.engine.cuda.passes import GraphStore
+from specdec.engine.cuda.passes import Capture, GraphCache, GraphStore
 from specdec.engine.tap import HiddenTap
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -26,27 +26,12 @@ _LEAST_POSITIONS = 512
 """Positions of the shortest captured table: two splits of attention."""
 _TABLE_GROWTH = 4
 """Factor from one captured table length to the next. Programs of splits without a row end at once."""
-_MOST_CAPTURE_S = 20.0
-_MOST_CAPTURE_BYTES = 1 << 30
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]
 Key = tuple[int, int]
 """Rows, and blocks of a table."""
 _GraphKey = tuple[Key, tuple[int, ...]]
 """A bucket, and the layer ids of a step's tap."""
-
-
-class Capture(Protocol):
-    """Captures steps, and reports the memory they hold."""
-
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Capture a function of no arguments; returns a function that replays it, and the tensor that a replay fills.
-
-        The caller must keep the tensors that the function uses: the replay does not hold them.
-        """
-
-    def held_bytes(self) -> int:
-        """Bytes of memory that captured steps hold."""
 
 
 def bucket_of(batch: Batch, block_size: int, slots_per_row: int = PATH_SLOTS_PER_ROW) -> Key | None:
@@ -175,21 +160,24 @@ class _Graph(NamedTuple):
     """The batch whose tensors a replay reads, which it keeps alive."""
     replay: Callable[[], None]
     logits: torch.Tensor
+    """Rows of the buffer."""
 
 
 class BucketedSteps:
     """``StepModel`` that replays captured steps for batches that fit a bucket, and runs other batches directly.
 
     Replays serve the cache given to ``serve``, whose last block is the spare one: no sequence may get it. A step that
-    ``prepare`` has not captured is captured at first use. After a failed capture, all steps run directly.
+    ``prepare`` has not captured is captured at first use. All captured steps write their logits to one buffer.
     """
 
-    def __init__(self, forward: Forward, capture: Capture) -> None:
+    def __init__(self, forward: Forward, capture: Capture, *, is_alone: bool = True) -> None:
+        """`is_alone`: see ``GraphCache``."""
         self._forward = forward
-        self._capture = capture
         self._cache: KVCache | None = None
-        self._ahead_s = 0.0
-        self._graphs: GraphStore[_GraphKey, _Graph] = GraphStore("a step")
+        self._logits: torch.Tensor | None = None
+        self.graphs = GraphCache(capture, is_alone=is_alone)
+        """Captured steps, and graphs of what else runs over the model's results."""
+        self._steps: GraphStore[_GraphKey, _Graph] = GraphStore(self.graphs, "a step")
 
     def serve(self, cache: KVCache) -> None:
         """Replay steps over this cache from now on."""
@@ -198,12 +186,12 @@ class BucketedSteps:
     def stop(self) -> None:
         """Stop replaying, and drop all captured steps."""
         self._cache = None
-        self._graphs.clear()
+        self._steps.clear()
 
     @property
     def row_edges(self) -> tuple[int, ...]:
         """Row counts that steps are padded to, rising; larger steps are not replayed. Empty: no step is replayed."""
-        return () if self._cache is None or self._graphs.has_failed else ROW_BUCKETS
+        return () if self._cache is None or self._steps.has_failed else ROW_BUCKETS
 
     @property
     def forward(self) -> Forward:
@@ -211,45 +199,27 @@ class BucketedSteps:
         return self._forward
 
     @property
-    def capture(self) -> Capture:
-        """The capture, whose memory all captured steps share."""
-        return self._capture
-
-    @property
     def num_graphs(self) -> int:
         """Number of captured steps."""
-        return len(self._graphs)
+        return len(self._steps)
 
     def prepare(
-        self,
-        max_len: int,
-        *,
-        tap_ids: tuple[int, ...] = (),
-        is_limited: bool = True,
-        clock: Callable[[], float] = time.monotonic,
+        self, max_len: int, *, tap_ids: tuple[int, ...] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Capture the steps of sequences up to ``max_len`` tokens, so that no request waits for captures.
 
         Args:
             max_len: most tokens of a sequence.
             tap_ids: layers whose hidden states the steps hand out.
-            is_limited: whether to stop after 20 s, or where captured steps hold 1 GiB. False for several ranks: all
-                must capture the same steps, as they take part in each other's collectives.
             clock: monotonic time in seconds.
         """
         if (cache := self._cache) is not None:
             keys = ((key, tap_ids) for key in all_buckets(max_len, cache.block_size))
-            has_room = self.has_room if is_limited else lambda _: True
-            self._ahead_s += self._graphs.prepare(keys, lambda key: self._captured(key, cache), has_room, clock)
-
-    def has_room(self, more_s: float) -> bool:
-        """Whether more may be captured before the first request, after ``more_s`` seconds of captures since
-        ``prepare``."""
-        return self._ahead_s + more_s <= _MOST_CAPTURE_S and self._capture.held_bytes() <= _MOST_CAPTURE_BYTES
+            self._steps.prepare(keys, lambda key: self._captured(key, cache), clock)
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Logits ``[R, V]``, copied from those of a replay; see ``StepModel``."""
-        graph = self._graph_of(batch, cache) if cache is self._cache and not self._graphs.has_failed else None
+        graph = self._graph_of(batch, cache) if cache is self._cache and not self._steps.has_failed else None
         if graph is None:
             return self._forward(batch, cache)
         static = graph.batch
@@ -261,10 +231,17 @@ class BucketedSteps:
 
     def _graph_of(self, batch: Batch, cache: KVCache) -> _Graph | None:
         bucket, tap_ids = bucket_of(batch, cache.block_size), () if batch.tap is None else batch.tap.layer_ids
-        return None if bucket is None else self._graphs.get((bucket, tap_ids), lambda key: self._captured(key, cache))
+        return None if bucket is None else self._steps.get((bucket, tap_ids), lambda key: self._captured(key, cache))
 
     def _captured(self, key: _GraphKey, cache: KVCache) -> _Graph:
         bucket, tap_ids = key
         static = empty_batch(bucket, cache.device, cache.num_blocks - 1, cache.block_size)
         static.tap = HiddenTap(tap_ids) if tap_ids else None
-        return _Graph(static, *self._capture(lambda: self._forward(static, cache)))
+        return _Graph(static, *self.graphs.capture(lambda: self._buffered(self._forward(static, cache))))
+
+    def _buffered(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits in the buffer, which the first run of the first capture makes."""
+        num_rows, num_logits = logits.shape
+        if self._logits is None or self._logits.shape[1] != num_logits:
+            self._logits = logits.new_empty(ROW_BUCKETS[-1], num_logits)
+        return self._logits[:num_rows].copy_(logits)

@@ -1,4 +1,4 @@
-"""Passes enqueued in a CUDA stream, captures of repeated passes as CUDA graphs, and a store of these."""
+"""Passes enqueued in a CUDA stream, captures of repeated passes as CUDA graphs, and one cache of these."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from specdec.engine.errors import is_out_of_memory
+
 _MOST_GRAPHS = 96
-"""Captured graphs that one store keeps."""
+"""Captured graphs of one model, its drafts' rounds and heads included."""
+_MOST_AHEAD_S = 20.0
+"""Seconds of captures before the first request."""
+CAPTURE_BYTES = 512 << 20
+"""Bytes that captured graphs hold above which none is captured."""
+_MOST_FAILURES = 3
+"""Failed captures after which a store tries none."""
 _logger = logging.getLogger(__name__)
 
 KeyT = TypeVar("KeyT")
@@ -52,10 +60,23 @@ class EnqueuedPass:
         return float(self._end_before.elapsed_time(self._begin)) / 1e3
 
 
+class Capture(Protocol):
+    """Captures passes, and reports the memory they hold."""
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """Capture a function of no arguments; returns a function that replays it, and the tensor that a replay fills.
+
+        The caller must keep the tensors that the function uses: the replay does not hold them.
+        """
+
+    def held_bytes(self) -> int:
+        """Bytes of memory that captured passes hold."""
+
+
 class CudaCapture:
     """Captures CUDA graphs, which share their memory: a replay overwrites the results of other graphs.
 
-    It is a ``specdec.engine.cuda.buckets.Capture``.
+    It is a ``Capture``.
     """
 
     def __init__(self) -> None:
@@ -97,55 +118,123 @@ class CudaCapture:
         return graph.replay, logits
 
 
-class GraphStore(Generic[KeyT, GraphT]):
-    """Captured graphs by key, at most 96; the least recently used one is dropped first.
+class GraphCache:
+    """All captured graphs over one pool of memory: at most 96, the least recently used one is dropped first."""
 
-    After a failed capture, or while no graph may be replayed, `get` returns None: kernels are launched one by one.
-    """
-
-    def __init__(self, subject: str, may_replay: Callable[[], bool] = lambda: True) -> None:
-        """`subject`: name of the graphs in logs; `may_replay`: called by each `get`."""
-        self.has_failed = False
-        self._subject = subject
-        self._may_replay = may_replay
-        self._graphs: OrderedDict[KeyT, GraphT] = OrderedDict()
+    def __init__(self, capture: Capture, *, is_alone: bool = True) -> None:
+        """`is_alone`: no other rank captures. Ranks must capture the same passes, as a capture takes part in their
+        collectives: no limit holds, and a failed capture raises."""
+        self.capture = capture
+        self.is_alone = is_alone
+        self.ahead_s = 0.0
+        """Seconds of captures before the first request."""
+        self._graphs: OrderedDict[tuple[object, object], Any] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def has_memory(self) -> bool:
+        """Whether one more graph may be captured."""
+        return not self.is_alone or self.capture.held_bytes() <= CAPTURE_BYTES
+
+    def has_room(self, more_s: float) -> bool:
+        """Whether more may be captured before the first request, after ``more_s`` seconds beside ``ahead_s``."""
+        return self.has_memory() and (not self.is_alone or self.ahead_s + more_s <= _MOST_AHEAD_S)
+
+    def find(self, owner: object, key: object) -> Any:
+        """An owner's graph; None: it is not there."""
+        graph = self._graphs.get((owner, key))
+        if graph is not None:
+            self._graphs.move_to_end((owner, key))
+        return graph
+
+    def keep(self, owner: object, key: object, graph: object) -> None:
+        """Add a graph."""
+        self._graphs[owner, key] = graph
+        if len(self._graphs) > _MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+
+    def halve(self) -> None:
+        """Drop the half that was used longest ago, for its memory."""
+        for _ in range(-(-len(self._graphs) // 2)):
+            self._graphs.popitem(last=False)
+
+    def drop(self, owner: object) -> None:
+        """Drop an owner's graphs."""
+        for key in [key for key in self._graphs if key[0] is owner]:
+            del self._graphs[key]
+
+    def count(self, owner: object) -> int:
+        """Number of an owner's graphs."""
+        return sum(each is owner for each, _ in self._graphs)
+
+
+class GraphStore(Generic[KeyT, GraphT]):
+    """One owner's graphs in a cache.
+
+    `get` returns None, so that kernels are launched one by one, where a capture fails, after three such failures,
+    while the cache has no memory for another graph, and while no graph may be replayed.
+    """
+
+    def __init__(self, cache: GraphCache, subject: str, may_replay: Callable[[], bool] = lambda: True) -> None:
+        """`subject`: name of the graphs in logs; `may_replay`: called by each `get`."""
+        self._cache = cache
+        self._subject = subject
+        self._may_replay = may_replay
+        self._num_failures = 0
+
+    def __len__(self) -> int:
+        return self._cache.count(self)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no graph is captured or replayed any more."""
+        return self._num_failures >= _MOST_FAILURES
+
     def get(self, key: KeyT, capture: Callable[[KeyT], GraphT]) -> GraphT | None:
-        """The graph of a key, captured now if it is missing; None: it cannot be captured, or may not be replayed."""
+        """The graph of a key, captured now if it is missing; None: see the class."""
         if self.has_failed or not self._may_replay():
             return None
-        graph = self._graphs.get(key)
-        if graph is None:
-            try:
-                graph = capture(key)
-            except RuntimeError:
-                _logger.exception(f"{self._subject} could not be captured; its kernels are launched one by one")
-                self.has_failed = True
-                return None
-            self._graphs[key] = graph
-            if len(self._graphs) > _MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
+        graph: GraphT | None = self._cache.find(self, key)
+        if graph is None and self._cache.has_memory():
+            graph = self._captured(key, capture)
+        return graph
+
+    def _captured(self, key: KeyT, capture: Callable[[KeyT], GraphT]) -> GraphT | None:
+        try:
+            graph = capture(key)
+        except RuntimeError as error:
+            if not self._cache.is_alone:
+                raise
+            self._num_failures += 1
+            _logger.exception(f"{self._subject} could not be captured; its kernels are launched one by one")
+            if is_out_of_memory(error):
+                self._cache.halve()
+            if self.has_failed:
+                self.clear()
+            return None
+        self._cache.keep(self, key, graph)
         return graph
 
     def prepare(
         self,
         keys: Iterable[KeyT],
         capture: Callable[[KeyT], GraphT],
-        has_room: Callable[[float], bool],
         clock: Callable[[], float] = time.monotonic,
-    ) -> float:
-        """Capture graphs until one fails or `has_room` refuses the seconds so far; returns the seconds it took."""
-        began_s = clock()
-        is_complete = all(has_room(clock() - began_s) and self.get(key, capture) is not None for key in keys)
+    ) -> None:
+        """Capture graphs before the first request until one fails, or the cache has no room."""
+        began_s, cache = clock(), self._cache
+        is_complete = all(cache.has_room(clock() - began_s) and self.get(key, capture) is not None for key in keys)
         elapsed_s = clock() - began_s
+        cache.ahead_s += elapsed_s
         figures = {"subject": self._subject, "num": len(self), "seconds": round(elapsed_s, 3), "complete": is_complete}
         _logger.info("graphs_captured", extra=figures)
-        return elapsed_s
+
+    def refuse(self) -> None:
+        """Replay nothing from now on: the graphs compute wrong results."""
+        self._num_failures = _MOST_FAILURES
+        self.clear()
 
     def clear(self) -> None:
-        """Drop all graphs."""
-        self._graphs.clear()
+        """Drop all graphs of this store."""
+        self._cache.drop(self)

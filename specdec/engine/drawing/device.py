@@ -3,7 +3,9 @@ host."""
 
 from __future__ import annotations
 
+import logging
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,10 +23,12 @@ from specdec.engine.drawing.adjustments import Adjustments, can_adjust
 from specdec.engine.drawing.graph_parts import GraphParts, parameters_of, scaling_of, sparse_parameters_of
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, IdTables, OtherIds, pruned
 from specdec.engine.drawing.sparse import launch_sparse, read_sparse
+from specdec.engine.model.beside import PassRows
 from specdec.engine.model.device_choice import ReplayingModel
-from specdec.engine.sampling.logit_processors import cut_arguments
+from specdec.engine.sampling.logit_processors import RowContext, cut_arguments
 from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.sampler import Sampler
+from specdec.wire.sampling_params import SamplingParams
 
 ROUND_BUCKETS = (2, 4, 8)
 """Numbers of draws of captured graphs; the first draw is launched before the graph, from the last step's logits."""
@@ -36,6 +40,9 @@ _PREPARED_ROWS = (8, 4, 2, 1)
 _MOST_WIDE_ROWS = 32
 """Most rows of a graph with adjusted logits or sparse draws, which take several bytes per row and token. Chosen, not
 measured."""
+
+
+_logger = logging.getLogger(__name__)
 
 
 class _Key(NamedTuple):
@@ -108,7 +115,7 @@ class DeviceDrawing:
         self._max_len = max_len
         self._sampler = sampler
         self._graphs: GraphStore[_Key, _Graph] = GraphStore(
-            "drawing several tokens", may_replay=lambda: bool(steps.row_edges)
+            steps.graphs, "drawing several tokens", may_replay=lambda: bool(steps.row_edges)
         )
         self._adjustments: Adjustments | None = None
         self._mean_used = float(ROUND_BUCKETS[-1])
@@ -125,14 +132,54 @@ class DeviceDrawing:
         return DeviceDrawing(self._steps, self._cache, num_ids, self._max_len, sampler, ids)
 
     def prepare(self, num_top: int) -> None:
-        """Capture graphs for few rows and contexts that fit the shortest table, as far as time and memory allow."""
+        """Capture graphs for few rows and contexts that fit the shortest table, as far as time and memory allow, and
+        check one of them. The cache must be empty.
+        """
         num_blocks, num_top = table_bucket(1, self._cache.block_size), min(num_top, self._vocab_size)
         keys = [
             _Key(num_rows, num_blocks, num_draws, num_top)
             for num_rows in _PREPARED_ROWS
             for num_draws in reversed(ROUND_BUCKETS)
         ]
-        self._graphs.prepare(keys, self._captured, self._steps.has_room)
+        self._graphs.prepare(keys, self._captured)
+        if not self._draws_as_single_steps(num_top):
+            _logger.error("a captured graph draws other tokens than single steps; no graph draws")
+            self._graphs.refuse()
+
+    @torch.inference_mode()
+    def _draws_as_single_steps(self, num_top: int) -> bool:
+        """Whether the graph of one row draws the tokens that single steps draw, with noise."""
+        cache, num_draws = self._cache, min(ROUND_BUCKETS[-1], self._max_len - 1)
+        table = array("i", range(-(-(num_draws + 1) // cache.block_size)))
+        if num_draws < 2 or len(table) >= cache.num_blocks:
+            return True
+        row = DrawRow(DrawRule(SamplingParams(max_tokens=num_draws, seed=1, temperature=1.0)), 0, 1, num_draws, table)
+        pass_rows = PassRows(cache.block_size)
+        pass_rows.add_sequence(table)
+        pass_rows.add(0, 0)
+        first = self._logits_of(pass_rows)
+        results = self._replayed([row], first, num_draws, num_top)
+        if results is None:
+            return True
+        found, logits = results[:, 0, 0, 0].tolist(), first
+        for number, token in enumerate(found):
+            context = RowContext(row.rule.params, 1 + number, 1)
+            if self._sampler.sample(logits[:, : self._vocab_size], [context]) != [token]:
+                return False
+            pass_rows = PassRows(cache.block_size)
+            pass_rows.add_sequence(table)
+            pass_rows.add(token, 1 + number)
+            if number + 1 < len(found):
+                logits = self._logits_of(pass_rows)
+        return True
+
+    def _logits_of(self, rows: PassRows) -> torch.Tensor:
+        """Logits by the ids that are drawn, of a pass over rows of such ids."""
+        batch = rows.batch(self._cache.device)
+        if self._other_ids is not None:
+            batch.input_ids = self._other_ids.model_ids(batch.input_ids)
+        logits = self._steps(batch, self._cache)
+        return logits if self._other_ids is None else self._other_ids.by_drawn_id(logits)
 
     def draw(self, rows: Sequence[DrawRow], logits: torch.Tensor, num_top: int) -> list[list[Draw]]:
         """See ``Drawing``."""
@@ -267,7 +314,7 @@ class DeviceDrawing:
             self._adjustments = Adjustments(_MOST_WIDE_ROWS, self._vocab_size, device)
         adjustments = self._adjustments if is_adjusted else None
         graph = _Graph(state, cuts, adjustments, is_sparse, batch, drawn, lambda: None, drawn)
-        graph.replay, graph.results = self._steps.capture(lambda: self._rounds(graph, parts))
+        graph.replay, graph.results = self._steps.graphs.capture(lambda: self._rounds(graph, parts))
         return graph
 
     def _rounds(self, graph: _Graph, parts: GraphParts) -> torch.Tensor:

@@ -3,6 +3,7 @@ cache.
 """
 
 import logging
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,17 +13,20 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.latent import LATENT_VERSION, HeadPacker, pack_latents
 from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
+from specdec.engine.cuda.passes import CAPTURE_BYTES
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.device_choice import (
     ReplayingModel,
     device_attention,
     device_decoder,
+    is_kernels_fault,
     is_on_gpu,
+    missing_kernels,
     triton_path,
     with_replays,
 )
 from specdec.engine.model.fused import FusedDecoder, is_fusable
-from specdec.engine.model.kv_budget import CAPTURE_BYTES, NOTHING, Beside, CudaMemory, affordable_kv_bytes
+from specdec.engine.model.kv_budget import NOTHING, Beside, CudaMemory, affordable_kv_bytes
 from specdec.engine.model.linear import TorchHeads, TorchWeight, WeightPacker, torch_path
 from specdec.engine.model.loader import LoadedModel, load_model
 from specdec.engine.model.mixtures.blocks import make_model_row_invariant
@@ -70,6 +74,8 @@ class BuiltModel:
     """Replays captured small steps; None: no step is captured."""
     kernels: NativeKernels | None
     """The CPU's kernels, if any."""
+    has_device_kernels: bool
+    """Whether Triton's kernels run on the device."""
 
 
 def build_model(settings: EngineSettings, group: RankGroup | None, beside: Beside = NOTHING) -> BuiltModel:
@@ -96,6 +102,7 @@ class _Builder:
         self._cells: list[CellShape] = []  # of recurrent layers
         self._no_kernels = ""  # why there are none, and the remedy
         self._kernels = self._make_kernels() if self._is_exact else None
+        self._has_device_kernels = False
 
     @torch.inference_mode()
     def build(self) -> BuiltModel:
@@ -105,6 +112,7 @@ class _Builder:
             torch.set_num_threads(1 if self._is_exact else settings.num_threads)
         if self._group is not None:
             self._group.wait_for_all()  # later waits between ranks are short
+        self._has_device_kernels = is_on_gpu(loaded.device) and self._find_device_kernels()
         expected = self._dense_logits(self._routes) if settings.self_test else {}
         with shortened(loaded.model) as has_switches:
             short_routes = Routes(loaded.model)
@@ -117,7 +125,7 @@ class _Builder:
         recorded = ragged.record_attention(self._probe)
         self._cells = ragged.recurrent.shapes
         if is_on_gpu(loaded.device):
-            ragged.kernel = device_attention(recorded.geometries)
+            ragged.kernel = device_attention(recorded.geometries, has_kernels=self._has_device_kernels)
         if expected:
             self._far = FarProof(loaded, recorded, ragged.mask_windows, settings.block_size)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
@@ -131,8 +139,9 @@ class _Builder:
             row_invariant,
             cache,
             num_spare_blocks=int(has_spare),
-            replays=with_replays(step_model, cache) if has_spare else None,
+            replays=with_replays(step_model, cache, is_alone=self._group is None) if has_spare else None,
             kernels=self._kernels,
+            has_device_kernels=self._has_device_kernels,
         )
 
     def _choose_model(
@@ -141,12 +150,12 @@ class _Builder:
         """The fastest step model that passes the self-test, its kernel path, and whether it is row-invariant."""
         kernels, loaded = self._kernels, self._loaded
         on_device, is_ordered = None, bool(self._settings.deterministic)
-        if is_on_gpu(loaded.device) and self._settings.fused == "auto":
+        if self._has_device_kernels and self._settings.fused == "auto":
             on_device = device_decoder(
                 loaded.model, recorded, loaded.max_model_len, row_invariant=is_ordered, group=self._group
             )
         if on_device is not None:
-            error, row_invariant = self._test(on_device, recorded.geometries, expected)
+            error, row_invariant = self._tried(on_device, recorded.geometries, expected)
             row_invariant = is_ordered and (row_invariant or not expected)  # torch's products depend on the batch
             if self._agreed(error <= tolerance(loaded.dtype) and row_invariant == is_ordered):
                 loaded.release_model()
@@ -178,7 +187,11 @@ class _Builder:
             loaded.model = ragged.model = load_model(self._settings).model
             ragged = RaggedModel(loaded.model, ragged.kernel, ragged.mask_windows)
         kernel_path = self._install_kernels(ragged)
-        error, row_invariant = self._test(ragged, recorded.geometries, expected)
+        error, row_invariant = self._tried(ragged, recorded.geometries, expected)
+        if self._has_device_kernels and not error < math.inf:
+            ragged.kernel = GatherAttention()
+            kernel_path = self._install_kernels(ragged)
+            error, row_invariant = self._test(ragged, recorded.geometries, expected)
         if not error <= tolerance(loaded.dtype):
             raise ModelNotSupported(
                 loaded.model.config.model_type,
@@ -190,11 +203,12 @@ class _Builder:
             if not expected:
                 self._no_kernels += " (and self_test is off, which would test torch's row invariance)"
             promise = "holds" if row_invariant else "is not given"
-            _logger.warning(f"no native kernels, row invariance {promise}: {self._no_kernels}")
+            note = "steps are several times slower" if is_on_gpu(loaded.device) else f"row invariance {promise}"
+            _logger.warning(f"no native kernels, {note}: {self._no_kernels}")
         if self._settings.deterministic and not row_invariant:
             why = self._no_kernels or "a row's logits depend on the rest of the batch"
             if is_on_gpu(loaded.device):
-                why = "row-invariant GPU kernels exist only for models of Llama's shape"
+                why = self._no_kernels or "row-invariant GPU kernels exist only for models of Llama's shape"
             raise ModelLoadError(f"deterministic: {loaded.identity.name} is not row-invariant here: {why}")
         return ragged, kernel_path, row_invariant
 
@@ -211,6 +225,28 @@ class _Builder:
                 f"beyond its windows or attention scales, paged logits differ from dense ones by "
                 f"{error:.2g} of their spread",
             )
+
+    def _tried(
+        self, step_model: StepModel, geometries: list[LayerGeometry], expected: DenseLogits
+    ) -> tuple[float, bool]:
+        """`_test`, with an infinite error if Triton cannot compile a kernel for this GPU; with ranks this raises."""
+        try:
+            return self._test(step_model, geometries, expected)
+        except Exception as error:
+            if self._group is not None or not is_kernels_fault(error):
+                raise
+            _logger.exception("a GPU kernel could not be compiled; slower operations replace it")
+            return math.inf, False
+
+    def _find_device_kernels(self) -> bool:
+        """Whether Triton's kernels run on this GPU, and on those of all ranks; else a warning says why not."""
+        missing = missing_kernels(self._loaded.device)
+        if self._agreed(not missing):
+            return True
+        self._no_kernels = f"no GPU kernels: {missing or 'another rank has none'}"
+        if self._settings.deterministic:
+            raise ModelLoadError(f"deterministic: {self._no_kernels}")
+        return False
 
     def _agreed(self, is_good: bool) -> bool:
         """Whether `is_good` holds at all ranks."""

@@ -4,6 +4,7 @@ Triton is imported on use, as machines without a GPU lack it.
 """
 
 from collections.abc import Callable, Sequence
+from subprocess import SubprocessError
 from typing import Protocol
 
 import torch
@@ -13,11 +14,14 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionKernel, RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention
 from specdec.engine.batch import Batch
+from specdec.engine.cuda.passes import CudaCapture, GraphCache
+from specdec.engine.errors import is_out_of_memory
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.ragged import StepModel
 from specdec.engine.parallel.rank_group import RankGroup
 
 _MAX_HEAD_DIM = 256  # of specdec.engine.cuda.attention
+_MOST_REASON = 300  # characters of another library's error
 _KERNELS_VERSION = 2  # raise it with every change of a kernel that may change a bit
 
 
@@ -26,9 +30,42 @@ def is_on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def device_attention(geometries: Sequence[LayerGeometry]) -> AttentionKernel:
-    """Attention for models that transformers runs on a GPU."""
-    if any(max(geometry.key_dim, geometry.value_dim) > _MAX_HEAD_DIM for geometry in geometries):
+def missing_kernels(device: torch.device) -> str:
+    """Why Triton's kernels cannot run on the device, and the remedy; "" if they can, or if it is no GPU.
+
+    Cost: a small kernel is compiled, unless Triton's cache has it.
+    """
+    if not is_on_gpu(device):
+        return ""
+    try:
+        from specdec.engine.cuda.launch import launch
+        from specdec.engine.cuda.sampling_kernels import row_peak_kernel
+
+        numbers = torch.zeros(2, 1, 8, device=device)
+        launch(row_peak_kernel, (1, 1), numbers[0], numbers[1], 8, VOCAB=8, BLOCK=8, options={"num_warps": 1})
+        torch.cuda.synchronize(device)
+    except ImportError as error:
+        return f"triton cannot be imported ({error}): pip install triton"
+    except Exception as error:  # of Triton, its compilers and the driver
+        if is_out_of_memory(error):
+            raise
+        return f"{_first_line(error)}: Triton needs a C compiler and Python's headers (Debian: gcc python3-dev)"
+    return ""
+
+
+def is_kernels_fault(error: Exception) -> bool:
+    """Whether Triton could not compile a kernel for this GPU, or the GPU has too few resources for it."""
+    return isinstance(error, SubprocessError) or any(kind.__name__ == "TritonError" for kind in type(error).__mro__)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_MOST_REASON]
+
+
+def device_attention(geometries: Sequence[LayerGeometry], *, has_kernels: bool = True) -> AttentionKernel:
+    """Attention for models that transformers runs on a GPU; without Triton's kernels, torch's operations."""
+    if not has_kernels or any(max(geometry.key_dim, geometry.value_dim) > _MAX_HEAD_DIM for geometry in geometries):
         return GatherAttention()
     from specdec.engine.cuda.attention import TritonAttention
 
@@ -68,29 +105,24 @@ class ReplayingModel(StepModel, Protocol):
         """Runs a step without a replay."""
 
     @property
-    def capture(self) -> Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]:
-        """Captures a function in the graphs' shared memory. Returns its replay and its result."""
+    def graphs(self) -> GraphCache:
+        """The cache of captured graphs."""
 
     def stop(self) -> None:
         """Stop replaying."""
 
-    def prepare(self, max_len: int, *, tap_ids: tuple[int, ...] = (), is_limited: bool = True) -> None:
-        """Capture steps of sequences up to `max_len` tokens, with a tap of `tap_ids`. `is_limited`: within bounds of
-        time and memory.
-        """
-
-    def has_room(self, more_s: float) -> bool:
-        """Whether more may be captured before the first request, after ``more_s`` seconds beyond ``prepare``."""
+    def prepare(self, max_len: int, *, tap_ids: tuple[int, ...] = ()) -> None:
+        """Capture steps of sequences up to `max_len` tokens, with a tap of `tap_ids`, as time and memory allow."""
 
 
-def with_replays(step_model: StepModel, cache: KVCache) -> ReplayingModel | None:
-    """The model with small steps as CUDA graphs, which use the cache's last block; None on a CPU."""
+def with_replays(step_model: StepModel, cache: KVCache, *, is_alone: bool) -> ReplayingModel | None:
+    """The model with small steps as CUDA graphs, which use the cache's last block; None on a CPU. ``is_alone``: the
+    model has no other ranks."""
     if cache.device.type != "cuda":
         return None
     from specdec.engine.cuda.buckets import BucketedSteps
-    from specdec.engine.cuda.passes import CudaCapture
 
-    steps = BucketedSteps(step_model, CudaCapture())
+    steps = BucketedSteps(step_model, CudaCapture(), is_alone=is_alone)
     steps.serve(cache)
     return steps
 

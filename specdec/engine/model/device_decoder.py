@@ -19,6 +19,7 @@ from specdec.engine.cuda.attention import attend, launch_shape, plan_tiles
 from specdec.engine.cuda.layers import add_norm, embed_norm, gate, rotate_write
 from specdec.engine.cuda.products import ordered_linear
 from specdec.engine.model.fused import rotary_tables
+from specdec.engine.model.skipping import has_attention, has_mlp
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharded_modules import GatheredLinear, RowSplitLinear, VocabSplitEmbedding
 from specdec.engine.tap import FINAL, TapCollector
@@ -28,12 +29,18 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 
 @dataclass(slots=True)
-class _Layer:
-    input_norm: torch.Tensor
-    post_norm: torch.Tensor
+class _Attention:
+    norm: torch.Tensor
     head_norms: tuple[torch.Tensor, torch.Tensor] | None
     qkv: Weight
     output: Weight
+    layer: int
+    """Number of its keys and values in the cache, which counts layers that attend."""
+
+
+@dataclass(slots=True)
+class _Mlp:
+    norm: torch.Tensor
     gate_up: Weight
     down: Weight
 
@@ -74,9 +81,11 @@ class DeviceDecoder:
         head = head.local if isinstance(head, GatheredLinear) else head
         self._head: Weight = (head.weight.detach(), _detached(head.bias))
         self._tables = rotary_tables(decoder.rotary_emb, max_model_len, self._embedding.device)
-        self._layers: list[_Layer] = []
+        self._layers: list[list[_Attention | _Mlp]] = []
+        num_attending = 0
         for layer in decoder.layers:
-            self._layers.append(_taken(layer, group))
+            self._layers.append(_taken(layer, num_attending, group))
+            num_attending += has_attention(layer)
             if self._embedding.is_cuda:
                 torch.cuda.empty_cache()  # of joined weights: the next layer's may not fit the hole
 
@@ -87,18 +96,23 @@ class DeviceDecoder:
         shape = launch_shape(self._num_heads, self._geometries[0], cache.dtype)
         plan = plan_tiles(batch, shape.rows_per_tile, cache.block_size)
         epsilon = self._epsilon
-        norms = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
-        residual, normed = self._embed(batch.input_ids)
+        parts = [part for layer in self._layers for part in layer]
+        next_norms = iter([*(part.norm for part in parts[1:]), self._final_norm])
+        residual, normed = self._embed(batch.input_ids, parts[0].norm)
         tap = TapCollector(batch.tap)
-        for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
-            tap.see(index, residual)
-            qkv = self._linear(normed, *layer.qkv)
-            query = rotate_write(qkv, self._num_heads, index, batch, cache, self._tables, layer.head_norms, epsilon)
-            attended = attend(query, index, batch, cache, self._options[index], plan)
-            added = self._summed(self._linear(attended.flatten(1), *layer.output))
-            add_norm(added, layer.post_norm, residual, normed, epsilon)
-            gated = gate(self._linear(normed, *layer.gate_up))
-            add_norm(self._summed(self._linear(gated, *layer.down)), next_norm, residual, normed, epsilon)
+        for number, layer in enumerate(self._layers):
+            tap.see(number, residual)
+            for part in layer:
+                if isinstance(part, _Attention):
+                    qkv, index = self._linear(normed, *part.qkv), part.layer
+                    query = rotate_write(
+                        qkv, self._num_heads, index, batch, cache, self._tables, part.head_norms, epsilon
+                    )
+                    attended = attend(query, index, batch, cache, self._options[index], plan)
+                    added = self._linear(attended.flatten(1), *part.output)
+                else:
+                    added = self._linear(gate(self._linear(normed, *part.gate_up)), *part.down)
+                add_norm(self._summed(added), next(next_norms), residual, normed, epsilon)
         tap.see(len(self._layers), residual)
         tap.see(FINAL, normed)
         tap.done()
@@ -107,9 +121,8 @@ class DeviceDecoder:
             logits = self._group.gather_columns(logits, self._split_outputs)
         return logits.float()
 
-    def _embed(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _embed(self, input_ids: torch.Tensor, first_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings and their norms; with ranks, a token id outside the model gives zeros."""
-        first_norm = self._layers[0].input_norm
         if self._split_embedding is None:
             return embed_norm(input_ids, self._embedding, first_norm, self._epsilon)
         rows = self._split_embedding(input_ids)
@@ -145,15 +158,28 @@ def _summand(module: Any, group: RankGroup | None) -> Weight:
     return weight, _detached(module.bias) if group is None or group.rank == 0 else None
 
 
-def _taken(layer: Any, group: RankGroup | None) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    has_norms = hasattr(attention, "q_norm")
-    return _Layer(
-        input_norm=layer.input_layernorm.weight.detach(),
-        post_norm=layer.post_attention_layernorm.weight.detach(),
-        head_norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if has_norms else None,
-        qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
-        output=_summand(attention.o_proj, group),
-        gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
-        down=_summand(mlp.down_proj, group),
-    )
+def _taken(layer: Any, number: int, group: RankGroup | None) -> list[_Attention | _Mlp]:
+    """The sublayers that a layer has; `number`: of its attention."""
+    parts: list[_Attention | _Mlp] = []
+    if has_attention(layer):
+        attention = layer.self_attn
+        has_norms = hasattr(attention, "q_norm")
+        parts.append(
+            _Attention(
+                norm=layer.input_layernorm.weight.detach(),
+                head_norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if has_norms else None,
+                qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
+                output=_summand(attention.o_proj, group),
+                layer=number,
+            )
+        )
+    if has_mlp(layer):
+        mlp = layer.mlp
+        parts.append(
+            _Mlp(
+                norm=layer.post_attention_layernorm.weight.detach(),
+                gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
+                down=_summand(mlp.down_proj, group),
+            )
+        )
+    return parts

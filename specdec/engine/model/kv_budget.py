@@ -11,7 +11,6 @@ from transformers import modeling_utils
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.batch import Batch
 
-CAPTURE_BYTES = 1 << 30  # of steps that specdec.engine.cuda.buckets captures at the start
 _FREE_SHARE = 0.9
 _SAMPLED_ROWS = 64  # rows that the sampler takes at once on a GPU
 _BYTES_PER_SAMPLED_LOGIT = 64  # top-p: scores sorted with their ids, and integer weights with their sums

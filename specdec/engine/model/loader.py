@@ -329,8 +329,15 @@ def _choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelLoadError(f"device: {name}, but torch sees no CUDA device")
+        raise ModelLoadError(f"device: {name}, but torch sees no CUDA device: {_why_no_cuda()}")
     return torch.device("cuda:0" if name == "cuda" else name)
+
+
+def _why_no_cuda() -> str:
+    built_for = torch.version.cuda
+    if built_for is None:
+        return f"torch {torch.__version__} is built without CUDA (pip install torch from download.pytorch.org/whl)"
+    return f"torch {torch.__version__} needs a driver for CUDA {built_for.split('.')[0]}; nvidia-smi names the driver's"
 
 
 def _choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> torch.dtype:

@@ -4,6 +4,7 @@ import logging
 import platform
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -17,6 +18,7 @@ from specdec.engine.model.device_choice import ReplayingModel
 from specdec.engine.model.fused import FusedDecoder
 from specdec.engine.model.kv_budget import NOTHING, Beside
 from specdec.engine.model.probe import SelfTest, tolerance
+from specdec.engine.model.proofs.positions import LongRows
 from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.model.tapping import check_layer_ids, check_pass
 from specdec.engine.parallel.rank_group import RankGroup
@@ -26,7 +28,8 @@ from specdec.engine.sublayers import SkippedSublayers
 from specdec.engine.tap import HiddenTap
 
 _WARMUP_ROWS = (1, 2, 8, 32)
-_CHECKED_ROWS = 7
+_CHECKED_ROWS = (1, 7, 13, 37)
+"""Rows of the steps whose replays are checked: of several buckets, full and padded."""
 _logger = logging.getLogger(__name__)
 
 
@@ -58,6 +61,8 @@ class ModelRunner:
         self.row_invariant = built.row_invariant
         self.kernels = built.kernels
         """The CPU's kernels, if any; for use between passes."""
+        self.has_device_kernels = built.has_device_kernels
+        """Whether Triton's kernels run on the device."""
         self.replays = built.replays
         self._step_model: StepModel = built.replays or built.step_model
         self._cache = cache
@@ -132,6 +137,11 @@ class ModelRunner:
             check_pass(lambda: self._step_model(batch, cache), batch.tap, (2, len(layer_ids), self.hidden_size))
 
     @property
+    def native_sampling(self) -> Literal["auto", "off"]:
+        """Argument of `Sampler` for samplers of its logits: "off" on a GPU without Triton's kernels."""
+        return "off" if self.device.type == "cuda" and not self.has_device_kernels else "auto"
+
+    @property
     def fused(self) -> tuple[FusedDecoder, KVCache] | None:
         """The fused decoder and its cache; None if another step model runs."""
         return (self._step_model, self._cache) if isinstance(self._step_model, FusedDecoder) else None
@@ -177,17 +187,20 @@ class ModelRunner:
     def warmup(self, *, captures: bool = True) -> float:
         """Run a few shapes through a temporary cache, so that no real step pays for initialisation.
 
-        Returns seconds per row of the largest shape (on a GPU, of its launch only). With ``captures`` it captures steps
-        for replay; otherwise call ``capture_steps`` later.
+        Returns seconds per row of the largest shape; on a GPU of its second run, as the first may compile kernels. With
+        ``captures`` it captures steps for replay; otherwise call ``capture_steps`` later.
         """
         probe = SelfTest(self.vocab_size, self.max_model_len, self.block_size, self.device)
         cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
         row_s = 0.0
         with torch.inference_mode():
             for num_rows in _WARMUP_ROWS:
-                began_s = time.monotonic()
-                self._step_model(probe.batch(probe.prefix_rows(num_rows)), cache)
-                row_s = (time.monotonic() - began_s) / num_rows
+                for _ in range(2 if self.device.type == "cuda" else 1):
+                    began_s = time.monotonic()
+                    self._step_model(probe.batch(probe.prefix_rows(num_rows)), cache)
+                    if self.device.type == "cuda":
+                        torch.cuda.synchronize(self.device)
+                    row_s = (time.monotonic() - began_s) / num_rows
         if captures:
             self.capture_steps()
         return row_s
@@ -202,26 +215,44 @@ class ModelRunner:
         probe = SelfTest(self.vocab_size, self.max_model_len, self.block_size, self.device)
         most = min(self.max_model_len, self.num_blocks * self.block_size)
         with torch.inference_mode():
-            self.replays.prepare(most, tap_ids=tap_ids, is_limited=self.settings.tensor_parallel_size == 1)
+            self.replays.prepare(most, tap_ids=tap_ids)
             self._check_replays(self.replays, probe, tap_ids)
 
     def _check_replays(self, replays: ReplayingModel, probe: SelfTest, tap_ids: tuple[int, ...]) -> None:
         """Stop replaying if a replay differs from an uncaptured step on new tokens, as modules may have kept values of
-        the capture. The cache must be empty.
+        the capture: steps of several buckets, and rows and a tree after contexts of several splits of attention. The
+        cache must be empty.
         """
+        batches = [probe.batch(rows) for num_rows in _CHECKED_ROWS if len(rows := probe.prefix_rows(num_rows)) > 0]
+        long = LongRows((), self._cache.geometries, self.max_model_len, self.vocab_size, self.block_size)
+        if long.num_blocks <= self.num_blocks:
+            long.fill(self._cache)
+            batches.append(long.batch(self.device))
         if probe.num_blocks > self.num_blocks:
             return
-        batch = probe.batch(probe.prefix_rows(_CHECKED_ROWS))
-        batch.tap = HiddenTap(tap_ids) if tap_ids else None
-        replayed = [replays(batch, self._cache).clone(), *_told(batch.tap)]
-        cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
-        expected = [replays.forward(batch, cache), *_told(batch.tap)]
-        for found, wanted in zip(replayed, expected, strict=True):
-            error = float((found - wanted).float().square().mean().sqrt() / wanted.float().std())
-            if not error <= tolerance(self.dtype):
-                _logger.error("captured steps compute wrong logits and are not used", extra={"error": error})
-                replays.stop()
-                return
+        for batch in batches:
+            batch.tap = HiddenTap(tap_ids) if tap_ids else None
+            replayed = [replays(batch, self._cache).clone(), *_told(batch.tap)]
+            expected = [replays.forward(batch, self._cache), *_told(batch.tap)]
+            for found, wanted in zip(replayed, expected, strict=True):
+                error = float((found - wanted).float().square().mean().sqrt() / wanted.float().std())
+                if not error <= tolerance(self.dtype):
+                    figures = {"error": error, "num_rows": len(batch.input_ids)}
+                    _logger.error("captured steps compute wrong logits and are not used", extra=figures)
+                    replays.stop()
+                    return
+
+    def release_memory(self) -> None:
+        """Give back device memory that only makes steps faster: half of the captured graphs."""
+        if self.replays is not None:
+            self.replays.graphs.halve()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of captured graphs; 0: kernels are launched one by one."""
+        return 0 if self.replays is None else len(self.replays.graphs)
 
     @property
     def row_edges(self) -> tuple[int, ...]:

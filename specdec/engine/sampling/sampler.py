@@ -76,7 +76,7 @@ class Sampler:
             vocab_size: sampled ids are below it.
             device: device of the logits.
             native: C++ kernels for the CPU: "auto" uses them if available, "on" requires them, "off" does not use them.
-                The results are the same.
+                The results are the same. On a GPU "off" samples without Triton.
             rows_at_once: rows whose scores and noise are in memory at once; None: all on a CPU, 64 elsewhere. It does
                 not change results.
 
@@ -86,13 +86,14 @@ class Sampler:
         """
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self.native = native
         self._rows_at_once = rows_at_once or (None if self.device.type == "cpu" else _DEVICE_ROWS)
         self.is_native = False
         self._perturbed_top = perturbed_top
         self._most_top: int | None = None
         self._cut_ = logit_processors.cut_
         self._device_cuts: Callable[[Tensor, list[float], CutArguments], Tensor] | None = None
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and native != "off":
             from specdec.engine.cuda.cuts import device_cuts  # a CPU has no triton
             from specdec.engine.cuda.sampling import MOST_TOP, device_perturbed_top
 

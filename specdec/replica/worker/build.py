@@ -17,13 +17,14 @@ from specdec.constraints.grammar.source import CONSTRAINTS_ID
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.checkpoints.files import find_model_files, parallel_mask, read_tokenizer
 from specdec.engine.checkpoints.tokenizer_conversion import require_tokenizer
+from specdec.engine.cuda.passes import CAPTURE_BYTES
 from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.drawing.rows import Drawing
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.engine.leading_runner import LeadingRunner
 from specdec.engine.model.device_choice import is_on_gpu
-from specdec.engine.model.kv_budget import CAPTURE_BYTES, Beside
+from specdec.engine.model.kv_budget import Beside
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
@@ -100,8 +101,8 @@ def build_engine(
     # A sequence that fills the whole cache can still run; a longer one never could.
     max_model_len = min(runner.max_model_len, runner.num_blocks * runner.block_size)
     scheduler = Scheduler(pool, max_batch_tokens, settings.max_batch_seqs, max_model_len, runner.session_states())
-    sampler = Sampler(runner.vocab_size, runner.device)
-    if is_on_gpu(runner.device):
+    sampler = Sampler(runner.vocab_size, runner.device, native=runner.native_sampling)
+    if runner.has_device_kernels:
         from specdec.engine.cuda.cuts import compile_draws  # a CPU has no triton
 
         compile_draws(runner.num_logits, runner.vocab_size, runner.device)
@@ -135,7 +136,7 @@ def build_engine(
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
     drawing = _drawing(runner, sampler) if ranks is None and mask_token_id is None else None
     is_launched = isinstance(settings, TargetSettings) and is_on_gpu(runner.device)
-    engine = Engine(steps, pool, scheduler, steps.launch if is_launched else None)
+    engine = Engine(steps, pool, scheduler, steps.launch if is_launched else None, runner)
     verify_s = row_s * max_batch_tokens
     return BuiltEngine(
         engine,

@@ -44,6 +44,8 @@ class EngineGauges:
         self._count(metrics.prefix_cache_hits, "hits", stats.prefix_hit_tokens)
         self._count(metrics.preemptions, "preemptions", stats.preemptions)
         self._count(metrics.rollbacks, "rollbacks", stats.rollbacks)
+        metrics.captured_graphs.set(stats.num_graphs)
+        self._count(metrics.memory_faults, "memory faults", stats.memory_faults)
 
     def observe_grammars(self, grammars: GrammarCompiler) -> None:
         """Export the compilations and cache queries since the last call."""

@@ -7,9 +7,13 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from specdec.constraints.limits.faults import GrammarError
-from specdec.engine.errors import KVInvariantError, NonFiniteLogits
+from specdec.engine.errors import KVInvariantError, NonFiniteLogits, is_out_of_memory
 
-_DEVICE_WORDS = ("CUDA", "cuBLAS", "cuDNN", "NCCL", "out of memory")
+_DEVICE_WORDS = ("CUDA", "cuBLAS", "CUBLAS", "cuDNN", "NCCL", "out of memory")
+_NO_MEMORY = (
+    "the replica's device has too little free memory for the session: ask for a shorter prompt or no prompt_logprobs, "
+    "or lower max_batch_tokens or kv_cache_memory_bytes of the replica"
+)
 _log = structlog.get_logger("specdec.replica.worker")
 
 
@@ -86,6 +90,8 @@ def is_engines_own(error: Exception) -> bool:
     """Whether an error means that the engine cannot go on, for any session."""
     if isinstance(error, KVInvariantError | MemoryError | OSError | RankLost):
         return True
+    if is_out_of_memory(error):
+        return False
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _DEVICE_WORDS)
 
 
@@ -105,6 +111,8 @@ class FaultLog:
         if isinstance(error, GrammarError):
             return constraint_failure(error)
         self.note(error)
+        if is_out_of_memory(error):
+            return SessionFailure(code_pb2.RESOURCE_EXHAUSTED, "OUT_OF_DEVICE_MEMORY", _NO_MEMORY)
         message = f"the session met a fault of the replica: {type(error).__name__}"
         return SessionFailure(code_pb2.INTERNAL, "SESSION_FAULT", message)
 

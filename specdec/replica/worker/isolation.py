@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from specdec.engine.engine import Engine
+from specdec.engine.errors import is_out_of_memory
 from specdec.engine.outputs import StepOutput
 from specdec.engine.runner import PassObserver
 from specdec.engine.sequence import Sequence
@@ -24,6 +25,8 @@ from specdec.replica.worker.sessions import SessionT
 
 _MOST_FAULTS_IN_A_ROW = 2
 """Faults without a good step in between after which the engine ends."""
+_MOST_MEMORY_FAULTS = 3
+"""The same for faults that are too little memory of a device, which each gives some back."""
 _log = structlog.get_logger("specdec.replica.worker")
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -129,9 +132,13 @@ class IsolatedSteps:
         if self._halves:
             self._halves.pop(0)
         _log.warning("step_failed", num_sequences=len(batch), error=repr(error))
+        most = _MOST_FAULTS_IN_A_ROW
+        if is_out_of_memory(error):
+            self._engine.release_memory()
+            most = _MOST_MEMORY_FAULTS
         if len(batch) == 1:
             self._faults_in_a_row += 1
-            if self._faults_in_a_row >= _MOST_FAULTS_IN_A_ROW:
+            if self._faults_in_a_row >= most:
                 raise error
             if self._engine.scheduler.holds(batch[0]):
                 on_fault(batch[0], error)

@@ -8,6 +8,7 @@ from specdec.drafting.heads.cache import HeadCache
 from specdec.drafting.heads.passes import HeadPasses
 from specdec.drafting.heads.replays import HeadReplays
 from specdec.drafting.heads.target import HeadTarget
+from specdec.engine.cuda.passes import GraphCache
 from tests.support.engine.captures import Captures
 
 
@@ -16,13 +17,8 @@ class CapturingSteps:
 
     row_edges = (1, 2, 4, 8)
 
-    def __init__(self, captures: Captures, most_s: float = float("inf")) -> None:
-        self.capture = captures
-        self._most_s = most_s
-
-    def has_room(self, more_s: float) -> bool:
-        """See `specdec.engine.model.device_choice.Replays`."""
-        return more_s <= self._most_s
+    def __init__(self, captures: Captures) -> None:
+        self.graphs = GraphCache(captures)
 
 
 def replayed_heads(monkeypatch: pytest.MonkeyPatch) -> Captures:

@@ -103,11 +103,17 @@ def test_free_memory_is_asked_for_by_a_process_that_is_gone_then(
     torch.write_text("class cuda:\n    def mem_get_info(gpu):\n        raise RuntimeError('CUDA error: 101')\n")
     with pytest.raises(ValueError, match=r"GPU 1 did not report its free memory: RuntimeError: CUDA error: 101"):
         devices.free_gpu_bytes(1)
+    torch.write_text("import time\nclass cuda:\n    mem_get_info = staticmethod(lambda gpu: time.sleep(100))\n")
+    monkeypatch.setattr(devices, "_MOST_ASKING_S", 0.5)
+    with pytest.raises(ValueError, match=r"GPU 1 did not report its free memory in 0\.5 s; if NVIDIA MPS runs, end it"):
+        devices.free_gpu_bytes(1)
 
 
 def test_services_on_gpus_have_their_devices_budgets_and_all_cores_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.commands.up.plan.count_gpus", lambda: 3)
-    monkeypatch.setattr("specdec.commands.up.plan.free_gpu_bytes", lambda gpu: (gpu + 1) * 2**30)
+    monkeypatch.setattr(
+        "specdec.commands.up.plan.free_gpu_bytes", lambda gpu: (gpu + 1) * 2**30 + 2 * devices.ENGINE_BYTES
+    )
     wish = LocalPlan(
         target_model="T",
         draft_model="D",
@@ -117,10 +123,11 @@ def test_services_on_gpus_have_their_devices_budgets_and_all_cores_of_engines(mo
         target_settings={"tensor_parallel_size": 2},
     )
     first, second, draft, _ = plan_services(wish, environment={}, cores=range(16))
+    shares = devices.TARGET_KV_SHARE + devices.DRAFT_KV_SHARE
     assert [spec.environment["SPECDEC_TARGET_DEVICE"] for spec in (first, second)] == ["cuda:0", "cuda:0"]
     assert draft.environment["SPECDEC_DRAFT_DEVICE"] == "cuda:2"
     assert [first.gpus, second.gpus, draft.gpus] == [(0, 1), (0, 1), (2,)]
-    assert first.environment["SPECDEC_TARGET_KV_CACHE_MEMORY_BYTES"] == str(int(2**30 * 0.4))
+    assert first.environment["SPECDEC_TARGET_KV_CACHE_MEMORY_BYTES"] == str(int(2**30 * shares / 2))
     assert "SPECDEC_DRAFT_KV_CACHE_MEMORY_BYTES" not in draft.environment
     assert "SPECDEC_TARGET_NUM_THREADS" not in first.environment
     assert draft.environment["SPECDEC_DRAFT_ENGINE_CORES"] == "0,1,2,3,4,5,6,7,8"
@@ -129,7 +136,7 @@ def test_services_on_gpus_have_their_devices_budgets_and_all_cores_of_engines(mo
 
 def test_a_draft_in_the_target_has_a_budget_on_the_targets_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.commands.up.plan.count_gpus", lambda: 2)
-    monkeypatch.setattr("specdec.commands.up.plan.free_gpu_bytes", lambda gpu: 2**30)
+    monkeypatch.setattr("specdec.commands.up.plan.free_gpu_bytes", lambda gpu: 2**30 + 2 * devices.ENGINE_BYTES)
     wish = LocalPlan(target_model="T", draft_model="D", device="cuda", free_ports=True, placement="together")
     target, _ = plan_services(wish, environment={}, cores=range(4))
     settings = load_settings(TargetSettings, list(target.arguments), env_prefix=TargetSettings.env_prefix, prog="t")
@@ -160,8 +167,18 @@ def test_asking_for_a_gpu_that_is_not_there_is_an_error() -> None:
 def test_a_shared_gpu_is_divided_so_that_neither_takes_all() -> None:
     plan = devices.divide_memory(devices.plan_devices("cuda", 1), lambda gpu: 80 * 2**30, 16 * 2**30, 4 * 2**30)
     [target], [draft] = plan.targets, plan.drafts
-    assert target.kv_bytes == int(60 * 2**30 * devices.TARGET_KV_SHARE)
-    assert draft.kv_bytes == int(60 * 2**30 * devices.DRAFT_KV_SHARE)
+    free = 60 * 2**30 - 2 * devices.ENGINE_BYTES
+    assert target.kv_bytes == int(free * devices.TARGET_KV_SHARE)
+    assert draft.kv_bytes == int(free * devices.DRAFT_KV_SHARE)
+
+
+@pytest.mark.parametrize("gib", [24, 32, 48, 80])
+def test_two_engines_keep_what_each_needs_beside_weights_and_keys(gib: int) -> None:
+    free, weights = int(0.98 * gib * 2**30), (16 * 2**30, int(2.4 * 2**30))
+    plan = devices.divide_memory(devices.plan_devices("cuda", 1), lambda gpu: free, *weights)
+    keys = sum(place.kv_bytes or 0 for place in (*plan.targets, *plan.drafts))
+    assert free - sum(weights) - keys >= 2 * devices.ENGINE_BYTES
+    assert keys > 2**30
 
 
 def test_a_gpu_of_its_own_is_not_divided() -> None:
@@ -170,13 +187,15 @@ def test_a_gpu_of_its_own_is_not_divided() -> None:
 
 
 def test_two_targets_on_one_gpu_share_what_a_target_and_a_draft_would() -> None:
-    plan = devices.divide_memory(devices.plan_devices("cuda", 1, [1, 1], []), lambda gpu: 100, 20, 0)
-    assert [place.kv_bytes for place in plan.targets] == [24, 24]
+    free = 2 * devices.ENGINE_BYTES + 100
+    plan = devices.divide_memory(devices.plan_devices("cuda", 1, [1, 1], []), lambda gpu: free, 20, 0)
+    assert [place.kv_bytes for place in plan.targets] == [27, 27]
 
 
 def test_weights_that_do_not_fit_a_shared_gpu_are_an_error() -> None:
-    with pytest.raises(ValueError, match="GiB on GPU 0"):
-        devices.divide_memory(devices.plan_devices("cuda", 1), lambda gpu: 10, 15, 5)
+    free = 2 * devices.ENGINE_BYTES + 2 * 2**30
+    with pytest.raises(ValueError, match=r"GPU 0 has .* weights of 3\.0 GiB with 2 engines need .*: use another GPU"):
+        devices.divide_memory(devices.plan_devices("cuda", 1), lambda gpu: free, 2 * 2**30, 2**30)
 
 
 def plan(environment: dict[str, str] | None = None, **wishes: object) -> list[ServiceSpec]:

@@ -6,13 +6,17 @@ import contextlib
 import io
 import os
 import stat
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from rich.console import Console
 
+from specdec.commands.up import mps
 from specdec.commands.up.cluster import free_port
 from specdec.commands.up.command import running_cluster
 from specdec.commands.up.mps import (
@@ -20,8 +24,9 @@ from specdec.commands.up.mps import (
     CONTROL,
     LOG_DIRECTORY,
     PIPE_DIRECTORY,
+    SWITCH,
     MpsTimeouts,
-    shared_by_mps,
+    mps_is_wanted,
     shared_gpus,
 )
 from specdec.commands.up.plan import LocalPlan
@@ -56,6 +61,8 @@ COORDINATOR = ServiceSpec(name="coordinator", role="coordinator", module="specde
 SPECS = [TARGET, DRAFT, COORDINATOR]
 SHORT = MpsTimeouts(start_s=1.0, stop_s=0.5)
 LONG = MpsTimeouts(start_s=60.0, stop_s=60.0)
+GOOD_CLIENT = ("true",)
+shared_by_mps = partial(mps.shared_by_mps, probe=GOOD_CLIENT)
 Install = Callable[..., dict[str, str]]
 
 
@@ -89,6 +96,14 @@ def daemons() -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):  # which a zombie is, too
             found += [child] if CONTROL in " ".join(child.cmdline()) else []
     return found
+
+
+def are_no_clients(specs: Sequence[ServiceSpec]) -> bool:
+    """Whether services on GPUs are led to a folder without a daemon, and are otherwise as they were."""
+    target, draft, coordinator = specs
+    folders = {spec.environment[PIPE_DIRECTORY] for spec in (target, draft)}
+    same = draft.environment == {"A": "b", PIPE_DIRECTORY: next(iter(folders))} and coordinator == COORDINATOR
+    return same and len(folders) == 1 and not list(Path(folders.pop()).iterdir())
 
 
 def test_gpus_are_shared_where_two_services_compute_on_one() -> None:
@@ -149,9 +164,63 @@ def test_services_start_without_a_daemon_that_fails(
 ) -> None:
     told: list[str] = []
     with shared_by_mps(SPECS, told.append, environment=install(**how), timeouts=timeouts) as specs:
-        assert specs == SPECS
+        assert are_no_clients(specs)
         assert daemons() == [], "what does not work is not left behind"
     assert told == [f"GPU 0 is shared: its engines take turns, as {reason}."]
+
+
+@pytest.mark.parametrize(
+    ("probe", "reason"),
+    [
+        (
+            ("sleep", "100"),
+            f"a first client of NVIDIA MPS hung for 0.3 s; end its daemon (echo quit | {CONTROL}) and start again",
+        ),
+        (
+            ("sh", "-c", "echo cuInit returned 805 >&2; exit 1"),
+            "a first client of NVIDIA MPS failed: cuInit returned 805",
+        ),
+    ],
+    ids=["hangs", "fails"],
+)
+@pytest.mark.parametrize("runs_already", [False, True])
+def test_services_start_without_a_daemon_under_which_a_first_client_has_no_gpu(
+    runs_already: bool, probe: Sequence[str], reason: str, tmp_path: Path, install: Install
+) -> None:
+    environment, told = install(), list[str]()
+    if runs_already:
+        (tmp_path / "default" / "pid").write_text("1")
+    timeouts = MpsTimeouts(start_s=60.0, stop_s=60.0, probe_s=0.3)
+    with mps.shared_by_mps(SPECS, told.append, environment=environment, timeouts=timeouts, probe=probe) as specs:
+        assert are_no_clients(specs)
+        assert daemons() == []
+    assert told == [f"GPU 0 is shared: its engines take turns, as {reason}."]
+    assert ("quit" in calls(tmp_path)) is not runs_already
+
+
+DRIVER = """
+#include <cstdio>
+#define CALL(name, ...) extern "C" int name(__VA_ARGS__) { std::puts(#name); return %(status)s; }
+CALL(cuInit, unsigned) CALL(cuDeviceGet, int *, int number) CALL(cuDevicePrimaryCtxRetain, void **, int)
+CALL(cuCtxSetCurrent, void *) CALL(cuCtxSynchronize)
+"""
+
+
+@pytest.mark.parametrize("status", [0, 805])
+def test_the_first_client_makes_a_context_by_the_driver_alone(status: int, tmp_path: Path) -> None:
+    (tmp_path / "driver.cpp").write_text(DRIVER % {"status": status})
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["g++", "-shared", "-fPIC", str(tmp_path / "driver.cpp"), "-o", str(library)], check=True)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    command = [sys.executable, "-c", mps._PROBE, "0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == ((1, "cuInit returned 805") if status else (0, ""))
+    assert len(done.stdout.split()) == (1 if status else 5)
+
+
+@pytest.mark.parametrize(("value", "is_wanted"), [(None, True), ("1", True), ("0", False), ("False ", False)])
+def test_a_variable_switches_it_off_in_all_commands(value: str | None, is_wanted: bool) -> None:
+    assert mps_is_wanted({} if value is None else {SWITCH: value}) is is_wanted
 
 
 def test_a_daemon_that_does_not_quit_is_killed(install: Install) -> None:
@@ -175,7 +244,7 @@ def test_nothing_is_started_where_it_is_not_wanted_or_not_there(
     told: list[str] = []
     environment = install() if is_installed else {"PATH": str(tmp_path / "nothing")}
     with shared_by_mps(SPECS, told.append, is_wanted=not is_installed, environment=environment) as specs:
-        assert specs == SPECS
+        assert are_no_clients(specs), "nor of a daemon that others started"
     why = "NVIDIA MPS is switched off" if is_installed else f"{CONTROL} (NVIDIA MPS) is not on the PATH"
     assert told == [f"GPU 0 is shared: its engines take turns, as {why}."]
     assert calls(tmp_path) == []
@@ -208,6 +277,7 @@ def test_services_of_up_are_clients_of_a_daemon_that_ends_after_them(
         )
         specs.append(spec)
     monkeypatch.setattr("specdec.commands.up.command.plan_services", lambda plan: specs)
+    monkeypatch.setattr("specdec.commands.up.command.shared_by_mps", shared_by_mps)
     ends = f'ps -e -o args= | grep -c "[h]ttp.server.*{tmp_path.name}" > {tmp_path}/at_quit; rm "$pipe/pid"'
     for name, value in install(quit=ends).items():
         monkeypatch.setenv(name, value)
@@ -220,5 +290,6 @@ def test_services_of_up_are_clients_of_a_daemon_that_ends_after_them(
     assert (tmp_path / "at_quit").read_text().split() == ["0"]
     assert "NVIDIA MPS, started for it," in output.getvalue()
     with running_cluster(plan, Console(file=output, width=200), tmp_path / "logs", mps=False) as cluster:
-        assert all(PIPE_DIRECTORY not in psutil.Process(service.pid).environ() for service in cluster.services.values())
+        folders = {psutil.Process(each.pid).environ()[PIPE_DIRECTORY] for each in cluster.services.values()}
+        assert not list(Path(folders.pop()).iterdir())
     assert "NVIDIA MPS is switched off" in output.getvalue()

@@ -1,6 +1,7 @@
 """The GPU's decoder: the logits of transformers' own modules, few launches, and nothing that waits for data."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.cuda.launch import LaunchCounter
+from specdec.engine.model import loader
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.kv_budget import largest_batch
@@ -33,12 +35,24 @@ LLAMA_8B = LlamaConfig(
 )
 
 
-@pytest.mark.parametrize("architecture", ["llama_yarn_bias", "qwen3"])
+SKIPS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "first attention": {"skip_attention_layers": "0", "skip_mlp_layers": "1"},
+    "no MLP": {"skip_attention_layers": "2", "skip_mlp_layers": "0-1"},
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "skips"),
+    [("llama_yarn_bias", "whole"), ("qwen3", "whole"), ("llama_yarn_bias", "first attention"), ("qwen3", "no MLP")],
+)
 @torch.inference_mode()
-def test_its_logits_are_those_of_the_models_own_modules(architecture: str, tmp_path: Path) -> None:
-    settings = EngineSettings(
-        model=str(save_tiny_model(architecture, tmp_path)), device=DEVICE, dtype="float32", block_size=8
-    )
+def test_its_logits_are_those_of_the_models_own_modules(
+    architecture: str, skips: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "LEAST_AGREEMENT", 0.0)  # of random weights
+    model = save_tiny_model(architecture, tmp_path, num_layers=3)
+    settings = EngineSettings(model=str(model), device=DEVICE, dtype="float32", block_size=8, **SKIPS[skips])
     loaded = load_model(settings)
     probe = SelfTest(loaded.vocab_size, loaded.max_model_len, 8, loaded.device)
     expected = {

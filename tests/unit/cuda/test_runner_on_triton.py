@@ -55,7 +55,7 @@ def test_a_decoder_that_fails_its_self_test_is_not_used(tmp_path: Path, monkeypa
     assert "triton-attention" in load("llama", tmp_path, True, monkeypatch).numerics_id
 
 
-def with_replays(steps: StepModel, cache: KVCache) -> BucketedSteps:
+def with_replays(steps: StepModel, cache: KVCache, *, is_alone: bool) -> BucketedSteps:
     replays = BucketedSteps(steps, Captures())
     replays.serve(cache)
     return replays
@@ -81,7 +81,7 @@ def test_replays_of_what_was_computed_at_the_capture_are_found_out(
             logits = run()
             return lambda: None, logits
 
-    def stale_replays(steps: StepModel, cache: KVCache) -> BucketedSteps:
+    def stale_replays(steps: StepModel, cache: KVCache, *, is_alone: bool) -> BucketedSteps:
         replays = BucketedSteps(steps, Stale())
         replays.serve(cache)
         return replays
@@ -94,6 +94,28 @@ def test_replays_of_what_was_computed_at_the_capture_are_found_out(
     batch, _ = largest_batch(5, 20, 8, torch.device("cpu"))
     expected = load("gemma2", tmp_path, False, monkeypatch).forward(batch)
     torch.testing.assert_close(runner.forward(batch), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("what", ["sixteen rows", "a tree far away"])
+def test_replays_that_are_wrong_for_larger_steps_only_are_found_out(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(BucketedSteps):
+        def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+            logits = super().__call__(batch, cache)
+            is_wrong = len(batch.input_ids) == 13 if what == "sixteen rows" else len(batch.path_slots) > 3
+            return logits.flip(1) if is_wrong else logits
+
+    def wrong_replays(steps: StepModel, cache: KVCache, *, is_alone: bool) -> BucketedSteps:
+        replays = Wrong(steps, Captures())
+        replays.serve(cache)
+        return replays
+
+    monkeypatch.setattr(building, "with_replays", wrong_replays)
+    monkeypatch.setattr(buckets, "ROW_BUCKETS", (1, 8, 16, 64))
+    runner = load("gemma2", tmp_path, True, monkeypatch)
+    runner.warmup()
+    assert runner.row_edges == ()
 
 
 def test_heads_that_are_too_wide_are_gathered() -> None:

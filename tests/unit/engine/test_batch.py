@@ -1,5 +1,6 @@
 """A scheduled step as tensors."""
 
+import tracemalloc
 from array import array
 from dataclasses import fields
 
@@ -164,3 +165,16 @@ def test_what_has_no_row_of_logits_per_token_is_not_a_step_of_single_tokens(chan
     check_batch(batch)
     num_logits = {"nodes": 2, "chunk": 1}.get(change, 0)
     assert [each.num_rows for each in rows] == [1, num_logits]
+
+
+def test_tables_of_long_contexts_are_copied_and_never_lists_of_numbers() -> None:
+    num_blocks = 4096
+    items = [item(sequence(1, list(range(number, num_blocks + number))), 0, 1) for number in range(16)]
+    tracemalloc.start()
+    try:
+        batch, _ = build_batch(ScheduledStep(items), BLOCK_SIZE, "cpu")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert batch.block_tables[:, 0].tolist() == list(range(16))
+    assert peak < 3 * 4 * 16 * num_blocks, "a list of numbers takes 8 bytes for each, beside the table"

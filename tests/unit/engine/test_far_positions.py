@@ -110,3 +110,23 @@ def test_a_kernel_without_its_far_window_is_refused(
     monkeypatch.setattr(NativeAttention, "__call__", forgetting)
     with pytest.raises(ModelNotSupported, match="paged logits differ"):
         load(directory, fused="off")
+
+
+@pytest.mark.parametrize("what", ["the end of a split in a chunk", "a tree far away"])
+def test_kernels_that_are_wrong_only_for_long_chunks_or_far_trees_are_not_used(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = NativeAttention.__call__
+
+    def wrong(self: NativeAttention, query: Any, key: Any, value: Any, layer: int, context: Any, options: Any) -> Any:
+        batch = context.batch
+        result = plain(self, query, key, value, layer, context, options)
+        has_path = batch.path_offsets[1:] > batch.path_offsets[:-1]
+        is_far = batch.position_ids >= 300
+        in_chunk = torch.bincount(batch.row_seq)[batch.row_seq] > 1
+        rows = is_far & (has_path if what == "a tree far away" else in_chunk & ~has_path)
+        return torch.where(rows[:, None, None], result.flip(2), result)
+
+    monkeypatch.setattr(NativeAttention, "__call__", wrong)
+    with pytest.raises(ModelNotSupported, match="paged logits differ"):
+        load(save(tmp_path, window=None), fused="off")

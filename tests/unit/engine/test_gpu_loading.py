@@ -158,3 +158,15 @@ def test_random_weights_of_a_gpu_have_a_digest_of_their_own(tmp_path: Path, monk
     digest = load_model(settings).identity.weights_digest
     monkeypatch.setattr(loader, "_choose_device", lambda _name: torch.device("meta"))
     assert load_model(settings).identity.weights_digest == digest.replace("random-0-", "random-0-meta-")
+
+
+@pytest.mark.parametrize(
+    ("built_for", "message"), [(None, "is built without CUDA"), ("13.0", "needs a driver for CUDA 13; nvidia-smi")]
+)
+def test_a_gpu_that_torch_does_not_see_is_refused_with_what_torch_needs(
+    built_for: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    settings = EngineSettings(model=str(save_tiny_model("llama", tmp_path)), device="cuda")
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(settings)

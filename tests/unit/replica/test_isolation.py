@@ -42,12 +42,12 @@ def opens(*, speculate: bool = False) -> dict[str, pb.OpenSession]:
     }  # fmt: skip
 
 
-def raise_for_poison(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def raise_for_poison(runner: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
     forward = runner.forward
 
     def raising(batch: Any) -> torch.Tensor:
         if POISON in batch.input_ids.tolist():
-            raise ValueError("poison")
+            raise error or ValueError("poison")
         result: torch.Tensor = forward(batch)
         return result
 
@@ -180,6 +180,46 @@ def test_what_is_the_engines_own_is_no_sessions_fault(error: Exception) -> None:
         FaultLog().failure(error)
     with pytest.raises(type(error)):
         FaultLog().note(error)
+
+
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["allocator", "driver", "library"])
+def test_too_little_memory_for_one_session_costs_the_others_nothing_and_frees_graphs(
+    pair: LocalPair, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    undisturbed = fresh(pair).run(opens(), use_draft=False)
+    fresh(pair)
+    released: list[int] = []
+    engine = pair.target_built.engine
+    monkeypatch.setattr(engine.runner, "release_memory", lambda: released.append(1))
+    raise_for_poison(engine.runner, monkeypatch, error)
+    outcomes = pair.run(opens(), use_draft=False)
+    failure = outcomes["guilty"].error
+    assert failure is not None
+    assert reason_of(failure.status) == "OUT_OF_DEVICE_MEMORY"
+    assert {name: outcomes[name].token_ids for name in "ab"} == {name: undisturbed[name].token_ids for name in "ab"}
+    assert engine.stats().memory_faults == len(released) > 0
+
+
+def test_an_engine_whose_device_has_no_memory_for_three_sessions_in_a_row_ends(
+    pair: LocalPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh(pair)
+
+    def full(_batch: Any) -> torch.Tensor:
+        raise NO_MEMORY[0]
+
+    monkeypatch.setattr(pair.target_built.engine.runner, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        pair.run(opens(), use_draft=False)
+    monkeypatch.undo()
+    fresh(pair)
 
 
 def test_failures_that_are_typed_already_stay_as_they_are() -> None:

@@ -4,7 +4,8 @@ Two proofs by single rows, which cost far less than a long prompt:
 
     places      short sequences at distant positions, in one batch against each alone: finds rope and scales that depend
     on length or batch long rows   rows that read long contexts (a few random blocks repeated), by the serving kernels
-    against plain attention: finds faults of windows, sinks, tiles and splits at full length
+    against plain attention: finds faults of windows, sinks, tiles and splits at full length, in rows of one token, in a
+    chunk that crosses the end of a split, and in a branching tree
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from specdec.engine.model.ragged import RaggedModel, StepModel
 _NAMES = re.compile(r"position|window|chunk|floor|_len|max_seq|ctx")
 _BLOCKS = 7  # random blocks that contexts repeat; no divisor of a tile or a split
 _LONG = 2100  # a position beyond blocks, tiles and splits
+_CHUNK = range(760, 780)  # positions on both sides of the end of a split and of tiles
+_NUM_NODES = 3
 _SEED = 21
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]
@@ -92,7 +95,7 @@ class FarPlaces:
 
 
 class LongRows:
-    """One row after each of several long contexts."""
+    """One row after each of several long contexts, and a chunk of rows with a tree below its last one."""
 
     def __init__(
         self,
@@ -107,12 +110,34 @@ class LongRows:
         generator = torch.Generator().manual_seed(_SEED)
         self._rows = PassRows(block_size)
         self._geometries = geometries
-        self._num_blocks = _BLOCKS
+        self.num_blocks = _BLOCKS
+        """Blocks of a cache that the rows read and write."""
+
+        def token() -> int:
+            return int(torch.randint(0, vocab_size, (), generator=generator))
+
         for position in sorted({min(end, num_positions - 1) for end in ends}):
             shared = [block % _BLOCKS for block in range(position // block_size)]
-            self._rows.add_sequence([*shared, self._num_blocks])
-            self._num_blocks += 1  # the row's own block, which it writes
-            self._rows.add(int(torch.randint(0, vocab_size, (), generator=generator)), position)
+            self._rows.add_sequence([*shared, self.num_blocks])
+            self.num_blocks += 1  # the row's own block, which it writes
+            self._rows.add(token(), position)
+        end = min(_CHUNK.stop, num_positions - 2)
+        if end <= len(_CHUNK):
+            return
+        first = end - len(_CHUNK)
+        shared = [block % _BLOCKS for block in range(first // block_size)]
+        last_block = (end + _NUM_NODES - 1) // block_size
+        own = range(self.num_blocks, self.num_blocks + last_block + 1 - len(shared))
+        self.num_blocks += len(own)
+        self._rows.add_sequence([*shared, *own])
+        for position in range(first, end):
+            self._rows.add(token(), position)
+        slots = [
+            own[slot // block_size - len(shared)] * block_size + slot % block_size
+            for slot in range(end, end + _NUM_NODES)
+        ]
+        for path in (slots[:1], slots[1:2], [slots[0], slots[2]]):  # two children, and a child of the first
+            self._rows.add_apart(token(), end, path)
 
     @property
     def keys(self) -> list[tuple[str, int]]:
@@ -121,11 +146,19 @@ class LongRows:
 
     def logits(self, forward: Forward, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Logits ``[T, V]`` over random contexts, which are the same in every call."""
-        cache = KVCache(self._geometries, self._num_blocks, self._rows.block_size, dtype, device)
+        cache = KVCache(self._geometries, self.num_blocks, self._rows.block_size, dtype, device)
+        self.fill(cache)
+        return forward(self.batch(device), cache)
+
+    def batch(self, device: torch.device) -> Batch:
+        """The rows, with logits of all."""
+        return self._rows.batch(device)
+
+    def fill(self, cache: KVCache) -> None:
+        """Fill the blocks that the rows read, the first ones of a cache, with random keys and values."""
         generator = torch.Generator().manual_seed(_SEED)
         for store in (*cache.keys, *cache.values):
-            store.copy_(torch.randn(store.shape, generator=generator))
-        return forward(self._rows.batch(device), cache)
+            store[: self.num_blocks].copy_(torch.randn(self.num_blocks, *store.shape[1:], generator=generator))
 
 
 class FarProof:

@@ -12,7 +12,10 @@ import torch
 
 from specdec.drafting.translation.runner import TranslatingRunner
 from specdec.drafting.translation.shared import SharedVocabulary
+from specdec.engine.cuda.buckets import advance
 from specdec.engine.cuda.launch import LaunchCounter
+from specdec.engine.cuda.passes import CAPTURE_BYTES
+from specdec.engine.drawing import device as drawing_module
 from specdec.engine.drawing.device import ROUND_BUCKETS, DeviceDrawing
 from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, OtherIds
@@ -127,7 +130,7 @@ def test_graphs_with_cuts_are_replayed_for_other_cuts_of_their_kind(
 def test_rows_with_cuts_are_drawn_once_where_nothing_can_be_captured(
     runner: ModelRunner, device: tuple[DeviceDrawing, Captures]
 ) -> None:
-    device[0]._graphs.has_failed = True
+    device[0]._graphs.refuse()
     native, drawn = both(runner, device[0], rows_of([4, 4, 4], [{**each, "top_k": 2} for each in MANY]))
     assert [len(draws) for draws in drawn] == [1, 1, 1]
     assert drawn == [[draws[0]] for draws in native]
@@ -157,19 +160,35 @@ def test_calls_of_one_shape_replay_one_graph_and_prepared_ones_are_there(
     drawing, captures = device
     drawing.prepare(NUM_TOP)
     num_prepared = captures.num_captured
-    assert num_prepared == 4 * len(ROUND_BUCKETS)
+    assert num_prepared == 4 * len(ROUND_BUCKETS) + 1, "and a step of one row, for comparison"
+    replayed = captures.num_replayed
     for rounds in ([4, 3, 4], [3, 3, 3], [2, 1, 2], [8, 2, 1]):
         both(runner, drawing, rows_of(rounds, MANY))
-    assert (captures.num_captured, captures.num_replayed) == (num_prepared, 4)
+    assert (captures.num_captured, captures.num_replayed - replayed) == (num_prepared, 4)
 
 
 def test_graphs_are_prepared_within_the_memory_that_steps_have_left(
     device: tuple[DeviceDrawing, Captures], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawing, captures = device
-    monkeypatch.setattr(captures, "_bytes_each", 1 << 29)
+    monkeypatch.setattr(captures, "_bytes_each", CAPTURE_BYTES // 2)
     drawing.prepare(NUM_TOP)
     assert captures.num_captured == 3
+
+
+def test_a_graph_that_draws_other_tokens_than_single_steps_draws_nothing(
+    runner: ModelRunner, device: tuple[DeviceDrawing, Captures], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(batch: Any, number: int, drawn: Any, positions: Any, *rest: Any) -> None:
+        advance(batch, number, drawn, positions + (number == 1), *rest)
+
+    monkeypatch.setattr(drawing_module, "advance", late)
+    monkeypatch.setattr(drawing_module, "_PREPARED_ROWS", (1,))
+    drawing = device[0]
+    drawing.prepare(NUM_TOP)
+    assert drawing._graphs.has_failed
+    native, drawn = both(runner, drawing, rows_of([4, 4, 4], MANY))
+    assert drawn == [[draws[0]] for draws in native]
 
 
 def test_graphs_become_shorter_where_most_of_what_they_draw_is_dropped(

@@ -14,8 +14,9 @@ from specdec.config.drafter_options import DFlashOptions, Eagle3Options, EagleOp
 from specdec.drafting.heads.footprint import footprint
 from specdec.drafting.heads.methods.registry import load_head
 from specdec.drafting.heads.target import HeadTarget
+from specdec.engine.cuda.passes import CAPTURE_BYTES
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model.kv_budget import CAPTURE_BYTES, NOTHING, Beside
+from specdec.engine.model.kv_budget import NOTHING, Beside
 from specdec.engine.model.runner import ModelRunner
 from specdec.replica.worker.build import build_engine
 from specdec.target_service.proposals.own_draft import build_own_draft
