@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -127,7 +127,7 @@ def _masks(
             if mask.words is not None:
                 words[first + index] = mask.words
             if mask.must_end:
-                contexts[first + index] = replace(contexts[first + index], must_end=True)
+                contexts[first + index] = contexts[first + index]._replace(must_end=True)
             if mask.fault is not None:
                 faults.setdefault(first, {})[index - 1] = mask.fault
     return words, faults

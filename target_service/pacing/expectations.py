@@ -41,8 +41,10 @@ class Expectations:
             elif is_rejection and not node.is_local:
                 # The choice of nodes must not depend on drawn tokens, and so not on their scores.
                 rate = self.acceptance.depth_rate
-            else:
+            elif node.others:
                 rate = self._rate(session, node, depth)
+            else:
+                rate = self.acceptance[node.source].rate(node.score, depth, session.own_records.get(node.source))
             scores.append(rate * scores[parent] if parent >= 0 else rate)
         return scores
 
@@ -106,7 +108,9 @@ class Expectations:
 
     def _observe_offers(self, session: TargetSession, token_ids: Sequence[int]) -> None:
         """Learn from all nodes below a committed token, verified or not; `token_ids`: the tokens committed now."""
-        tokens = session.tree.tokens
+        if not session.tree.nodes:
+            return
+        tokens, is_rejection = session.tree.tokens, session.mode is VerifyMode.REJECTION
         depths = {ROOT: 0}
         for node, (payload, parent) in enumerate(zip(session.tree.nodes, tokens.parents, strict=True)):
             depth = depths.get(parent, len(token_ids))
@@ -115,11 +119,13 @@ class Expectations:
             is_next = tokens.token_ids[node] == token_ids[depth]
             if is_next:
                 depths[node] = depth + 1
-            for source, score in payload.offers():
+            for source, score in payload.offers() if payload.others else ((payload.source, payload.score),):
                 # A draft's forced node tells nothing of its scores; in rejection mode scores must not be learnt from.
-                if source == DRAFT_MODEL and (payload.is_forced or session.mode is VerifyMode.REJECTION):
+                if source == DRAFT_MODEL and (payload.is_forced or is_rejection):
                     continue
-                own = session.own_records.setdefault(source, OwnRecord())
+                own = session.own_records.get(source)
+                if own is None:
+                    own = session.own_records[source] = OwnRecord()
                 self.acceptance[source].observe(score, depth + 1, is_next, own)
 
     def _observe_sources(self, session: TargetSession, accepted: Set[int]) -> None:

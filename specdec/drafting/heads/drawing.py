@@ -50,9 +50,9 @@ def warm_up(sampler: Sampler, num_logits: int, num_choices: int) -> None:
 
 def without_noise(row: RowContext) -> RowContext:
     """The same row, without noise: its likeliest token is taken."""
-    return replace(row, params=replace(row.params, temperature=0.0))
+    return row._replace(params=replace(row.params, temperature=0.0))
 
 
 def after(row: RowContext, path: tuple[int, ...]) -> RowContext:
     """The row that follows uncommitted tokens."""
-    return replace(row, position=row.position + len(path), extra_tokens=path)
+    return row._replace(position=row.position + len(path), extra_tokens=path)

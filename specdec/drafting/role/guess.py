@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -73,7 +73,7 @@ class Guesser:
         for row, (session, _) in enumerate(places):
             if (mask := _mask(session, contexts[row])) is not None and mask.words is not None and mask.words.any():
                 masks[row] = mask.words
-                contexts[row] = replace(contexts[row], must_end=mask.must_end)
+                contexts[row] = contexts[row]._replace(must_end=mask.must_end)
         logits = masked_logits(logits, masks)
         guesses: dict[int, Guess | None] = {}
         for mode in VerifyMode:

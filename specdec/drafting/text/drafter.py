@@ -191,7 +191,7 @@ class TextDrafter(Role[TextSession]):
         def guess(some: list[tuple[TextSession, int]]) -> list[tuple[TextSession, Guess | None]]:
             contexts = [session.draw_context() for session, _ in some]
             contexts = [
-                replace(context, params=replace(context.params, temperature=0.0)) if session.is_rejection else context
+                context._replace(params=replace(context.params, temperature=0.0)) if session.is_rejection else context
                 for context, (session, _) in zip(contexts, some, strict=True)
             ]
             drawn = self._sampler.candidates(output.logits[[row for _, row in some]], contexts, 2)

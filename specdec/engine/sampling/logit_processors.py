@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +31,7 @@ CutArguments = tuple[Sequence[int], Sequence[float], Sequence[float]]
 """By row: top-k (0 is off), top-p (1 is off), and the lowest score that min-p allows (minus infinity is off)."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowContext:
+class RowContext(NamedTuple):
     """The sampler's data of one row, besides its logits."""
 
     params: SamplingParams

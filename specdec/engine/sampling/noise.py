@@ -11,7 +11,10 @@ hash functions"). For a fixed key this is a bijection, so no two tokens share a 
 """
 
 import enum
+from collections.abc import Sequence
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +23,8 @@ GUMBEL_MAX = 22.873857498168945
 GUMBEL_MIN = -3.1299946308135986
 """The smallest value of `gumbel`, at hash 2^32 - 1; a float32."""
 
+_FEW_PLACES = 12
+"""Number of places below which a call for each costs less than array operations."""
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 _GAMMA = 0x9E3779B97F4A7C15
@@ -50,9 +55,13 @@ def _mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
+@lru_cache(1 << 12)
+def _stream(seed: int, choice: int) -> int:
+    return _mix64((_mix64((seed + _GAMMA) & _MASK64) + (choice + 1) * _GAMMA) & _MASK64)
+
+
 def _key64(seed: int, choice: int, purpose: Purpose, t: int) -> int:
-    stream = _mix64((_mix64((seed + _GAMMA) & _MASK64) + (choice + 1) * _GAMMA) & _MASK64)
-    return _mix64((stream + (4 * t + purpose + 1) * _GAMMA) & _MASK64)
+    return _mix64((_stream(seed, choice) + (4 * t + purpose + 1) * _GAMMA) & _MASK64)
 
 
 def noise_key(seed: int, choice: int, purpose: Purpose, t: int) -> tuple[int, int]:
@@ -66,6 +75,24 @@ def noise_key(seed: int, choice: int, purpose: Purpose, t: int) -> tuple[int, in
     """
     key = _key64(seed, choice, purpose, t)
     return key >> 32, key & _MASK32
+
+
+def noise_keys(places: Sequence[tuple[int, int, int] | None], purpose: Purpose) -> list[int]:
+    """The two u32 of each place, row by row: `noise_key` of many (seed, choice, position); zeros for None."""
+    if len(places) < _FEW_PLACES:
+        few: list[int] = []
+        for place in places:
+            few += (0, 0) if place is None else noise_key(place[0], place[1], purpose, place[2])
+        return few
+    streams = [0 if place is None else _stream(place[0], place[1]) for place in places]
+    steps = [0 if place is None else 4 * place[2] + purpose + 1 for place in places]
+    x = np.array(streams, np.uint64) + np.array(steps, np.uint64) * np.uint64(_GAMMA)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    x[[place is None for place in places]] = 0
+    halves: list[int] = np.stack([x >> np.uint64(32), x & np.uint64(_MASK32)], axis=1).reshape(-1).tolist()
+    return halves
 
 
 def uniform(seed: int, choice: int, purpose: Purpose, t: int, chain: int | None = None) -> float:

@@ -19,7 +19,7 @@ from specdec.engine.sampling.logit_processors import (
     cut_arguments,
     temperature_scores,
 )
-from specdec.engine.sampling.noise import Purpose, noise_key, uniform
+from specdec.engine.sampling.noise import Purpose, noise_keys, uniform
 from specdec.engine.sampling.perturbed_top import perturbed_top
 from specdec.engine.sampling.rejection import DraftSample, draw
 from specdec.engine.sampling.token_history import TokenHistory
@@ -228,10 +228,10 @@ class Sampler:
     def _top_of_few(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> tuple[list[int], list[float]]:
         adjusted = adjusted_logits(self._true_logits(logits), rows)
         scores, temperatures = self._cut_scores(adjusted, rows)
-        keys: list[int] = []
-        for row in rows:
-            params = row.params
-            keys += (0, 0) if params.is_greedy else noise_key(params.seed, params.choice, Purpose.PLAIN, row.position)
+        places = [
+            None if (params := row.params).is_greedy else (params.seed, params.choice, row.position) for row in rows
+        ]
+        keys = noise_keys(places, Purpose.PLAIN)
         if self._most_top is not None and num_top > self._most_top:
             return perturbed_top(scores, temperatures, keys, num_top)
         return self._perturbed_top(scores, temperatures, keys, num_top)

@@ -1,5 +1,6 @@
 import itertools
 import math
+import random
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +18,7 @@ from specdec.engine.sampling.noise import (
     gumbel_from_bits,
     hash_u32,
     noise_key,
+    noise_keys,
     uniform,
     uniform_from_bits,
 )
@@ -291,3 +293,15 @@ def test_no_two_tokens_of_a_position_share_a_hash() -> None:
 def test_noise_has_the_gumbel_distribution() -> None:
     noise = gumbel(keys_of([(seed, 0, Purpose.PLAIN, 11) for seed in range(64)]), torch.arange(2**13)).numpy().ravel()
     assert stats.kstest(noise.astype(np.float64), stats.gumbel_r.cdf).pvalue > FALSE_ALARM_RATE
+
+
+@pytest.mark.parametrize("count", [3, 200])
+def test_keys_of_many_places_are_those_of_each(count: int) -> None:
+    rng = random.Random(count)
+    seeds = [0, 1, 2**63, 2**64 - 1]
+    drawn = [(rng.choice(seeds), rng.randrange(4), rng.getrandbits(40)) for _ in range(count)]
+    places = [None if number % 7 == 2 else place for number, place in enumerate(drawn)]
+    expected: list[int] = []
+    for place in places:
+        expected += (0, 0) if place is None else noise_key(place[0], place[1], Purpose.PLAIN, place[2])
+    assert noise_keys(places, Purpose.PLAIN) == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,7 +67,7 @@ def compare(contexts: list[RowContext], logits: list[torch.Tensor], drawn: list[
             out[:, 0, 0] = torch.tensor(drawn[number], dtype=torch.int32)
             adjustments.count(out.to(DEVICE))
             contexts = [
-                replace(context, position=context.position + 1, extra_tokens=(*context.extra_tokens, token))
+                context._replace(position=context.position + 1, extra_tokens=(*context.extra_tokens, token))
                 for context, token in zip(contexts, drawn[number], strict=True)
             ]
 
@@ -133,7 +132,7 @@ def test_any_row_is_adjusted_as_on_the_cpu(data: st.DataObject) -> None:
 def test_a_history_that_does_not_end_at_the_position_is_an_error() -> None:
     context = context_of(params_of(presence_penalty=1.0), OUTPUT)
     adjustments = Adjustments(1, VOCAB, torch.device(DEVICE))
-    for wrong in (replace(context, history=None), replace(context, position=context.position + 1)):
+    for wrong in (context._replace(history=None), context._replace(position=context.position + 1)):
         with pytest.raises(ValueError, match="history"):
             adjustments.fill([wrong])
 
