@@ -25,10 +25,11 @@ class EngineSettings(BaseModel):
         default="auto",
         description="Weights and KV cache; auto is float32 on CPU, the checkpoint's dtype on CUDA.",
     )
-    weight_quantization: Literal["none", "int8", "int4"] = Field(
+    weight_quantization: Literal["none", "int8", "int4", "fp8"] = Field(
         default="none",
         description="Rounds linear weights to 8 bits, a scale per output, or 4 bits, a scale per output and 32 inputs. "
-        "Needs float32 on a CPU, native kernels and one rank. Changes the output at a target, not at a draft.",
+        "int8 and int4 need float32 on a CPU, native kernels and one rank; fp8 needs a GPU of compute capability 8.9, "
+        "a model of Llama's shape and one rank. Changes the output at a target, not at a draft.",
     )
     exit_layer: int | None = Field(
         default=None,
@@ -114,8 +115,10 @@ class EngineSettings(BaseModel):
     def _check_quantization(self) -> Self:
         if self.weight_quantization == "none":
             return self
-        if self.native == "off":
+        if self.native == "off" and self.weight_quantization != "fp8":
             raise ValueError("weight_quantization needs native kernels, and native is off")
         if self.tensor_parallel_size > 1:
             raise ValueError("weight_quantization needs tensor_parallel_size 1")
+        if self.weight_quantization == "fp8" and (self.deterministic or self.fused == "off"):
+            raise ValueError("weight_quantization fp8 needs deterministic false and fused auto")
         return self

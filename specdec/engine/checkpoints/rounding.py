@@ -2,7 +2,8 @@
 
 A quantized model is a float32 model whose weights are multiples of a scale. The self-test's dense reference, the order
 of sums and row invariance take it as such. The kernels' formats hold these weights exactly, in a quarter of the memory
-or less (``specdec.engine.native.packing``).
+or less (``specdec.engine.native.packing``). fp8 is the same for models of 16 bits on a GPU, in half of the memory
+(``specdec.engine.cuda.fp8``).
 
 For quantized checkpoints see ``specdec.engine.checkpoints.formats``.
 """
@@ -14,10 +15,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from specdec.engine.cuda.fp8 import round_to_fp8
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.native.packing import INT4_GROUP
 
-WeightQuantization = Literal["none", "int8", "int4"]
+WeightQuantization = Literal["none", "int8", "int4", "fp8"]
 _INT8_STEPS = 127
 _INT4_STEPS = -8  # steps of the weight of largest magnitude; the other sign has 7
 _INT8_SCALE_BITS = 8  # low bits of a scale that are zero, so that its multiples are exact
@@ -37,7 +39,9 @@ def quantize_linear_weights(model: PreTrainedModel, quantization: WeightQuantiza
     for name, module in model.named_modules():
         if type(module) not in (nn.Linear, Conv1D):
             continue
-        rounded = round_to_int8 if quantization == "int8" or module is head else round_to_int4
+        rounded = _ROUND_TO[quantization]
+        if quantization == "int4" and module is head:
+            rounded = round_to_int8
         weight: torch.Tensor = module.weight
         if not bool(weight.isfinite().all()):
             raise ModelLoadError(f"weight_quantization: {name} has weights that are not finite")
@@ -70,3 +74,6 @@ def _rounded_bits(scales: torch.Tensor, num_bits: int) -> torch.Tensor:
     bits = scales.contiguous().view(torch.int32)
     half = 1 << (num_bits - 1)
     return ((bits + half) >> num_bits << num_bits).view(torch.float32)
+
+
+_ROUND_TO = {"int8": round_to_int8, "int4": round_to_int4, "fp8": round_to_fp8}

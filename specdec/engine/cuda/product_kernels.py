@@ -47,3 +47,21 @@ def product_kernel(
         total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     to = out + row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def round_rows_kernel(rows, rounded, scales, NUM_INPUTS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """Round each row to numbers of 8 bits, at most ``MOST``, times a scale; grid (rows,). A row with NaN or infinity
+    holds NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    peaks = tl.zeros([BLOCK], tl.float32)
+    for low in range(0, NUM_INPUTS, BLOCK):
+        i = low + tl.arange(0, BLOCK)
+        x = tl.load(rows + row * NUM_INPUTS + i, mask=i < NUM_INPUTS, other=0.0).to(tl.float32)
+        peaks = tl.maximum(peaks, tl.abs(x))
+    scale = tl.maximum(tl.max(peaks, 0), 1e-30) / MOST
+    tl.store(scales + row, scale)
+    for low in range(0, NUM_INPUTS, BLOCK):
+        i = low + tl.arange(0, BLOCK)
+        x = tl.load(rows + row * NUM_INPUTS + i, mask=i < NUM_INPUTS, other=0.0).to(tl.float32)
+        tl.store(rounded + row * NUM_INPUTS + i, (x / scale).to(tl.float8e4nv), mask=i < NUM_INPUTS)

@@ -1,4 +1,4 @@
-"""Row-invariant linear layers on a GPU, by the kernel of ``product_kernels.py``."""
+"""Linear layers on a GPU: row-invariant ones, and ones with weights of 8 bits (kernels: ``product_kernels.py``)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.engine.cuda.fp8 import FP8, FP8_MOST, Fp8Weight
 from specdec.engine.cuda.launch import launch
-from specdec.engine.cuda.product_kernels import product_kernel
+from specdec.engine.cuda.product_kernels import product_kernel, round_rows_kernel
 
 MOST_TILE_ROWS = 32
 """Most rows of a tile: with more, some GPUs take another matrix instruction, which gives a row other bits."""
@@ -68,3 +69,27 @@ def ordered_linear(
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": False},
     )
     return out
+
+
+def fp8_linear(rows: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``rows`` ``[T, K]`` times a weight, plus ``bias``: ``[T, N]`` in the dtype of ``rows``.
+
+    The rows are rounded to 8 bits, with a scale each. Cost: two launches.
+    """
+    num_rows, num_inputs = rows.shape
+    rounded = torch.empty(num_rows, num_inputs, dtype=FP8, device=rows.device)
+    scales = torch.empty(num_rows, 1, dtype=torch.float32, device=rows.device)
+    launch(
+        round_rows_kernel,
+        (num_rows,),
+        rows.contiguous(),
+        rounded,
+        scales,
+        NUM_INPUTS=num_inputs,
+        MOST=FP8_MOST,
+        BLOCK=1024,
+        options={"num_warps": 4},
+    )
+    return torch._scaled_mm(
+        rounded, weight.numbers.t(), scale_a=scales, scale_b=weight.scales, bias=bias, out_dtype=rows.dtype
+    )

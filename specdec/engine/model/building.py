@@ -150,17 +150,26 @@ class _Builder:
         """The fastest step model that passes the self-test, its kernel path, and whether it is row-invariant."""
         kernels, loaded = self._kernels, self._loaded
         on_device, is_ordered = None, bool(self._settings.deterministic)
+        is_fp8 = self._settings.weight_quantization == "fp8"
+        most_error = tolerance(loaded.dtype, is_fp8=is_fp8)
         if self._has_device_kernels and self._settings.fused == "auto":
             on_device = device_decoder(
-                loaded.model, recorded, loaded.max_model_len, row_invariant=is_ordered, group=self._group
+                loaded.model,
+                recorded,
+                loaded.max_model_len,
+                row_invariant=is_ordered,
+                is_fp8=is_fp8,
+                group=self._group,
             )
         if on_device is not None:
             error, row_invariant = self._tried(on_device, recorded.geometries, expected)
             row_invariant = is_ordered and (row_invariant or not expected)  # torch's products depend on the batch
-            if self._agreed(error <= tolerance(loaded.dtype) and row_invariant == is_ordered):
+            if self._agreed(error <= most_error and row_invariant == is_ordered):
                 loaded.release_model()
                 path = triton_path("ordered-decoder" if is_ordered else "decoder", loaded.device)
                 return on_device, path, row_invariant
+            if is_fp8:
+                raise ModelLoadError(f"weight_quantization: fp8 changes the logits by {error:.2g} of their spread")
             _logger.error(
                 "the GPU's decoder failed its self-test and is not used",
                 extra={"logit_error": error, "row_invariant": row_invariant},
@@ -169,6 +178,9 @@ class _Builder:
             if self._group is not None:
                 shard_model(loaded.model, self._group)
             ragged = RaggedModel(loaded.model, ragged.kernel, ragged.mask_windows)
+        if is_fp8:
+            why = self._no_kernels or f"{loaded.identity.architecture} has not Llama's shape"
+            raise ModelLoadError(f"weight_quantization: fp8 needs the GPU's own decoder: {why}")
         if (
             kernels is not None
             and self._group is None  # the fused decoder has no collectives
@@ -341,7 +353,8 @@ class _Builder:
                 f"in {routes.share_changed:.0%} of cases its routers choose other experts than in a dense pass",
             )
         near = log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences)
-        return near if far <= tolerance(loaded.dtype) else far, log.row_invariant
+        is_fp8 = self._settings.weight_quantization == "fp8"
+        return near if far <= tolerance(loaded.dtype, is_fp8=is_fp8) else far, log.row_invariant
 
     def _allocate(self, step_model: StepModel, geometries: list[LayerGeometry], num_spare_blocks: int) -> KVCache:
         settings, loaded = self._settings, self._loaded

@@ -78,18 +78,26 @@ def device_decoder(
     max_model_len: int,
     *,
     row_invariant: bool,
+    is_fp8: bool,
     group: RankGroup | None,
 ) -> StepModel | None:
     """The decoder in Triton kernels, which takes the model's weights; None for a model of another shape.
 
-    ``row_invariant``: its products are row-invariant Triton kernels, too. ``group``: the model's ranks.
+    ``row_invariant``: its products are row-invariant Triton kernels, too. ``is_fp8``: its weights take 8 bits.
+    ``group``: the model's ranks.
     """
     if not is_fusable(model, recorded.geometries, recorded.options, _MAX_HEAD_DIM):
         return None
     from specdec.engine.model.device_decoder import DeviceDecoder
 
     return DeviceDecoder(
-        model, recorded.geometries, recorded.options, max_model_len, row_invariant=row_invariant, group=group
+        model,
+        recorded.geometries,
+        recorded.options,
+        max_model_len,
+        row_invariant=row_invariant,
+        is_fp8=is_fp8,
+        group=group,
     )
 
 

@@ -16,16 +16,20 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import attend, launch_shape, plan_tiles
+from specdec.engine.cuda.fp8 import Fp8Weight
 from specdec.engine.cuda.layers import add_norm, embed_norm, gate, rotate_write
-from specdec.engine.cuda.products import ordered_linear
+from specdec.engine.cuda.products import fp8_linear, ordered_linear
 from specdec.engine.model.fused import rotary_tables
 from specdec.engine.model.skipping import has_attention, has_mlp
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharded_modules import GatheredLinear, RowSplitLinear, VocabSplitEmbedding
 from specdec.engine.tap import FINAL, TapCollector
 
-Weight = tuple[torch.Tensor, torch.Tensor | None]
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Weight = tuple[Any, torch.Tensor | None]
+"""A tensor or an `Fp8Weight`, and a bias."""
+_FP8_SIZES = 16
+"""Divisor of the sizes of weights that `fp8_linear` takes."""
+Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -59,18 +63,20 @@ class DeviceDecoder:
         max_model_len: int,
         *,
         row_invariant: bool = False,
+        is_fp8: bool = False,
         group: RankGroup | None = None,
     ) -> None:
         """Take the weights off the modules layer by layer: memory peaks one layer above the model's.
 
         ``row_invariant``: own matrix products, so that a row's bits do not depend on the batch; otherwise torch's,
-        which are faster with many rows. ``group``: the model's ranks (``shard_model``), which must be called alike;
-        sums over them are in rank order if ``row_invariant``, else in the library's order.
+        which are faster with many rows. ``is_fp8``: weights, which are `round_to_fp8`'s, take 8 bits. ``group``: the
+        model's ranks (``shard_model``), which must be called alike; sums over them are in rank order if
+        ``row_invariant``, else in the library's order.
         """
         decoder: Any = model.model
         head: Any = model.lm_head
         self._geometries, self._options = list(geometries), list(options)
-        self._linear: Product = ordered_linear if row_invariant else linear
+        self._linear: Product = _mixed_linear if is_fp8 else ordered_linear if row_invariant else linear
         self._group, self._is_ordered = group, row_invariant
         self._num_heads = int(model.config.num_attention_heads) // (1 if group is None else group.size)
         self._epsilon = float(model.config.rms_norm_eps)
@@ -80,11 +86,13 @@ class DeviceDecoder:
         self._split_outputs = head.out_features if isinstance(head, GatheredLinear) else None
         head = head.local if isinstance(head, GatheredLinear) else head
         self._head: Weight = (head.weight.detach(), _detached(head.bias))
+        if is_fp8:
+            self._head = _in_fp8(self._head)
         self._tables = rotary_tables(decoder.rotary_emb, max_model_len, self._embedding.device)
         self._layers: list[list[_Attention | _Mlp]] = []
         num_attending = 0
         for layer in decoder.layers:
-            self._layers.append(_taken(layer, num_attending, group))
+            self._layers.append(_taken(layer, num_attending, group, _in_fp8 if is_fp8 else lambda weight: weight))
             num_attending += has_attention(layer)
             if self._embedding.is_cuda:
                 torch.cuda.empty_cache()  # of joined weights: the next layer's may not fit the hole
@@ -137,6 +145,16 @@ class DeviceDecoder:
         return self._group.gather(partial) if self._is_ordered else self._group.sum(partial)
 
 
+def _in_fp8(weight: Weight) -> Weight:
+    """The weight in 8 bits; sizes that torch's scaled products do not take stay as they are."""
+    takes = all(size % _FP8_SIZES == 0 for size in weight[0].shape)
+    return (Fp8Weight.of(weight[0]), weight[1]) if takes else weight
+
+
+def _mixed_linear(rows: torch.Tensor, weight: torch.Tensor | Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    return fp8_linear(rows, weight, bias) if isinstance(weight, Fp8Weight) else linear(rows, weight, bias)
+
+
 def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
     return None if bias is None else bias.detach()
 
@@ -158,7 +176,9 @@ def _summand(module: Any, group: RankGroup | None) -> Weight:
     return weight, _detached(module.bias) if group is None or group.rank == 0 else None
 
 
-def _taken(layer: Any, number: int, group: RankGroup | None) -> list[_Attention | _Mlp]:
+def _taken(
+    layer: Any, number: int, group: RankGroup | None, pack: Callable[[Weight], Weight]
+) -> list[_Attention | _Mlp]:
     """The sublayers that a layer has; `number`: of its attention."""
     parts: list[_Attention | _Mlp] = []
     if has_attention(layer):
@@ -168,8 +188,8 @@ def _taken(layer: Any, number: int, group: RankGroup | None) -> list[_Attention 
             _Attention(
                 norm=layer.input_layernorm.weight.detach(),
                 head_norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if has_norms else None,
-                qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
-                output=_summand(attention.o_proj, group),
+                qkv=pack(_joined([attention.q_proj, attention.k_proj, attention.v_proj])),
+                output=pack(_summand(attention.o_proj, group)),
                 layer=number,
             )
         )
@@ -178,8 +198,8 @@ def _taken(layer: Any, number: int, group: RankGroup | None) -> list[_Attention 
         parts.append(
             _Mlp(
                 norm=layer.post_attention_layernorm.weight.detach(),
-                gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
-                down=_summand(mlp.down_proj, group),
+                gate_up=pack(_joined([mlp.gate_proj, mlp.up_proj])),
+                down=pack(_summand(mlp.down_proj, group)),
             )
         )
     return parts

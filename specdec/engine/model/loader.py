@@ -45,6 +45,7 @@ from specdec.engine.settings import EngineSettings
 from specdec.engine.sublayers import skipped_sublayers
 
 _DUMMY_SEED = 0
+_LEAST_FP8 = (8, 9)
 _MOST_REASON = 300  # characters of transformers' errors
 _UNLIMITED_LEN = 4096  # tokens; default for models without a limit
 _MOST_NAMED = 5
@@ -116,11 +117,7 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton, streams and graphs use the current device
     dtype = _choose_dtype(settings.dtype, device, config)
-    if settings.weight_quantization != "none" and (device.type, dtype) != ("cpu", torch.float32):
-        raise ModelLoadError(
-            f"weight_quantization: {settings.weight_quantization} needs float32 on the CPU, not "
-            f"{str(dtype).removeprefix('torch.')} on {device.type}"
-        )
+    _check_quantization(settings, dtype, device)
     check_place(config, device.type, settings.tensor_parallel_size)
     checkpoint_format = check_format(config, settings, device)
     max_model_len = _choose_max_model_len(settings.max_model_len, config)
@@ -331,6 +328,20 @@ def _choose_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ModelLoadError(f"device: {name}, but torch sees no CUDA device: {_why_no_cuda()}")
     return torch.device("cuda:0" if name == "cuda" else name)
+
+
+def _check_quantization(settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> None:
+    name, place = settings.weight_quantization, f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    if name in ("int8", "int4") and (device.type, dtype) != ("cpu", torch.float32):
+        raise ModelLoadError(f"weight_quantization: {name} needs float32 on the CPU, not {place}")
+    if name != "fp8":
+        return
+    if device.type != "cuda" or dtype == torch.float32:
+        raise ModelLoadError(f"weight_quantization: fp8 needs bfloat16 or float16 on a GPU, not {place}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_FP8:
+        needed, there = (".".join(map(str, each)) for each in (_LEAST_FP8, capability))
+        raise ModelLoadError(f"weight_quantization: fp8 needs a GPU of compute capability {needed}, this has {there}")
 
 
 def _why_no_cuda() -> str:

@@ -10,13 +10,14 @@ from transformers import LlamaConfig
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.attention.torch_kernels import TiledAttention
+from specdec.engine.checkpoints.rounding import quantize_linear_weights
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.model import loader
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.kv_budget import largest_batch
 from specdec.engine.model.loader import load_model, random_model
-from specdec.engine.model.probe import SelfTest
+from specdec.engine.model.probe import SelfTest, tolerance
 from specdec.engine.model.ragged import RaggedModel
 from specdec.engine.settings import EngineSettings
 from specdec.engine.tap import FINAL, HiddenTap
@@ -73,6 +74,23 @@ def test_its_logits_are_those_of_the_models_own_modules(
     decoder(batch, cache)
     assert batch.tap.states is not None
     assert (batch.tap.states - hidden).abs().max() < 1e-5 * hidden.abs().max()
+
+
+@torch.inference_mode()
+def test_weights_of_8_bits_give_nearly_the_logits_of_the_rounded_model(tmp_path: Path) -> None:
+    model = save_tiny_model("qwen3", tmp_path, num_layers=2)
+    loaded = load_model(EngineSettings(model=str(model), device=DEVICE, dtype="float32", block_size=8))
+    quantize_linear_weights(loaded.model, "fp8")
+    probe = SelfTest(loaded.vocab_size, loaded.max_model_len, 8, loaded.device)
+    expected = {
+        tuple(tokens): loaded.model(input_ids=torch.tensor([tokens], device=loaded.device), use_cache=False).logits[0]
+        for tokens in probe.sequences
+    }
+    recorded = RaggedModel(loaded.model, TiledAttention()).record_attention(probe)
+    decoder = DeviceDecoder(loaded.model, recorded.geometries, recorded.options, loaded.max_model_len, is_fp8=True)
+    log = probe.run(decoder, KVCache(recorded.geometries, probe.num_blocks, 8, torch.float32, loaded.device))
+    error = log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences)
+    assert 1e-3 < error < tolerance(torch.bfloat16, is_fp8=True)
 
 
 @pytest.fixture(scope="module")

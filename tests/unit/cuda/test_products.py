@@ -1,10 +1,15 @@
 """Row-invariant products on a GPU: what they compute, and that the number of rows and their company change no bit."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
+from specdec.engine.cuda.fp8 import FP8, FP8_MOST, Fp8Weight, round_to_fp8
 from specdec.engine.cuda.launch import LaunchCounter
-from specdec.engine.cuda.products import MOST_TILE_ROWS, ProductTiles, ordered_linear, product_tiles
+from specdec.engine.cuda.products import MOST_TILE_ROWS, ProductTiles, fp8_linear, ordered_linear, product_tiles
 from tests.support.engine.triton_device import DEVICE
 
 ROW_COUNTS = (1, 2, 7, 8, 16, 17, 64)
@@ -63,3 +68,64 @@ def test_a_product_is_one_launch_and_reads_its_weight_once() -> None:
     assert [launch.name for launch in counter.launches] == ["product_kernel"]
     moved = sum(num_bytes for _, num_bytes in counter.operations)
     assert moved == 2 * (rows.numel() + weight.numel() + 8 * 14336)
+
+
+@pytest.fixture
+def nearest_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are rounded to 8 bits as a GPU does; the interpreter loses carries into the exponent."""
+    plain = interpreter._convert_float
+
+    def convert(values: Any, kind: Any, to_kind: Any, rounding: Any) -> Any:
+        if to_kind.name != "fp8e4nv":
+            return plain(values, kind, to_kind, rounding)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(FP8).view(torch.uint8).numpy()
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@pytest.mark.usefixtures("nearest_fp8")
+@pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [(1, 64, 32), (5, 1040, 48), (33, 96, 16)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_with_weights_of_8_bits_are_those_of_the_rounded_numbers(
+    num_rows: int, num_inputs: int, num_outputs: int, has_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    rows = torch.randn(num_rows, num_inputs, generator=generator) * 10.0 ** torch.arange(num_rows)[:, None].clamp(max=4)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(torch.bfloat16)
+    weight[3] *= 1000.0
+    weight[4] = 0.0
+    bias = torch.randn(num_outputs, generator=generator).to(torch.bfloat16) if has_bias else None
+    rows = rows.to(torch.bfloat16)
+    packed = Fp8Weight.of(weight)
+    found = fp8_linear(
+        rows.to(DEVICE),
+        Fp8Weight(packed.numbers.to(DEVICE), packed.scales.to(DEVICE)),
+        None if bias is None else bias.to(DEVICE),
+    ).cpu()
+    scales = rows.float().abs().amax(1, keepdim=True) / FP8_MOST
+    rounded = (rows.float() / scales).to(FP8).float() * scales
+    expected = rounded @ packed.rounded(torch.float32).T + (0.0 if bias is None else bias.float())
+    close = expected.abs().amax(1, keepdim=True) * 2.0**-7
+    assert ((found.float() - expected).abs() <= close).all()
+
+
+def test_weights_of_8_bits_are_numbers_of_16_and_rounding_them_again_changes_nothing() -> None:
+    weight = torch.randn(64, 100, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(-32, 32)[:, None]
+    weight[5], weight[6, 1:] = 0.0, 0.0
+    rounded = round_to_fp8(weight.to(torch.bfloat16))
+    again = Fp8Weight.of(rounded)
+    assert torch.equal(again.rounded(torch.bfloat16), rounded)
+    assert torch.equal(again.rounded(torch.float32), rounded.float())
+    error = (rounded.float() - weight).abs() / weight.abs().amax(1, keepdim=True).clamp_min(1e-30)
+    assert error[weight.abs().amax(1) > 1e-15].max() < 2.0**-4
+
+
+@pytest.mark.usefixtures("nearest_fp8")
+def test_a_row_that_is_not_finite_gives_no_finite_product() -> None:
+    rows = torch.ones(3, 64, dtype=torch.bfloat16, device=DEVICE)
+    rows[0, 5], rows[1, 6] = float("nan"), float("inf")
+    weight = Fp8Weight.of(torch.ones(16, 64, dtype=torch.bfloat16, device=DEVICE))
+    found = fp8_linear(rows, weight).cpu()
+    assert found[:2].isnan().all()
+    assert (found[2] == 64.0).all()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.torch_kernels import GatherAttention
@@ -47,8 +48,13 @@ def test_a_model_runs_on_triton_kernels_with_the_logits_that_it_has_on_a_cpu(
     torch.testing.assert_close(runner.forward(batch), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_decoder_that_fails_its_self_test_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("does_raise", [False, True])
+def test_a_decoder_that_fails_its_self_test_is_not_used(
+    does_raise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wrong(self: DeviceDecoder, batch: Batch, cache: KVCache) -> torch.Tensor:
+        if does_raise:
+            raise OutOfResources(300_000, 232_448, "shared memory")
         return torch.zeros(len(batch.logits_indices), 131)
 
     monkeypatch.setattr(DeviceDecoder, "__call__", wrong)

@@ -26,7 +26,7 @@ from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
 from specdec.engine.engine import Engine
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model import device_decoder, loader
+from specdec.engine.model import loader
 from specdec.engine.model import runner as runner_module
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.logit_processors import RowContext
@@ -50,6 +50,12 @@ ROWS = (1, 4)
 PROMPTS = [[5, 6, 7], [9], [3, 1, 4, 1, 5]]
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are loaded in this thread, to which the device belongs."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+
+
 class Gpu(NamedTuple):
     device: FakeDevice
     runner: ModelRunner
@@ -69,7 +75,11 @@ def warm_runner(
     patch.setattr(buckets, "ROW_BUCKETS", ROWS)
     patch.setattr(runner_module, "_WARMUP_ROWS", (2,))
     settings = EngineSettings(
-        model=str(model), device="cuda:0", dtype="float32", block_size=BLOCK_SIZE, num_blocks=3 * BLOCKS_EACH, **more
+        model=str(model),
+        device="cuda:0",
+        block_size=BLOCK_SIZE,
+        num_blocks=3 * BLOCKS_EACH,
+        **{"dtype": "float32", **more},
     )
     runner = ModelRunner.load(settings)
     runner.warmup()
@@ -142,6 +152,39 @@ def test_a_draft_without_some_sublayers_is_loaded_and_captured(tmp_path: Path, m
         assert runner.row_edges == ROWS
 
 
+def test_steps_with_weights_of_8_bits_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_cuda():
+        settings = {"dtype": "float16", "weight_quantization": "fp8", "self_test": False}  # CPUs have no such softmax
+        runner = warm_runner("llama", tmp_path, monkeypatch, num_layers=2, **settings)
+        assert "triton-decoder" in runner.numerics_id
+        assert "fp8-weights" in runner.numerics_id
+        assert runner.row_edges == ROWS
+        decoder: Any = runner.replayed[0].forward  # type: ignore[index]
+        attention_part, mlp = decoder._layers[0]
+        assert attention_part.qkv[0].numbers.dtype == torch.float8_e4m3fn
+        assert mlp.down[0].shape[1] % 16, "which scaled products do not take"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "message"),
+    [
+        (
+            "gemma2",
+            {"dtype": "float16", "self_test": False},
+            "GPU's own decoder: Gemma2ForCausalLM has not",
+        ),
+        ("llama", {"dtype": "float32"}, "fp8 needs bfloat16 or float16 on a GPU, not float32 on cuda"),
+    ],
+)
+def test_weights_of_8_bits_are_refused_with_what_they_need(
+    architecture: str, more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    settings = {"device": "cuda:0", "weight_quantization": "fp8", "block_size": 4, "num_blocks": 24, **more}
+    model = save_tiny_model(architecture, tmp_path)
+    with fake_cuda(), pytest.raises(ModelLoadError, match=message):
+        ModelRunner.load(EngineSettings(model=str(model), **settings))
+
+
 def no_compiler(*_: Any, **__: Any) -> None:
     raise CalledProcessError(1, ["gcc", "main.c"])
 
@@ -184,8 +227,7 @@ def test_a_kernel_for_which_a_gpu_has_too_little_is_replaced(tmp_path: Path, mon
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     monkeypatch.setattr(attention, "attend", too_large)
-    monkeypatch.setattr(device_decoder, "attend", too_large)
-    model = save_tiny_model("llama", tmp_path)
+    model = save_tiny_model("gemma2", tmp_path)
     with fake_cuda():
         settings = EngineSettings(model=str(model), device="cuda:0", dtype="float32", block_size=4, num_blocks=24)
         runner = ModelRunner.load(settings)
@@ -195,9 +237,9 @@ def test_a_kernel_for_which_a_gpu_has_too_little_is_replaced(tmp_path: Path, mon
 
 def test_a_step_that_compiles_does_not_make_steps_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, seen = [0.0], set[int]()
-    monkeypatch.setattr(runner_module, "_WARMUP_ROWS", (1, 32))
     with fake_cuda():
         runner = warm_runner("llama", tmp_path, monkeypatch)
+        monkeypatch.setattr(runner_module, "_WARMUP_ROWS", (1, 32))
         forward = runner._step_model
 
         def compiling(batch: Batch, cache: Any) -> torch.Tensor:
