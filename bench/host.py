@@ -218,7 +218,7 @@ class Played:
             self._send(target_pb2.VerifyRequest(entries=[entry]))
 
     def _results(self) -> list[target_pb2.TargetResult]:
-        found = []
+        found: list[target_pb2.TargetResult] = []
         while True:
             try:
                 data = self._peer.recv(1 << 20)

@@ -39,7 +39,7 @@ def matchness(target: HeadTarget, run: SkippingPass, ask: HeadAsk) -> float | No
     finally:
         pool.free(blocks)
     params = _plain(ask.row.params, ask.is_chain)
-    contexts = [replace(ask.row, params=params, position=start + 1 + index, history=None) for index in range(num_rows)]
+    contexts = [ask.row._replace(params=params, position=start + 1 + index, history=None) for index in range(num_rows)]
     drawn = target.sampler.sample(logits, contexts)
     right = sum(token == seq.token_ids[start + 1 + index] for index, token in enumerate(drawn))
     return right / num_rows
