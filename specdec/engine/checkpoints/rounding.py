@@ -3,7 +3,7 @@
 A quantized model is a float32 model whose weights are multiples of a scale. The self-test's dense reference, the order
 of sums and row invariance take it as such. The kernels' formats hold these weights exactly, in a quarter of the memory
 or less (``specdec.engine.native.packing``). fp8 is the same for models of 16 bits on a GPU, in half of the memory
-(``specdec.engine.cuda.fp8``).
+(``specdec.engine.checkpoints.fp8``).
 
 For quantized checkpoints see ``specdec.engine.checkpoints.formats``.
 """
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from specdec.engine.cuda.fp8 import round_to_fp8
+from specdec.engine.checkpoints.fp8 import round_to_fp8
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.native.packing import INT4_GROUP
 

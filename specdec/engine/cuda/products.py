@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.engine.cuda.fp8 import FP8, FP8_MOST, Fp8Weight
 from specdec.engine.cuda.launch import launch
 from specdec.engine.cuda.product_kernels import product_kernel, round_rows_kernel
 
@@ -71,25 +70,26 @@ def ordered_linear(
     return out
 
 
-def fp8_linear(rows: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``rows`` ``[T, K]`` times a weight, plus ``bias``: ``[T, N]`` in the dtype of ``rows``.
+def fp8_linear(
+    rows: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``rows`` ``[T, K]`` times a weight of 8 bits, plus ``bias``: ``[T, N]`` in the dtype of ``rows``.
 
-    The rows are rounded to 8 bits, with a scale each. Cost: two launches.
+    The weight is ``numbers`` ``[N, K]`` times ``scales`` ``[1, N]`` float32 (`Fp8Weight`). The rows are rounded to 8
+    bits, with a scale each. Cost: two launches.
     """
     num_rows, num_inputs = rows.shape
-    rounded = torch.empty(num_rows, num_inputs, dtype=FP8, device=rows.device)
-    scales = torch.empty(num_rows, 1, dtype=torch.float32, device=rows.device)
+    rounded = torch.empty(num_rows, num_inputs, dtype=numbers.dtype, device=rows.device)
+    of_rows = torch.empty(num_rows, 1, dtype=torch.float32, device=rows.device)
     launch(
         round_rows_kernel,
         (num_rows,),
         rows.contiguous(),
         rounded,
-        scales,
+        of_rows,
         NUM_INPUTS=num_inputs,
-        MOST=FP8_MOST,
+        MOST=torch.finfo(numbers.dtype).max,
         BLOCK=1024,
         options={"num_warps": 4},
     )
-    return torch._scaled_mm(
-        rounded, weight.numbers.t(), scale_a=scales, scale_b=weight.scales, bias=bias, out_dtype=rows.dtype
-    )
+    return torch._scaled_mm(rounded, numbers.t(), scale_a=of_rows, scale_b=scales, bias=bias, out_dtype=rows.dtype)

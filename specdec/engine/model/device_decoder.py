@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
+from specdec.engine.checkpoints.fp8 import Fp8Weight
 from specdec.engine.cuda.attention import attend, launch_shape, plan_tiles
-from specdec.engine.cuda.fp8 import Fp8Weight
 from specdec.engine.cuda.layers import add_norm, embed_norm, gate, rotate_write
 from specdec.engine.cuda.products import fp8_linear, ordered_linear
 from specdec.engine.model.fused import rotary_tables
@@ -152,7 +152,9 @@ def _in_fp8(weight: Weight) -> Weight:
 
 
 def _mixed_linear(rows: torch.Tensor, weight: torch.Tensor | Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    return fp8_linear(rows, weight, bias) if isinstance(weight, Fp8Weight) else linear(rows, weight, bias)
+    if isinstance(weight, Fp8Weight):
+        return fp8_linear(rows, weight.numbers, weight.scales, bias)
+    return linear(rows, weight, bias)
 
 
 def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from specdec.engine.cuda.fp8 import FP8, FP8_MOST, Fp8Weight, round_to_fp8
+from specdec.engine.checkpoints.fp8 import FP8, FP8_MOST, Fp8Weight, round_to_fp8
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.cuda.products import MOST_TILE_ROWS, ProductTiles, fp8_linear, ordered_linear, product_tiles
 from tests.support.engine.triton_device import DEVICE
@@ -100,7 +100,8 @@ def test_products_with_weights_of_8_bits_are_those_of_the_rounded_numbers(
     packed = Fp8Weight.of(weight)
     found = fp8_linear(
         rows.to(DEVICE),
-        Fp8Weight(packed.numbers.to(DEVICE), packed.scales.to(DEVICE)),
+        packed.numbers.to(DEVICE),
+        packed.scales.to(DEVICE),
         None if bias is None else bias.to(DEVICE),
     ).cpu()
     scales = rows.float().abs().amax(1, keepdim=True) / FP8_MOST
@@ -126,6 +127,6 @@ def test_a_row_that_is_not_finite_gives_no_finite_product() -> None:
     rows = torch.ones(3, 64, dtype=torch.bfloat16, device=DEVICE)
     rows[0, 5], rows[1, 6] = float("nan"), float("inf")
     weight = Fp8Weight.of(torch.ones(16, 64, dtype=torch.bfloat16, device=DEVICE))
-    found = fp8_linear(rows, weight).cpu()
+    found = fp8_linear(rows, weight.numbers, weight.scales).cpu()
     assert found[:2].isnan().all()
     assert (found[2] == 64.0).all()

@@ -1,7 +1,7 @@
 """Weights as floating-point numbers of 8 bits, with a scale per output.
 
 Scales are powers of two, so that rounded weights are numbers of 16 bits as well: the dense reference of the self-test
-has the same weights as the scaled products of a GPU. Triton is not imported here.
+has the same weights as the scaled products of a GPU (``specdec.engine.cuda.products``).
 """
 
 from __future__ import annotations
