@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specdec.commands.train.recipe import TrainingRefused
 from specdec.engine.engine import Engine
@@ -58,7 +58,7 @@ def continuations(
     One has up to `max_tokens` tokens, fewer after an end of sequence. Prompt i has the seed `seed` + i, and the tokens
     equal a service's. Raises TrainingRefused if a prompt does not fit.
     """
-    sampler = Sampler(runner.vocab_size, runner.device)
+    sampler = Sampler(runner.vocab_size, runner.device, native=runner.native_sampling)
     waiting = iter(numbers)
     running: dict[int, _Continued] = {}
     try:
@@ -78,7 +78,7 @@ def continuations(
             grown = [(running[item.seq.seq_id], item.rows.stop - 1) for item in out.items if item.completes]
             if not grown:
                 continue
-            rows = [replace(one.row, position=len(one.seq.token_ids)) for one, _ in grown]
+            rows = [one.row._replace(position=len(one.seq.token_ids)) for one, _ in grown]
             best = sampler.candidates(out.logits[[row for _, row in grown]], rows, 1)
             for (one, _), candidates in zip(grown, best, strict=True):
                 token = candidates[0].token_id
