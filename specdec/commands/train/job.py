@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
 
+_PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+_MOST_PRIMITIVES = "32"
+"""Number of products that oneDNN keeps prepared: in bfloat16 each takes megabytes, and each length has its own."""
 _SAMPLED_TEXTS = 8
 _MEASURE_EVERY_S = 60.0
 _MEASURED_TEXTS = 4
@@ -57,6 +61,7 @@ class Loaded:
 
 def load_target(model: str, device: str, num_threads: int) -> Loaded:
     """Load a target. Raises EngineError, or HeadRefused if its files lack the embedding or the head."""
+    os.environ.setdefault(_PRIMITIVES, _MOST_PRIMITIVES)  # read when the first product is prepared
     directory, _ = find_model_files(model, None)
     settings = EngineSettings(model=model, device=device, num_threads=num_threads)
     runner = ModelRunner.load(settings)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from specdec.commands.train.checkpoint import RECIPE_KEY
-from specdec.commands.train.job import Loaded
+from specdec.commands.train.job import Loaded, load_target
 from specdec.commands.train.kinds.eagle3 import Eagle3Trainee
 from specdec.commands.train.layer_ids import neighbouring_layer_ids
 from specdec.commands.train.loop import rate
@@ -84,6 +85,18 @@ def test_the_state_of_another_run_is_refused_by_name(loaded: Loaded, texts: list
     trained(loaded, texts, dataclasses.replace(RECIPE, num_steps=1), tmp_path)
     with pytest.raises(TrainingRefused, match="other learning_rate, num_steps"):
         trained(loaded, texts, dataclasses.replace(RECIPE, num_steps=2, learning_rate=0.5), tmp_path)
+
+
+def test_prepared_products_of_many_lengths_do_not_fill_the_memory(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, folder = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(loaded.parts.directory)
+    monkeypatch.delenv(name)
+    load_target(folder, "cpu", 1)
+    assert int(os.environ[name]) < 100
+    monkeypatch.setenv(name, "7")
+    load_target(folder, "cpu", 1)
+    assert os.environ[name] == "7"
 
 
 def test_texts_without_any_to_measure_on_are_refused(loaded: Loaded, texts: list[Text], tmp_path: Path) -> None:
