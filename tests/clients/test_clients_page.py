@@ -62,7 +62,12 @@ def test_openai_completes_chats_and_takes_fields_of_ours(reader: Reader, code: s
     assert "'prefill'" in printed.splitlines()[-1]
 
 
-def test_an_agent_says_what_openai_says(reader: Reader, said: str) -> None:
+def test_an_agent_says_what_a_chat_says(url: str, reader: Reader) -> None:
+    messages: Any = [{"role": "user", "content": "Add two numbers."}]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        chat = client.chat.completions.create(model="target", messages=messages, temperature=0, stop=["\n\n"])
+    said = chat.choices[0].message.content or ""
+    assert (chat.choices[0].finish_reason, bool(said.strip())) == ("stop", True)
     assert reader.run("openai-agents") == f"{said}\n"
 
 
