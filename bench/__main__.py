@@ -32,6 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 PARTS = ("decode", "systems", "steps", "sweep", "arrivals", "adversity", "drafters")
 _USUAL = PARTS[:3]
 _CHECK_PROMPTS, _CHECK_TOKENS = 2, 32
+_AGREE_PROMPTS = 8
 _LOG_WIDTH = 200
 """Characters of a line where the output is no terminal."""
 _MOST_CHECKED_BYTES = 48 << 30
@@ -150,7 +151,7 @@ def _check(pair: Pair, device: str, found: Report, progress: Progress) -> None:
     """Compare inflated models with their sources. Raises TokensNotSame."""
     import torch
 
-    from bench.sameness import check_sameness
+    from bench.sameness import agreement, check_sameness
 
     progress.part("check")
     results: dict[str, object] = {}
@@ -175,6 +176,12 @@ def _check(pair: Pair, device: str, found: Report, progress: Progress) -> None:
             soft_wrap=True,
         )
     found.results["same_tokens"] = results
+    if pair.target.source is not None and pair.draft.source is not None:  # small models with the same outputs
+        progress.tell("comparing the draft with the target")
+        prompts = held_out_prompts(pair.target.folder, _AGREE_PROMPTS)
+        (share,) = agreement(pair.target.source, [pair.draft.source], prompts)
+        found.results["agreement"] = share
+        found.console.print(f"the draft guesses {share:.2f} of the target's greedy tokens", highlight=False)
 
 
 def _names(text: str) -> list[str]:

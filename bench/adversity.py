@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import random
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event, Thread
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from bench.checkpoints import cache_folder
 from bench.decode import TokensDiffer, warm_up
 from bench.delay_proxy import DelayProxy
 from bench.deployment import MeasuredDeployment, client_cores, running
+from bench.noisy import noisy
 from bench.pairs import PairMember
 from bench.plan import BenchPlan
 from bench.prompts import Prompt, held_out_prompts
@@ -101,7 +95,7 @@ def _started(
 ) -> Iterator[tuple[str, DelayProxy | None]]:
     pair = plan.pair
     if is_random:
-        pair = dataclasses.replace(pair, draft=PairMember(name="random", folder=_scrambled(pair.draft.folder)))
+        pair = dataclasses.replace(pair, draft=PairMember(name="random", folder=noisy(pair.draft.folder, 1.0)))
     deployment = MeasuredDeployment(
         pair=pair,
         cores=plan.cores,
@@ -177,25 +171,3 @@ def _switched(proxy: DelayProxy | None, delays_ms: Sequence[float]) -> Iterator[
         is_over.set()
         thread.join()
         link.delay(0.0)
-
-
-def _scrambled(folder: Path) -> Path:
-    """The checkpoint with random weights of the same scale."""
-    digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()
-    made = cache_folder() / f"random-{digest}"
-    if made.is_dir():
-        return made
-    unfinished = made.with_name(f".{made.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.copytree(folder, unfinished)
-    generator = torch.Generator().manual_seed(0)
-    for file in unfinished.glob("*.safetensors"):
-        tensors = {
-            name: (torch.randn(tensor.shape, generator=generator) * tensor.float().std()).to(tensor.dtype)
-            if tensor.ndim > 1
-            else tensor
-            for name, tensor in load_file(file).items()
-        }
-        save_file(tensors, file, metadata={"format": "pt"})
-    unfinished.rename(made)
-    return made

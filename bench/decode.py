@@ -23,6 +23,7 @@ from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.requests import Run, Sampling, run_group
 from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.tables import Table
+from specdec.v1 import coordinator_pb2 as api
 
 _COLUMNS = {
     "speedup": "speculation / plain",
@@ -35,10 +36,15 @@ _COLUMNS = {
     "tokens_equal": "equal",
     "share_of_steps_suspended": "suspended",
     "hold_off_ms_per_step": "hold-off ms",
+    "first_verified_token": "first verified token",
     "outside_ms_of_hits": "outside ms, hit",
     "outside_ms_of_misses": "outside ms, miss",
     "plain_outside_ms_per_step": "outside ms, plain",
 }
+
+
+_UNTIMED_GROUPS = 4
+"""Groups of prompts, at most, that run once more with their steps reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,21 +137,29 @@ async def measure(address: str, case: Case, progress: Progress) -> dict[str, obj
             raise TokensDiffer(f"temperature {sampling.temperature}, group {index}")
         pairs.append((runs[True], runs[False]))
     told = dataclasses.replace(case.sampling, with_steps=True)
-    return _summary(case, pairs) | _outside(await run_group(address, case.groups[0], told, speculate=True))
+    untimed = [await run_group(address, group, told, speculate=True) for group in case.groups[:_UNTIMED_GROUPS]]
+    return _summary(case, pairs) | _by_step([c.choices[0].steps for run in untimed for c in run.completions])
 
 
-def _outside(run: Run) -> dict[str, object]:
-    """Milliseconds of steps outside the forward pass and the hold-off, of hits and of misses.
+def _by_step(choices: Sequence[Sequence[api.DecodingStep]]) -> dict[str, object]:
+    """Figures of single steps. Their runs are not timed, because reporting each step takes time.
 
-    The coordinator, gRPC, detokenizing and the draft's use of the cores take them. The run is not a timed one, because
-    reporting each step takes time.
+    The time outside is that of a step outside the forward pass and the hold-off, of hits and of misses: the
+    coordinator, gRPC, detokenizing and the draft's use of the cores take it. The first verified token is the number of
+    the first token, from 1, that a step with a proposal committed.
     """
     found: dict[bool, list[float]] = {True: [], False: []}
-    for completion in run.completions:
-        for before, step in itertools.pairwise(completion.choices[0].steps):
+    for steps in choices:
+        for before, step in itertools.pairwise(steps):
             outside_us = step.at_us - before.at_us - step.step_us - step.hold_off_us
             found[step.num_tokens > 1].append(outside_us / 1e3)
-    return {"outside_ms_of_hits": spread(found[True]), "outside_ms_of_misses": spread(found[False])}
+    first = [next((step.start + 1 for step in steps if step.HasField("tree")), None) for steps in choices]
+    return {
+        "outside_ms_of_hits": spread(found[True]),
+        "outside_ms_of_misses": spread(found[False]),
+        "first_verified_token": spread([float(number) for number in first if number is not None]),
+        "share_never_verified": first.count(None) / len(first),
+    }
 
 
 def _share_equal(pairs: Sequence[tuple[Run, Run]]) -> float:

@@ -15,7 +15,6 @@ from specdec.commands.up.cluster import Cluster, free_port
 from specdec.commands.up.cores import assign_cores, share_cores
 from specdec.commands.up.mps import mps_is_wanted, shared_by_mps
 from specdec.commands.up.plan import LocalPlan, Placement, plan_services
-from specdec.commands.up.service_process import ServiceSpec
 
 _LEAST_KV_BYTES = 1 << 30
 _KV_ITEM_BYTES = {"cpu": 4, "cuda": 2}
@@ -52,8 +51,8 @@ def running(
 ) -> Iterator[Cluster]:
     """Run a deployment within the context; meanwhile this thread, the client's, is pinned to `client_cores`.
 
-    The coordinator reaches its drafts through the proxy, if there is one. `second`: name of a second coordinator for
-    the same replicas, which relays all proposals.
+    The proxy, if there is one, delays all that drafts send and receive. `second`: name of a second coordinator for the
+    same replicas, which relays all proposals.
 
     Raises ClusterFailed.
     """
@@ -68,7 +67,7 @@ def running(
         relaying = (*arguments, "--proposal-path=relayed")
         specs.append(dataclasses.replace(first, name=second, address=address, arguments=relaying))
     if proxy is not None:
-        specs = [_through(spec, proxy) for spec in specs]
+        specs = proxy.far_drafts(specs)
     with (
         pinned(client_cores(deployment.cores, deployment.placement)),
         shared_by_mps(specs, progress.tell, is_wanted=mps_is_wanted(os.environ)) as sharing_specs,
@@ -122,11 +121,3 @@ def _kv_bytes(deployment: MeasuredDeployment, model: PairMember) -> int:
     num_kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     per_token = 2 * config["num_hidden_layers"] * num_kv_heads * head_dim * _KV_ITEM_BYTES[deployment.device]
     return max(_LEAST_KV_BYTES, per_token * (deployment.most_tokens + _WARMUP_TOKENS))
-
-
-def _through(spec: ServiceSpec, proxy: DelayProxy) -> ServiceSpec:
-    if spec.role == "draft":
-        proxy.lead_to(spec.address)
-    prefix = "--drafts="
-    arguments = (f"{prefix}{proxy.address}" if text.startswith(prefix) else text for text in spec.arguments)
-    return dataclasses.replace(spec, arguments=tuple(arguments))

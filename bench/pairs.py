@@ -14,6 +14,7 @@ from bench.chat_drafters import TARGET as CHAT_TARGET
 from bench.chat_drafters import made_drafter
 from bench.checkpoints import inflated, num_parameters
 from bench.inflate import Shape
+from bench.noisy import noisy
 from bench.packaged import PACKAGED, packaged_model
 from specdec.commands.shipped_pair import shipped_head
 from specdec.commands.up.plan import shipped_model
@@ -42,10 +43,14 @@ DRAFTS = {
     "draft-1b": Shape(hidden_size=1024, intermediate_size=16384, num_layers=16, num_heads=32, num_kv_heads=8,
                       vocab_size=128256, num_positions=8192),
 }  # fmt: skip
+DRAFTS["draft-2m-55"] = DRAFTS["draft-2m"]
+NOISE = {"draft-2m-55": 0.216}
+"""Share of noise in a draft's source, by name: the shipped draft then guesses 0.55 of the target's greedy tokens."""
 CHAT_DRAFT = "smollm2-draft"
 PAIRS = {
     "shipped": ("shipped-target", "shipped-draft"),
     "cpu-80m": ("cpu-80m", "draft-2m"),
+    "cpu-80m-55": ("cpu-80m", "draft-2m-55"),
     "cpu-350m": ("cpu-350m", "draft-2m"),
     "smollm2": (CHAT_TARGET, CHAT_DRAFT),
     "gpu-1b": ("gpu-1b", "draft-0.5b"),
@@ -66,6 +71,8 @@ class PairMember:
     folder: Path
     source: Path | None = None
     """The smaller checkpoint with the same outputs; None for a checkpoint that is not inflated."""
+    noise: float = 0.0
+    """Share of noise in the source's matrices."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -85,7 +92,8 @@ class PairMember:
         if self.source is None:
             return f"{self.name} ({millions:.3g} M parameters)"
         small = num_parameters(self.source) / 1e6
-        made = f"inflated from {small:.3g} M" if self.is_larger else "as shipped, with more positions"
+        shipped = f"as shipped but for a share of {self.noise:g} noise" if self.noise else "as shipped"
+        made = f"inflated from {small:.3g} M" if self.is_larger else f"{shipped}, with more positions"
         return f"{self.name} ({millions:.3g} M parameters, {made})"
 
 
@@ -158,8 +166,10 @@ def resolve_model(name: str, device: str, cache: Path | None = None) -> PairMemb
         return PairMember(name=name, folder=folder)
     shape = TARGETS.get(name) or DRAFTS.get(name)
     if shape is not None:
-        source = Path(shipped_model("target" if name in TARGETS else "draft"))
-        return PairMember(name=name, folder=inflated(source, shape, name, device, cache), source=source)
+        source, noise = Path(shipped_model("target" if name in TARGETS else "draft")), NOISE.get(name, 0.0)
+        if noise:
+            source = noisy(source, noise, cache)
+        return PairMember(name=name, folder=inflated(source, shape, name, device, cache), source=source, noise=noise)
     if not (Path(name) / "config.json").is_file():
         raise NoSuchPair(
             f"{name}: neither a folder with a config.json nor one of {', '.join((*TARGETS, *DRAFTS, *PACKAGED))}"

@@ -1,4 +1,4 @@
-"""Checks that an inflated model has the greedy output of its source.
+"""Checks that an inflated model has the greedy output of its source, and how much of it a draft would guess.
 
 The source decodes greedily. Then both models compute its text in one forward pass each. Where the larger model's best
 token is the source's next token at every position, its greedy output is the same text, by induction.
@@ -85,6 +85,26 @@ def check_sameness(
     if not found.holds:
         raise TokensNotSame(f"{inflated.name} differs from its source: {found}")
     return found
+
+
+def agreement(
+    target: Path, drafts: Sequence[Path], prompts: Sequence[Sequence[int]], num_tokens: int = 32
+) -> list[float]:
+    """For each draft, the share of the target's greedy tokens that are its best ones too, given all tokens before."""
+    disable_progress_bar()
+    with torch.inference_mode():
+        ours = _load(target, "cpu", torch.float32)
+        texts = [_decode(ours, prompt, num_tokens, "cpu") for prompt in prompts]
+        return [_share_guessed(_load(draft, "cpu", torch.float32), texts, num_tokens) for draft in drafts]
+
+
+def _share_guessed(draft: Any, texts: Sequence[torch.Tensor], num_tokens: int) -> float:
+    num_equal = 0
+    for text in texts:
+        start = text.shape[1] - num_tokens
+        guesses = _logits(draft, text, slice(start - 1, start - 1 + num_tokens)).argmax(dim=1)
+        num_equal += int((guesses == text[0, start:]).sum())
+    return num_equal / (num_tokens * len(texts))
 
 
 def _load(folder: Path, device: str, dtype: torch.dtype) -> Any:

@@ -26,6 +26,7 @@ from specdec.commands.measuring.tables import Table
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 TEMPERATURES = (0.0, 0.7, 1.0)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
+ANSWER_TOKENS = (8, 16, 32, 64, 128)
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 TREE_WIDTHS = ((0, 1), (1, 1), (2, 1), (2, 2), (2, 4), (4, 4), (8, 8))
 """Pairs of num_siblings and max_heads of the draft."""
@@ -41,6 +42,7 @@ _COLUMNS = {
     "hit_rate": "hits",
     "draft_ms_per_step": "draft ms",
     "hold_off_ms_per_step": "hold-off ms",
+    "first_verified_token": "first verified token",
 }
 
 
@@ -53,7 +55,7 @@ class SweepStep:
     deployment: MeasuredDeployment
     case: Case
     delay_ms: float | None = None
-    """One-way delay between coordinator and draft; None: no proxy between them."""
+    """One-way delay of all that the draft sends and receives; None: no proxy before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,15 @@ def _context(plan: BenchPlan) -> Sweep:
         deployment = _deployment(plan, most_tokens=2 * CONTEXTS[-1] * plan.num_prompts)
         steps.append(SweepStep(label=str(length), x=length, deployment=deployment, case=_case(plan, prompts)))
     return Sweep(name="tokens in the prompt", steps=steps, log_x=True)
+
+
+def _answer_length(plan: BenchPlan) -> Sweep:
+    prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
+    steps = []
+    for count in ANSWER_TOKENS:
+        case = _case(dataclasses.replace(plan, max_tokens=count), prompts)
+        steps.append(SweepStep(label=str(count), x=count, deployment=_deployment(plan), case=case))
+    return Sweep(name="tokens of the answer", steps=steps, log_x=True)
 
 
 def _draft_length(plan: BenchPlan) -> Sweep:
@@ -154,6 +165,7 @@ SWEEPS: dict[str, Callable[[BenchPlan], Sweep]] = {
     "concurrency": _concurrency,
     "temperature": _temperature,
     "context": _context,
+    "answer-length": _answer_length,
     "draft-length": _draft_length,
     "tree-width": _tree_width,
     "draft-weights": _draft_weights,

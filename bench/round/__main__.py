@@ -1,11 +1,15 @@
 """`python -m bench.round`: times of a round's stages, from "verdict decided" to "proposal in the tree".
 
     python -m bench.round                                    # cpu-80m, coupled and rejection, 1 and 8 sessions
-    python -m bench.round --delays 0,0.2,1,5 --machine idle,full
+    python -m bench.round --delays 0,0.2,1,5                 # the draft on another host, by network only
+    python -m bench.round --machine idle,full
 
 The services are the real ones, each with a probe (`probe/sitecustomize.py`) that stamps messages with the time. All of
 them run on this machine, so the stages have one clock. The kernel counts processor time and voluntary context switches
 (wake-ups) of all threads of a process; the tables show them per verdict.
+
+With a delay, a proxy delays all that the draft sends and receives, and a direct link is gRPC. Without any, draft and
+target are on one host, and a direct link is a Unix socket between their engines.
 """
 
 from __future__ import annotations
@@ -47,13 +51,17 @@ _PROBE = Path(__file__).parent / "probe"
 _BURN = "while True: pass"
 _RELAYING = "coordinator-relayed"
 """A second coordinator in front of the same replicas, which relays."""
+_BY_RELAY = (STAGES[0], "coordinator has proposal")
+"""Stages of a round whose proposal a coordinator relays."""
 
 
 def main(
     pair: Annotated[str, typer.Option(help="Pair, as for `python -m bench`.")] = "cpu-80m",
     modes: Annotated[str, typer.Option(help="Comma-separated: coupled, rejection.")] = "coupled,rejection",
     sessions: Annotated[str, typer.Option(help="Comma-separated numbers of requests at once.")] = "1,8",
-    delays: Annotated[str, typer.Option(help="Comma-separated one-way delays to the draft, in ms.")] = "0",
+    delays: Annotated[
+        str, typer.Option(help="Comma-separated one-way delays to and from the draft, in ms; none: it is on this host.")
+    ] = "",
     loads: Annotated[
         str, typer.Option("--machine", help="Comma-separated: idle, full (a busy loop per core).")
     ] = "idle",
@@ -69,24 +77,23 @@ def main(
     made = resolve_pair(pair, "cpu")
     facts = {"machine": machine(cores), "versions": versions()}
     found = Report(pair=made.description, facts=facts, console=console)
-    if any(float(text) for text in delays.split(",")) and paths != "relayed":
-        raise typer.BadParameter("the proxy that delays is between coordinator and draft: give --paths relayed")
-    delays_ms, numbers = [float(text) for text in delays.split(",")], [int(text) for text in sessions.split(",")]
+    delays_ms: list[float | None] = [float(text) for text in delays.split(",") if text] or [None]
+    numbers = [int(text) for text in sessions.split(",")]
     prompts = held_out_prompts(made.target.folder, max(numbers))
     cases: list[Case] = []
     folder = Path(tempfile.mkdtemp(prefix="specdec-round-"))
     try:
         with Progress(console) as progress, ExitStack() as stack:
             stack.enter_context(_probed(folder))
-            proxy = stack.enter_context(DelayProxy(client_cores(cores)))
-            through = proxy if any(delays_ms) else None
+            proxy = stack.enter_context(DelayProxy(client_cores(cores))) if delays_ms[0] is not None else None
             deployment = MeasuredDeployment(pair=made, cores=cores, target={"adaptive_speculation": False})
             # A suspended draft has no rounds.
-            cluster = stack.enter_context(running(deployment, progress, through, second=_RELAYING))
+            cluster = stack.enter_context(running(deployment, progress, proxy, second=_RELAYING))
             for load, delay_ms, mode, number in product(loads.split(","), delays_ms, modes.split(","), numbers):
                 beside = [Case(load, delay_ms, mode, number, path) for path in paths.split(",")]
                 progress.tell(beside[0].name)
-                proxy.delay(delay_ms)
+                if proxy is not None and delay_ms is not None:
+                    proxy.delay(delay_ms)
                 sampling = Sampling(temperature=temperature, max_tokens=max_tokens, verify_mode=mode)
                 with _busy(len(cores) if load == "full" else 0):
                     _measure(beside, cluster, prompts[:number], sampling, repeats)
@@ -105,7 +112,7 @@ class Case:
     """Groups of requests under one condition."""
 
     machine: str
-    delay_ms: float
+    delay_ms: float | None
     mode: str
     num_sessions: int
     path: str
@@ -119,7 +126,13 @@ class Case:
     @property
     def name(self) -> str:
         """Column name of the case."""
-        return f"{self.machine}, {self.delay_ms:g} ms, {self.mode}, {self.num_sessions}, {self.path}"
+        return f"{self.condition}, {self.path}"
+
+    @property
+    def condition(self) -> str:
+        """The name without the path."""
+        place = "one host" if self.delay_ms is None else f"{self.delay_ms:g} ms"
+        return f"{self.machine}, {place}, {self.mode}, {self.num_sessions}"
 
     def figures(self, reached: Mapping[str, Mapping[Key, int]]) -> dict[str, Any]:
         """Figures of the case, from the stamps within its time."""
@@ -139,6 +152,7 @@ class Case:
             "tokens_per_s": statistics.median(self.speeds),
             "num_verdicts": num_begun,
             "num_answered": len(times),
+            "num_relayed": len(rounds(reached, self.spans_ns, _BY_RELAY)[0]),
             "stages_ms": stages,
             "round_ms": spread(between(times, 0, last)),
             "per_verdict": per_verdict,
@@ -214,6 +228,7 @@ def _wake_ups(pid: int) -> int:
 
 
 def _tables(cases: Sequence[Case], figures: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    yield _whole_rounds(cases, figures)
     names = [case.name for case in cases]
     times = Table("Milliseconds of a round by stage, medians", ["until", *names])
     for stage in STAGES[1:]:
@@ -227,6 +242,25 @@ def _tables(cases: Sequence[Case], figures: Sequence[Mapping[str, Any]]) -> Iter
         used = (each["per_verdict"][name] for each in figures)
         usage.add(name, *(f"{each['cpu_ms']:.2f}, {each['wake_ups']:.1f}" for each in used))
     yield usage
+
+
+def _whole_rounds(cases: Sequence[Case], figures: Sequence[Mapping[str, Any]]) -> Table:
+    """From the verdict to the proposal in the tree: the paths beside each other."""
+    columns = ["machine, delay, mode, sessions", "path", "median ms", "quartiles", "direct / relayed", "by the relay"]
+    table = Table("Verdict to proposal in the tree", columns)
+    medians = {case.name: each["round_ms"].get("median") for case, each in zip(cases, figures, strict=True)}
+    for case, each in zip(cases, figures, strict=True):
+        ms, relayed = each["round_ms"], medians.get(f"{case.condition}, relayed")
+        is_compared = case.path == "direct" and ms and relayed
+        table.add(
+            case.condition,
+            case.path,
+            _median(ms),
+            f"{ms['q1']:.3f} to {ms['q3']:.3f}" if ms else "",
+            f"{ms['median'] / relayed:.2f}" if is_compared else "",
+            f"{each['num_relayed']} of {each['num_verdicts']}",
+        )
+    return table
 
 
 def _median(figure: Mapping[str, float]) -> str:

@@ -20,10 +20,10 @@ import typer
 from tests.adversary import report
 from tests.adversary.chaos import BOUND_S, ChaosSettings, run_chaos
 from tests.adversary.pairs import replicas_with, subject
-from tests.adversary.plan import as_json, make_plan, make_short_plan, select_kinds
+from tests.adversary.plan import as_json, draw_path, make_plan, make_short_plan, select_kinds
 from tests.adversary.soak.report import soak_text
 from tests.adversary.soak.run import SoakSettings, run_soak
-from tests.adversary.topology import Topology
+from tests.adversary.topology import PATHS, Topology
 from tests.adversary.workload import make_requests
 
 _Result = TypeVar("_Result")
@@ -88,6 +88,7 @@ def chaos(
     http_clients: Annotated[int, typer.Option(help="Clients of gateways at once.", min=0)] = 4,
     bound_s: Annotated[float, typer.Option(help="Within which every stream is to go on.")] = BOUND_S,
     pair: Annotated[str, typer.Option(help="shipped or tiny")] = "shipped",
+    path: Annotated[str, typer.Option(help=f"Way of proposals: {', '.join(PATHS)}; none: drawn from the seed.")] = "",
     short: Annotated[bool, typer.Option(help="The plan of the short run in `make test-all`.")] = False,
     logs: Annotated[Path | None, typer.Option(help="Folder of the services' logs; none: a new one.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of results.")] = report.RESULTS,
@@ -96,14 +97,21 @@ def chaos(
 ) -> None:
     """Break things at random while clients compare all answers with undisturbed runs."""
     seed = secrets.randbelow(2**32) if seed is None else seed
-    topology = Topology(num_clients=clients, num_gateways=gateways, num_http_clients=http_clients if gateways else 0)
-    chosen = select_kinds([pattern for pattern in kinds.split(",") if pattern], has_gateways=gateways > 0)
+    topology = Topology(
+        num_clients=clients,
+        num_gateways=gateways,
+        num_http_clients=http_clients if gateways else 0,
+        path=path or draw_path(seed),
+    )
+    chosen = select_kinds(
+        [pattern for pattern in kinds.split(",") if pattern], topology.path, has_gateways=gateways > 0
+    )
     plan = make_plan(seed, topology, kinds=chosen, rounds=rounds, num_pairs=num_pairs)
     if short:
         plan = make_short_plan(seed, topology)
     wanted = {int(number) for number in only.split(",") if number}
     plan = [event for event in plan if not wanted or event.index in wanted]
-    say(f"seed {seed}; again with --seed {seed}, one event of it with --only N")
+    say(f"seed {seed}, path {topology.path}; again with --seed {seed}, one event of it with --only N")
     for event in plan:
         typer.echo(f"  {event.describe()}")
     if dry:

@@ -19,6 +19,7 @@ from tests.adversary.injection import inject
 from tests.adversary.plan import KILLS, STOPS, Event, leaves_nobody
 from tests.adversary.progress import Progress, Window
 from tests.adversary.recovery import EventRecord
+from tests.adversary.topology import PATHS
 from tests.adversary.verdict import NO_EVENT, Verdict
 from tests.adversary.waiting import POLL_S, until
 
@@ -48,6 +49,10 @@ class ChaosResult:
     verdict: Verdict
     records: list[EventRecord] = field(default_factory=list)
     wall_s: float = 0.0
+    path: str = ""
+    """One of `PATHS`."""
+    ways: dict[str, int] = field(default_factory=dict)
+    """Answers of drafts in the undisturbed run, by their way."""
 
 
 async def run_chaos(
@@ -58,8 +63,12 @@ async def run_chaos(
         say(f"{len(fleet.services)} services are up; running {len(settings.requests)} requests undisturbed")
         references = await undisturbed(fleet, settings.requests)
         tokens = sum(reference.num_tokens for reference in references)
+        ways = await fleet.ways()
+        say(f"path {fleet.topology.path}: {PATHS[fleet.topology.path]}; answers of drafts so far: {ways}")
         say(f"{tokens} tokens; {fleet.topology.num_clients} clients and {len(settings.events)} events begin")
-        return await ChaosRun(fleet, settings, references, say).run()
+        result = await ChaosRun(fleet, settings, references, say).run()
+        result.path, result.ways = fleet.topology.path, ways
+        return result
 
 
 class ChaosRun:

@@ -22,14 +22,16 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
 from tests.adversary.proxy_process import ProxyProcess
 from tests.adversary.redis_fault import FaultyRedis
-from tests.adversary.topology import REDIS, Topology, role_of
+from tests.adversary.topology import PATHS, REDIS, Topology, role_of
 from tests.adversary.waiting import POLL_S
+from tests.support.services.faults import scrape
 from tests.support.services.model_pair import ModelPair
 
 HOST = "127.0.0.1"
 START_S = 300.0
 RESTART_S = 1.0
 """From a service's end to its restart, unless a fault says otherwise: what Kubernetes takes at first."""
+_ANSWERS = "specdec_coordinator_draft_latency_seconds_count"
 ENGINE_MODULE = "specdec.replica.bridge.engine_child"
 Say = Callable[[str], None]
 
@@ -76,6 +78,7 @@ class Fleet:
         self.started_s: dict[str, float] = {}
         self.restart_s: dict[str, float] = {}
         """How long a service that ends next stays away."""
+        self._target_addresses: list[str] = []
         self._client_ports: dict[tuple[str, str], int] = {}
         self._groups: set[int] = set()
         self._say = say
@@ -212,6 +215,7 @@ class Fleet:
         return degraded if ready >= wanted else [f"{coordinator} sees {ready} of {wanted} ready: {'; '.join(states)}"]
 
     async def _prepare(self) -> None:
+        path = self.topology.path
         ports = {name: free_port() for name in self.topology.services}
         self.metrics_ports = {name: free_port() for name in self.topology.services}
         for client in self.topology.clients:
@@ -229,7 +233,11 @@ class Fleet:
         for name in self.topology.users_of_redis:
             role, port = role_of(name), ports[name]
             redis_port = await self.proxy.listen(REDIS, self.redis.port, source=name)
-            advertised = port if role == "coordinator" else await self.proxy.listen(name, port)
+            advertised = port
+            if role != "coordinator":
+                advertised = await self.proxy.listen(name, port, is_between_hosts=path == "network")
+            if role == "target":
+                self._target_addresses.append(f"{HOST}:{advertised}")
             own = {
                 "redis_url": f"redis://{HOST}:{redis_port}",
                 "advertise_address": f"{HOST}:{advertised}",
@@ -237,12 +245,14 @@ class Fleet:
                 "log_format": "console",
             }
             if role == "coordinator":
+                own |= {"proposal_path": "relayed" if path == "relayed" else "auto"}
                 own |= {"resume_secret": "0123456789abcdef" * 4, **self.settings.coordinator}
             elif role == "target":
                 own |= {"model": self.settings.pair.target, "device": "cpu", "engine_cores": "off"}
                 own |= self.settings.target
             else:
                 own |= {"model": self.settings.pair.draft, "device": "cpu", "engine_cores": "off"}
+                own |= {"link_targets": self._target_addresses}
                 own |= self.settings.draft
             spec = service_spec(role, name, port, RoleSettings(overrides=own), environment={})
             self.services[name] = ServiceProcess(spec, self.folder / f"{name}.log")
@@ -250,9 +260,24 @@ class Fleet:
     async def _check_links(self) -> None:
         """A link that nothing goes through is one that no fault can befall."""
         connections = await self.proxy.connections()
-        unused = [name for name in self.topology.links if not name.startswith("client") and not connections.get(name)]
-        if unused:
+        later = self.topology.direct_links  # a draft calls a target for its first session
+        links = [name for name in self.topology.links if not name.startswith("client") and name not in later]
+        if unused := [name for name in links if not connections.get(name)]:
             raise FleetFailed(f"nothing goes through {', '.join(unused)}; there are {connections}")
+
+    async def ways(self) -> dict[str, int]:
+        """Answers of drafts that coordinators have measured since they started, by their way.
+
+        Raises FleetFailed where a way is used that the topology does not have, or its direct links are unused.
+        """
+        ways = {"direct": 0, "relayed": 0}
+        for coordinator in self.topology.of("coordinator"):
+            page = await asyncio.to_thread(scrape, self.metrics_ports[coordinator])
+            for way in ways:
+                ways[way] += int(page.get(f"{_ANSWERS}{{path={way}}}", 0))
+        if bool(ways["direct"]) == (self.topology.path == "relayed"):
+            raise FleetFailed(f"{ways} answers of drafts with {self.topology.path}: {PATHS[self.topology.path]}")
+        return ways
 
     async def _start(self, name: str) -> None:
         service = self.services[name]
@@ -260,7 +285,7 @@ class Fleet:
         assert service.pid is not None
         self._groups.add(service.pid)
         self.started_s[name] = time.monotonic()
-        if role_of(name) == "coordinator":  # They share the listeners of replicas.
+        if role_of(name) in ("coordinator", "draft"):  # They share the listeners of replicas.
             await self.proxy.set_owner(name, service.pid)
 
     async def _keep_running(self) -> None:

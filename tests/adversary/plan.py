@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 
-from tests.adversary.topology import REDIS, ROLES, Topology
+from tests.adversary.topology import PATHS, REDIS, ROLES, Topology
 
 KILLS = ("kill-group", "kill-engine", "kill-servicer")
 STOPS = ("stop-group", "stop-engine", "stop-servicer")
@@ -17,9 +17,10 @@ SLOWNESSES = ("delay", "trickle", "lossy")
 RESET = "reset"
 LASTING_IN_SHORT = "stop-engine"
 REDIS_FAULTS = ("redis-kill", "redis-empty", "redis-freeze", "redis-past")
+DIRECT = "draft>target"
 GATEWAY_TIER = "gateway>coordinator"
 """Only of a fleet with gateways."""
-LINK_TIERS = ("client>coordinator", "coordinator>target", "coordinator>draft", f"service>{REDIS}")
+LINK_TIERS = ("client>coordinator", "coordinator>target", "coordinator>draft", DIRECT, f"service>{REDIS}")
 RESTART_S = (0.5, 2.0)
 BRIEF_S = (0.3, 5.0)
 LASTING_S = (12.0, 16.0)
@@ -50,7 +51,7 @@ class Fault:
         """The service that streams cannot use while it lasts, if there is one."""
         if self.kind in KILLS or self.kind in STOPS:
             return self.at
-        if self.kind in SILENCES and self.tier != f"service>{REDIS}":
+        if self.kind in SILENCES and self.tier not in (f"service>{REDIS}", DIRECT):
             return self.at.rpartition(">")[2]
         return None
 
@@ -77,23 +78,31 @@ class Event:
         return f"#{self.index}: " + f", {self.apart_s:.1f} s later ".join(what)
 
 
-def all_kinds(*, has_gateways: bool = False) -> list[tuple[str, str]]:
-    """Every kind of fault with every tier that it can befall."""
+def draw_path(seed: int) -> str:
+    """The way of proposals in a run."""
+    return random.Random(f"path {seed}").choice(list(PATHS))
+
+
+def all_kinds(path: str = "network", *, has_gateways: bool = False) -> list[tuple[str, str]]:
+    """Every kind of fault with every tier that it can befall, on this way of proposals."""
     processes = [(kind, role) for kind in (*KILLS, *STOPS) for role in ROLES]
     # A coordinator is one process.
     processes = [pair for pair in processes if pair[1] != "coordinator" or pair[0].endswith("group")]
-    tiers = (*LINK_TIERS, GATEWAY_TIER) if has_gateways else LINK_TIERS
+    tiers = [tier for tier in LINK_TIERS if tier != DIRECT or path != "relayed"]
+    tiers += [GATEWAY_TIER] * has_gateways
     links = [(kind, tier) for kind in (*SILENCES, *SLOWNESSES, RESET) for tier in tiers]
     return [*processes, *links, *((kind, REDIS) for kind in REDIS_FAULTS)]
 
 
-def select_kinds(patterns: Collection[str], *, has_gateways: bool = False) -> list[tuple[str, str]]:
+def select_kinds(
+    patterns: Collection[str], path: str = "network", *, has_gateways: bool = False
+) -> list[tuple[str, str]]:
     """The kinds that match one of the patterns KIND or KIND:TIER, where * stands for anything; without patterns all.
 
     Raises:
         ValueError: a pattern matches nothing.
     """
-    chosen, kinds = set(), all_kinds(has_gateways=has_gateways)
+    chosen, kinds = set(), all_kinds(path, has_gateways=has_gateways)
     for pattern in patterns:
         kind, _, tier = pattern.partition(":")
         found = [pair for pair in kinds if fnmatchcase(pair[0], kind) and fnmatchcase(pair[1], tier or "*")]
@@ -119,7 +128,7 @@ def make_plan(
         num_pairs: Pairs per round; None: half as many as kinds.
     """
     rng = random.Random(seed)
-    kinds = all_kinds(has_gateways=topology.num_gateways > 0) if kinds is None else kinds
+    kinds = all_kinds(topology.path, has_gateways=topology.num_gateways > 0) if kinds is None else kinds
     wanted: list[list[tuple[str, str]]] = []
     for _ in range(rounds):
         wanted += [[kind] for kind in kinds]
@@ -137,7 +146,7 @@ def make_short_plan(seed: int, topology: Topology) -> list[Event]:
     """
     rng = random.Random(seed)
     tiers: dict[str, list[str]] = {}
-    for kind, tier in all_kinds():
+    for kind, tier in all_kinds(topology.path):
         tiers.setdefault(kind, []).append(tier)
     chosen = {kind: (kind, rng.choice(options)) for kind, options in tiers.items()}
     chosen[LASTING_IN_SHORT] = (LASTING_IN_SHORT, "target")  # streams can do without drafts

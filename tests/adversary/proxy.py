@@ -30,12 +30,14 @@ class Proxy:
         self._links: dict[str, Link] = {}
         self._flows: dict[str, tuple[Flow, Flow]] = {}
         self._owners: dict[int, str] = {}
+        self._are_apart: dict[str, bool] = {}
         self._servers: list[asyncio.Server] = []
 
     async def execute(self, command: dict[str, Any]) -> dict[str, Any]:
         """Carry out one command."""
         match command["do"]:
             case "listen":
+                self._are_apart[command["destination"]] = command["is_between_hosts"]
                 return {"port": await self._listen(command.get("source"), command["destination"], command["port"])}
             case "owner":
                 self._owners = {pid: name for pid, name in self._owners.items() if name != command["name"]}
@@ -70,7 +72,8 @@ class Proxy:
     def _link(self, name: str, port: int) -> Link:
         link = self._links.get(name)
         if link is None:
-            link = self._links[name] = Link(name, (HOST, port))
+            is_apart = self._are_apart[name.rpartition(">")[2]]
+            link = self._links[name] = Link(name, (HOST, port), is_between_hosts=is_apart)
             link.set_flow(*self._flow_of(name))
         return link
 

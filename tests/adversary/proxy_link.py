@@ -10,6 +10,8 @@ import struct
 from collections import deque
 from dataclasses import dataclass, field
 
+from bench.delay_proxy import SOCKET_NAME, SPOILT
+
 READ_BYTES = 64 * 1024
 MAX_PENDING_BYTES = 1024 * 1024
 """Of one direction of a connection; above, nothing more is read, as a full window would have it."""
@@ -88,6 +90,8 @@ class Link:
     forth: Direction = field(default_factory=Direction)
     """From the source to the destination."""
     back: Direction = field(default_factory=Direction)
+    is_between_hosts: bool = False
+    """Names of Unix sockets lead nowhere at the other end."""
     connections: set[Connection] = field(default_factory=set)
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -137,8 +141,8 @@ class Connection:
         for writer in (self._source, self._destination):
             writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         pumps = [
-            asyncio.create_task(Pump(link.forth, link.rng).run(from_source, self._destination)),
-            asyncio.create_task(Pump(link.back, link.rng).run(from_destination, self._source)),
+            asyncio.create_task(self._pump(link.forth).run(from_source, self._destination)),
+            asyncio.create_task(self._pump(link.back).run(from_destination, self._source)),
         ]
         gone = asyncio.create_task(self._gone.wait())
         tasks = [*pumps, asyncio.create_task(asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)), gone]
@@ -148,6 +152,9 @@ class Connection:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _pump(self, direction: Direction) -> Pump:
+        return Pump(direction, self._link.rng, is_between_hosts=self._link.is_between_hosts)
 
     def abort(self) -> None:
         """Reset both ends."""
@@ -163,8 +170,9 @@ class Connection:
 class Pump:
     """Carries the bytes of one connection in one direction."""
 
-    def __init__(self, direction: Direction, rng: random.Random) -> None:
+    def __init__(self, direction: Direction, rng: random.Random, *, is_between_hosts: bool) -> None:
         self._direction = direction
+        self._is_between_hosts = is_between_hosts
         self._rng = rng
         self._pending: deque[tuple[float, bytes]] = deque()
         self._num_pending_bytes = 0
@@ -181,6 +189,8 @@ class Pump:
                     # What was sent before a reset may arrive or not; that something broke does arrive.
                     await self._direction.unheld()
                     raise
+                if self._is_between_hosts:
+                    data = data.replace(SOCKET_NAME, SPOILT)
                 if data and not self._pending and self._direction.flow.is_plain and not delivering.done():
                     writer.write(data)
                     await writer.drain()

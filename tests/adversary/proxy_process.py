@@ -33,12 +33,17 @@ class ProxyProcess:
             self._process.kill()
             await self._process.wait()
 
-    async def listen(self, destination: str, port: int, source: str | None = None) -> int:
+    async def listen(
+        self, destination: str, port: int, source: str | None = None, *, is_between_hosts: bool = False
+    ) -> int:
         """Carry a link to a port of loopback; returns the port to connect to.
 
-        Without a source it carries the links of all processes that `set_owner` tells of.
+        Without a source it carries the links of all processes that `set_owner` tells of. With `is_between_hosts` names
+        of Unix sockets lead nowhere at the other end.
         """
-        answer = await self._ask(do="listen", source=source, destination=destination, port=port)
+        answer = await self._ask(
+            do="listen", source=source, destination=destination, port=port, is_between_hosts=is_between_hosts
+        )
         return int(answer["port"])
 
     async def set_owner(self, name: str, pid: int) -> None:

@@ -68,7 +68,8 @@ def chaos_text(result: ChaosResult, command: str) -> str:
     lines = [
         f"`{command}`: {len(result.records)} events in {result.wall_s:.0f} s; {verdict.num_equal} answers and"
         f" {verdict.num_cut_off} that were cut off were equal to their undisturbed runs;"
-        f" {len(verdict.failures)} failures.",
+        f" {len(verdict.failures)} failures. Path {result.path}: answers of drafts in the undisturbed run were"
+        f" {result.ways.get('direct', 0)} direct and {result.ways.get('relayed', 0)} relayed.",
         "",
         "A stall is the longest time that a choice of a stream got no token, from the fault's beginning until all",
         "services were whole again; requests that were sent meanwhile count, too. p50 and p99 are over all streams.",
@@ -104,6 +105,8 @@ def chaos_json(result: ChaosResult) -> dict[str, Any]:
     verdict = result.verdict
     return {
         "wall_s": result.wall_s,
+        "path": result.path,
+        "ways": result.ways,
         "num_equal": verdict.num_equal,
         "num_cut_off": verdict.num_cut_off,
         "refusals": dict(verdict.refusals),

@@ -8,6 +8,7 @@ import pytest
 
 from tests.adversary.injection import FLOWS
 from tests.adversary.plan import (
+    DIRECT,
     GATEWAY_TIER,
     KILLS,
     LASTING_S,
@@ -16,12 +17,13 @@ from tests.adversary.plan import (
     STOPS,
     Event,
     all_kinds,
+    draw_path,
     leaves_nobody,
     make_plan,
     make_short_plan,
     select_kinds,
 )
-from tests.adversary.topology import REDIS, Topology
+from tests.adversary.topology import PATHS, REDIS, Topology
 
 TOPOLOGY = Topology()
 
@@ -48,6 +50,23 @@ def test_the_short_plan_has_every_kind_once_and_stops_an_engine_for_long() -> No
         assert [fault.kind for fault in faults if fault.heal_after_s > 10.0] == ["stop-engine"]
         [judged] = [event for event in make_short_plan(seed, TOPOLOGY) if "stop-engine" in event.label]
         assert not leaves_nobody(judged, TOPOLOGY)
+
+
+def test_the_way_of_proposals_is_drawn_and_a_relayed_run_breaks_no_direct_link() -> None:
+    assert {draw_path(seed) for seed in range(30)} == set(PATHS)
+    assert draw_path(3) == draw_path(3)
+    relayed = replace(TOPOLOGY, path="relayed")
+    assert "draft-1>target-0" in TOPOLOGY.links
+    assert not any(link.startswith("draft") and "target" in link for link in relayed.links)
+    assert DIRECT in {fault.tier for event in make_plan(3, TOPOLOGY) for fault in event.faults}
+    for plan in (make_plan(3, relayed), make_short_plan(3, relayed)):
+        assert DIRECT not in {fault.tier for event in plan for fault in event.faults}
+
+
+def test_a_lost_direct_link_cuts_off_nobody() -> None:
+    [silent] = make_plan(1, TOPOLOGY, kinds=[("partition", DIRECT)])
+    assert silent.faults[0].cuts_off() is None
+    assert not leaves_nobody(replace(silent, faults=(replace(silent.faults[0], at="draft-*>target-0"),)), TOPOLOGY)
 
 
 def test_two_at_once_are_two() -> None:

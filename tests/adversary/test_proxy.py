@@ -56,6 +56,13 @@ async def test_bytes_arrive_whole_and_in_order_however_slowly_they_travel(flow: 
             assert await echoed(connection, data[start : start + 1000]) == data[start : start + 1000]
 
 
+async def test_sockets_of_one_host_are_not_reached_from_another() -> None:
+    async with echo_behind_proxy() as (proxy, port):
+        assert await echoed(await asyncio.open_connection(HOST, port), b"..specdec-link-01") == b"..specdec-link-01"
+        apart = await proxy.listen("c", port, source="a", is_between_hosts=True)
+        assert await echoed(await asyncio.open_connection(HOST, apart), b"..specdec-link-01") == b"..specdec-none-01"
+
+
 async def test_exchanging_the_flow_while_bytes_travel_loses_and_reorders_nothing() -> None:
     data = random.Random(2).randbytes(200_000)
     flows = [SLOW, Flow(), Flow(held=True), Flow(delay_s=0.02, jitter_s=0.05), Flow()]

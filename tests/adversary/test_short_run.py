@@ -11,7 +11,7 @@ from tests.adversary.chaos import ChaosSettings, run_chaos
 from tests.adversary.pairs import subject
 from tests.adversary.plan import make_short_plan
 from tests.adversary.recovery import markdown, table
-from tests.adversary.topology import Topology
+from tests.adversary.topology import PATHS, Topology
 from tests.adversary.workload import make_requests
 
 SEED = 4
@@ -23,8 +23,9 @@ NUM_REQUESTS = 40
 @pytest.mark.long
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-async def test_every_answer_equals_its_undisturbed_run_whatever_breaks(tmp_path: Path) -> None:
-    topology = Topology(num_clients=NUM_CLIENTS)
+@pytest.mark.parametrize("path", PATHS)
+async def test_every_answer_equals_its_undisturbed_run_whatever_breaks(path: str, tmp_path: Path) -> None:
+    topology = Topology(num_clients=NUM_CLIENTS, path=path)
     models = subject("tiny", tmp_path)
     settings = ChaosSettings(
         events=make_short_plan(SEED, topology),

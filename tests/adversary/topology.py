@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 ROLES = ("target", "draft", "coordinator")
 REDIS = "redis"
+PATHS = {
+    "network": "proposals go from draft to target over gRPC, and by way of coordinators when a link fails",
+    "host": "the same, by Unix sockets between engines",
+    "relayed": "all proposals go by way of coordinators",
+}
+"""Ways of proposals, each with its description."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +25,8 @@ class Topology:
     num_clients: int = 16
     num_http_clients: int = 0
     """Clients of the gateways."""
+    path: str = "network"
+    """One of `PATHS`."""
 
     def of(self, role: str) -> list[str]:
         """The services of a role."""
@@ -54,8 +62,15 @@ class Topology:
             *(f"{client}>{coordinator}" for client in self.clients for coordinator in self.of("coordinator")),
             *(f"{gateway}>{coordinator}" for gateway in self.of("gateway") for coordinator in self.of("coordinator")),
             *(f"{coordinator}>{replica}" for coordinator in self.of("coordinator") for replica in replicas),
+            *self.direct_links,
             *(f"{service}>{REDIS}" for service in self.users_of_redis),
         ]
+
+    @property
+    def direct_links(self) -> list[str]:
+        """Links between drafts and targets."""
+        drafts = [] if self.path == "relayed" else self.of("draft")
+        return [f"{draft}>{target}" for draft in drafts for target in self.of("target")]
 
 
 def role_of(name: str) -> str:

@@ -5,6 +5,10 @@ A test that kills something of `battered_cluster` leaves it whole: `whole` waits
 
 from __future__ import annotations
 
+import os
+import random
+import secrets
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -39,7 +43,18 @@ def steady_cluster(
 
 
 @pytest.fixture(scope="session")
-def battered_cluster(shipped_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def proposal_path() -> str:
+    """Way of the proposals in `battered_cluster`, drawn from CHAOS_SEED or at random; failed tests show both."""
+    seed = os.environ.get("CHAOS_SEED") or str(secrets.randbelow(1000))
+    path = random.Random(seed).choice(("auto", "relayed"))
+    sys.stdout.write(f"CHAOS_SEED={seed}: proposal_path {path}\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def battered_cluster(
+    shipped_pair: ModelPair, proposal_path: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """A cluster of the shipped pair to kill services of. Steps wait for the draft.
 
     Connections to replicas that are frozen are kept, and streams wait for a target however long it takes to start.
@@ -54,6 +69,7 @@ def battered_cluster(shipped_pair: ModelPair, tmp_path_factory: pytest.TempPathF
             "target_timeout_s": NEVER_S,
             "credit_window_tokens": CREDIT_WINDOW,
             "metrics_port": free_port(),
+            "proposal_path": proposal_path,
         },
     )
     with cluster:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from bench.delay_proxy import DelayProxy
 from specdec.client import Client, Completion
-from specdec.commands.up.cluster import Cluster
+from specdec.commands.up.cluster import Cluster, free_port
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.clusters import MakeCluster
-from tests.support.services.faults import eventually, start_again
+from tests.support.services.faults import eventually, scrape, start_again
 
 pytestmark = pytest.mark.integration
 NUM_REQUESTS = 4
@@ -19,10 +22,26 @@ MODES = {(0.0, pb.VERIFY_MODE_COUPLED), (1.0, pb.VERIFY_MODE_COUPLED), (0.0, pb.
 PATIENT = {"hold_off_ms": 30.0, "adaptive_speculation": False}
 
 
-@pytest.fixture
-def direct_cluster(make_cluster: MakeCluster) -> Cluster:
-    """Its coordinator relays no proposal."""
-    return make_cluster(target_settings=PATIENT, coordinator_settings={"proposal_path": "direct"})
+METRICS_PORT = free_port()
+SENT = "specdec_draft_messages_total{direction=out}"
+"""Messages of the draft that passed its servicer; those of a Unix socket between engines do not."""
+
+
+@pytest.fixture(params=["one host", "two hosts"])
+def direct_cluster(request: pytest.FixtureRequest, make_cluster: MakeCluster) -> Iterator[Cluster]:
+    """Its coordinator relays no proposal. On two hosts draft and target reach each other by network only."""
+    settings: dict[str, Any] = {
+        "target_settings": PATIENT,
+        "draft_settings": {"metrics_port": METRICS_PORT},
+        "coordinator_settings": {"proposal_path": "direct"},
+    }
+    if request.param == "one host":
+        yield make_cluster(**settings)
+        return
+    with DelayProxy(()) as proxy:
+        cluster = make_cluster(arrange=proxy.far_drafts, **settings)
+        yield cluster
+        cluster.stop()
 
 
 async def answers(
@@ -44,8 +63,19 @@ def texts(completions: list[Completion]) -> list[str]:
     return [completion.choices[0].text for completion in completions]
 
 
+async def check_way(client: Client, *, is_by_network: bool) -> None:
+    """Proposals pass the servicers between two hosts, and only there."""
+    before = scrape(METRICS_PORT)[SENT]
+    request = api.GenerateRequest(prompt="def count(path):\n")
+    request.sampling.max_tokens, request.sampling.ignore_eos = 120, True
+    stats = (await client.complete(request)).require_finished().stats
+    num_sent = scrape(METRICS_PORT)[SENT] - before
+    assert stats.num_verify_steps > 20
+    assert (num_sent >= stats.num_verify_steps) == is_by_network
+
+
 async def test_tokens_are_those_of_plain_decoding_and_a_lost_draft_comes_back_to_its_link(
-    direct_cluster: Cluster,
+    direct_cluster: Cluster, request: pytest.FixtureRequest
 ) -> None:
     async with Client(direct_cluster.address) as client:
 
@@ -59,6 +89,7 @@ async def test_tokens_are_those_of_plain_decoding_and_a_lost_draft_comes_back_to
             return min(num_accepted) > 0
 
         await eventually(is_direct, "tokens accepted in all modes")
+        await check_way(client, is_by_network=request.node.callspec.params["direct_cluster"] == "two hosts")
         draft = direct_cluster.services["draft"]
         running = asyncio.create_task(answers(client, 1.0, pb.VERIFY_MODE_COUPLED, speculate=True))
         await asyncio.sleep(0)

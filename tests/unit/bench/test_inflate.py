@@ -16,9 +16,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from bench.checkpoints import _roomy, inflated, inflated_bytes, num_parameters, write_inflated
 from bench.inflate import Inflation, InflationImpossible, Shape
-from bench.pairs import DRAFTS, TARGETS, NoSuchPair, resolve_pair
-from bench.sameness import TokensNotSame, check_sameness
+from bench.noisy import noisy
+from bench.pairs import DRAFTS, NOISE, TARGETS, NoSuchPair, resolve_pair
+from bench.prompts import held_out_prompts
+from bench.sameness import TokensNotSame, agreement, check_sameness
 from specdec.commands.up.plan import shipped_model
+from specdec.engine.checkpoints.files import weights_digest
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 
@@ -240,3 +243,15 @@ def test_a_pair_may_be_two_folders() -> None:
     assert pair.target.source is None
     assert "15.8 M" in pair.description
     assert "nflated" not in pair.description
+
+
+def test_the_second_pairs_draft_guesses_about_055_of_the_targets_greedy_tokens(tmp_path: Path) -> None:
+    target, draft = Path(shipped_model("target")), Path(shipped_model("draft"))
+    prompts = held_out_prompts(target, 8)
+    made = noisy(draft, NOISE["draft-2m-55"], tmp_path)
+    share, shipped = agreement(target, [made, draft], prompts)
+    again = noisy(draft, NOISE["draft-2m-55"], tmp_path / "again")
+    assert weights_digest(made) == weights_digest(again) != weights_digest(draft)
+    assert noisy(draft, NOISE["draft-2m-55"], tmp_path) == made
+    assert 0.5 < share < 0.6
+    assert shipped > share + 0.2

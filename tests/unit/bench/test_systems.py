@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from bench.delay_proxy import DelayProxy
 from bench.systems.compare import SystemRow, TokenDifference
 from bench.systems.gguf_file import gguf_of
 from bench.systems.http_peer import HttpPeer
@@ -97,32 +94,6 @@ async def test_peers_are_asked_in_their_own_dialect(dialect: LlamaCppDialect | V
 async def test_a_peer_that_decodes_another_number_of_tokens_is_left_out() -> None:
     with serving() as port, pytest.raises(LeftOut, match="2 tokens instead of 3"):
         await HttpPeer("peer", port, LlamaCppDialect()).run([(5,)], Sampling(max_tokens=3, temperature=1.0))
-
-
-def test_a_delaying_link_delivers_everything_in_order_and_late() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    with listener, DelayProxy(()) as proxy:
-        proxy.lead_to(f"127.0.0.1:{listener.getsockname()[1]}")
-        proxy.delay(30.0)
-        host, _, port = proxy.address.rpartition(":")
-        with socket.create_connection((host, int(port))) as near:
-            far, _ = listener.accept()
-            with far:
-                near.settimeout(30)
-                far.settimeout(30)
-                began_s = time.monotonic()
-                for number in range(50):
-                    near.sendall(bytes([number]))
-                received = b""
-                while len(received) < 50:
-                    received += far.recv(64)
-                assert received == bytes(range(50))
-                assert time.monotonic() - began_s >= 0.03
-                proxy.delay(0.0)
-                far.sendall(b"back")
-                assert near.recv(4) == b"back"
-                near.close()
-                assert far.recv(1) == b""
 
 
 def test_gguf_has_every_weight_and_turned_rows(tmp_path: Path) -> None:
