@@ -19,10 +19,14 @@ class Bounds:
     credit_window: int = 2
     has_draft: bool = False
     """A draft takes part; else proposals, if any, come from nowhere."""
+    has_link: bool = False
+    """Draft and target may talk directly, beside the coordinator."""
     is_target_eager: bool = False
     """The target, and what is on the way to and from it, never waits: only the orders of all else are explored."""
     cuts: int = 0
-    """Of the stream to the draft, if there is one, else to the target."""
+    """Of the coordinator's stream to the draft, if there is one, else to the target."""
+    link_cuts: int = 0
+    """Of the link between draft and target."""
     target_crashes: int = 0
     draft_crashes: int = 0
     coordinator_crashes: int = 0
@@ -53,6 +57,7 @@ class Exploration:
 
 
 _DRAFT = Bounds(num_tokens=3, credit_window=1, has_draft=True, is_target_eager=True)
+_LINK = replace(_DRAFT, num_tokens=2, has_link=True)
 
 SHORT = {
     "faultless": Exploration(Bounds(num_tokens=3), 87),
@@ -87,6 +92,8 @@ LONG = {
     "draft-loss": Exploration(replace(_DRAFT, losses=1), 1001),
     "draft-coordinator": Exploration(replace(_DRAFT, num_tokens=2, coordinator_crashes=1), 500),
     "draft-everywhere": Exploration(Bounds(num_tokens=2, has_draft=True), 500),
+    "link": Exploration(_LINK, 7093),
+    "link-cut": Exploration(replace(_LINK, num_tokens=1, link_cuts=1), 4855),
     "draft-two-faults": Exploration(replace(_DRAFT, cuts=1, draft_crashes=1), 500),
 }
 """Some ten thousand."""

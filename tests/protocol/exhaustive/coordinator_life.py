@@ -130,7 +130,7 @@ class CoordinatorLife:
             ),
             on_verified=drafts.on_verified,
         )
-        settings = LinkSettings(_NAME, 1, 5.0, 0.1, 0.1)
+        settings = LinkSettings(_NAME, 1, 5.0, 0.1, 0.1, grants_links=self._bounds.has_link)
 
         def channel(address: str) -> Any:
             return SimulatedReplicaChannel(network, address)

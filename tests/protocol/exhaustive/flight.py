@@ -61,10 +61,10 @@ class Flight:
                 return call.pipes[where[-1] == "<"].sink.name
         return ""
 
-    def stream_to(self, name: str) -> Call | None:
-        """The stream to a node, while both ends take it for alive."""
-        streams = (call for call in self._network.calls if call.method in STREAMS and call.server.name == name)
-        return next((call for call in streams if not call.requests.is_cut), None)
+    def has_stream(self, client: str, server: str) -> bool:
+        """Whether there is a stream between two nodes that both take for alive."""
+        calls = [call for call in self._network.calls if (call.client.name, call.server.name) == (client, server)]
+        return any(call.method in STREAMS and not call.requests.is_cut for call in calls)
 
     def _pipes(self) -> list[tuple[str, Pipe]]:
         return [

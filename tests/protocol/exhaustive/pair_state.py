@@ -11,6 +11,7 @@ from specdec.drafting.role.session import DraftSession
 from specdec.target_service.session import TargetSession
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
+from tests.protocol.exhaustive import link_state
 from tests.protocol.exhaustive.replica_life import STREAMS, ReplicaLife
 from tests.protocol.simulation.pipes import Call, End, Item, Message, Pipe
 
@@ -27,7 +28,7 @@ def fingerprint(system: PairSystem) -> object:
         tuple(map(tuple, system.client_tokens)),
         system.is_answered,
         _coordinator(system),
-        tuple(map(_replica, system.replicas.values())),
+        tuple(_replica(life, system.loop.time()) for life in system.replicas.values()),
         tuple(_call(call, system) for call in calls),
         _timers(system),
     )
@@ -67,12 +68,16 @@ def _session(session: Session) -> object:
         session.num_written,
         session.finish is None,
         (side.host is None, side.epoch, side.credit_position, side.is_held, side.cleared_at, side.retry is None),
-        tuple(side.epoch for side in drafting.sides),
+        side.told_epoch,
+        tuple(
+            (each.epoch, each.told, each.is_linked, each.linked_position, each.granted_for, each.is_suspended)
+            for each in drafting.sides
+        ),
         (drafting.num_openings, drafting.num_failures, drafting.retry is None),
     )
 
 
-def _replica(life: ReplicaLife) -> object:
+def _replica(life: ReplicaLife, now_s: float) -> object:
     core = life.core
     table = core.host.sessions
     order = {stream: index for index, stream in enumerate(sorted(table._streams))}
@@ -82,9 +87,19 @@ def _replica(life: ReplicaLife) -> object:
         owner = order.get(session.owner.stream_id)
         return (session.session_id, session.epoch, owner, session.orphaned_at_s is None, read(session))
 
-    inbox = tuple((frame.kind, _request(frame.payload, life.name)) for frame in core.port.inbox)
+    links = core.worker.links
+    inbox = tuple(
+        (
+            frame.kind,
+            link_state.of_frame(frame.payload)
+            if frame.stream_id in links.streams
+            else _request(frame.payload, life.name),
+        )
+        for frame in core.port.inbox
+    )
     owners = tuple((owner.owner_id, order.get(owner.stream_id)) for owner in table._owners.values())
-    return (life._is_turn_due, tuple(map(held, table)), owners, inbox, core.built.engine.stats().blocks_cached)
+    num_cached = core.built.engine.stats().blocks_cached
+    return (life._is_turn_due, tuple(map(held, table)), owners, inbox, num_cached, link_state.of_end(links, now_s))
 
 
 def _at_target(session: TargetSession) -> object:
@@ -106,14 +121,19 @@ def _at_draft(session: DraftSession) -> object:
 
 def _call(call: Call, system: PairSystem) -> object:
     life = next(life for life in system.replicas.values() if life.name == call.server.name)
-    is_stream = call.method in STREAMS
+    is_stream, is_link = call.method in STREAMS, call.method == STREAMS[-1]
+    clients = (system.coordinator.process, *(replica.process for replica in system.replicas.values()))
+    read: Any = link_state.of_frame if is_link else lambda payload: _request(payload, life.name)
+    answer: Any = len
+    if is_stream:
+        answer = link_state.of_frame if is_link else lambda payload: _response(payload, life.name)
     return (
         call.method,
-        (call.client is system.coordinator.process, call.server is life.process),
+        (call.client in clients, call.server is life.process),
         call.is_client_done,
         call.is_server_done,
-        _pipe(call.requests, lambda payload: _request(payload, life.name)),
-        _pipe(call.responses, (lambda payload: _response(payload, life.name)) if is_stream else len),
+        _pipe(call.requests, read),
+        _pipe(call.responses, answer),
         len(life.engine._sinks),
     )
 
@@ -144,6 +164,8 @@ def _to_target(entry: target_pb2.TargetEntry) -> object:
         what = (len(entry.open.token_ids), entry.open.credit_position)
     elif kind == "credit":
         what = (entry.credit.position, entry.credit.acknowledged_position)
+    elif kind == "link":
+        what = entry.link.epoch
     elif kind == "proposal":
         what = _proposal(entry.proposal)
     return (entry.session_id, entry.epoch, kind, what)
@@ -156,6 +178,8 @@ def _to_draft(entry: draft_pb2.DraftEntry) -> object:
         what = len(entry.open.token_ids)
     elif kind == "commit":
         what = (entry.commit.start_position, len(entry.commit.token_ids))
+    elif kind == "link":
+        what = entry.link.epoch
     return (entry.session_id, entry.epoch, kind, what)
 
 
@@ -171,9 +195,13 @@ def _result(result: Any) -> object:
     kind = result.WhichOneof("result")
     what: object = None
     if kind == "verdict":
-        what = (result.verdict.start_position, len(result.verdict.token_ids), result.verdict.finish_reason)
+        verdict = result.verdict
+        linked = (verdict.linked.epoch, verdict.linked.position)
+        what = (verdict.start_position, len(verdict.token_ids), verdict.finish_reason, linked)
     elif kind == "proposal":
         what = _proposal(result.proposal)
+    elif kind == "link":
+        what = (result.link.is_direct, result.link.position)
     return (result.session_id, result.epoch, kind, what)
 
 

@@ -19,6 +19,7 @@ from tests.protocol.exhaustive.bounds import Bounds
 from tests.protocol.exhaustive.coordinator_life import PROMPT, CoordinatorLife, reference
 from tests.protocol.exhaustive.flight import Flight
 from tests.protocol.exhaustive.replica_life import ReplicaLife
+from tests.protocol.simulation.channel import SimulatedReplicaChannel
 from tests.protocol.simulation.network import Network
 from tests.protocol.simulation.safety import Violations, is_prefix, spy_on_results
 from tests.protocol.simulation.seams import Seams
@@ -44,6 +45,7 @@ class PairSystem:
         self.bounds = bounds
         self.left = Counter(
             cut=bounds.cuts,
+            unlink=bounds.link_cuts,
             target=bounds.target_crashes,
             draft=bounds.draft_crashes,
             coordinator=bounds.coordinator_crashes,
@@ -63,7 +65,7 @@ class PairSystem:
         self._stack = ExitStack()
         chance: Any = _NoChance()
         nothing: Any = None
-        seams = Seams(self.loop, chance, open_channel=nothing, open_store=nothing, make_engine=nothing)
+        seams = Seams(self.loop, chance, open_channel=self._open_channel, open_store=nothing, make_engine=nothing)
         self._stack.enter_context(seams.in_place())
         self._stack.enter_context(patch.object(ReplicaLink, "on_result", spy_on_results(self.violations)))
         structlog.configure(processors=[_drop], cache_logger_on_first_use=False)
@@ -87,7 +89,8 @@ class PairSystem:
             events.append("time")
         if not self.is_done():
             events += ["propose"] * (left["propose"] > 0 and self._may_propose())
-            events += ["cut"] * (left["cut"] > 0 and self._flight.stream_to(self._cut_end) is not None)
+            events += ["cut"] * (left["cut"] > 0 and self._flight.has_stream("coordinator-1", self._cut_end))
+            events += ["unlink"] * (left["unlink"] > 0 and self._flight.has_stream("draft-1", "target-1"))
             crashes = ("client", "coordinator", *self.replicas)
             events += [f"crash {who}" for who in crashes if left[who] > 0]
             events += self._flight.disorders(left)
@@ -111,6 +114,8 @@ class PairSystem:
                 self._propose()
             case "cut":
                 self.network.cut("coordinator-1", self._cut_end)
+            case "unlink":
+                self.network.cut("draft-1", "target-1")
             case "crash":
                 self.left[where] -= 1
                 self._crash(where)
@@ -218,8 +223,8 @@ class PairSystem:
             self.loop.run_until_idle()
 
     def _has_hurried(self) -> bool:
-        """Let one thing happen at the target, or on the way to or from it; false: nothing is left to happen there."""
-        calls = [call for call in self.network.calls if call.server.name == "target-1"]
+        """Let one thing happen at the target, or between it and the coordinator; false: nothing is left to happen."""
+        calls = [call for call in self.network.calls if call.is_between("coordinator-1", "target-1")]
         pipe = next((pipe for call in calls for pipe in call.pipes if pipe.sent), None)
         if pipe is not None:
             pipe.deliver()
@@ -231,6 +236,9 @@ class PairSystem:
 
     # --- what is where
 
+    def _open_channel(self, address: str, *_: Any) -> SimulatedReplicaChannel:
+        return SimulatedReplicaChannel(self.network, address)
+
     @property
     def _cut_end(self) -> str:
         return "draft-1" if self.bounds.has_draft else "target-1"
@@ -240,11 +248,13 @@ class PairSystem:
         kind, _, where = event.partition(" ")
         if kind in ("open", "read", "propose"):
             return "coordinator-1"
+        place = ""
         if kind == "turn":
-            return self.replicas[where].name
-        if kind in ("arrive", "lose"):
-            return self._flight.sink_of(where)
-        return ""
+            place = self.replicas[where].name
+        elif kind in ("arrive", "lose"):
+            place = self._flight.sink_of(where)
+        is_with_coordinator = self.bounds.is_target_eager and place == "target-1"
+        return "coordinator-1" if is_with_coordinator else place
 
     # --- what must be true
 

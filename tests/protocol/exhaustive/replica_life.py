@@ -10,11 +10,13 @@ from prometheus_client import CollectorRegistry
 
 from specdec.config import DraftSettings, TargetSettings
 from specdec.replica.bridge.frame_codec import FrameKind
+from specdec.replica.bridge.link_dialer import LinkDialer
 from specdec.replica.bridge.stream_relay import StreamRelay
 from specdec.telemetry import RelayMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
 from tests.protocol.simulation.engine_process import SimulatedEngine
+from tests.protocol.simulation.link_safety import LinkSafety
 from tests.protocol.simulation.network import Network
 from tests.protocol.simulation.nodes import address_of
 from tests.protocol.simulation.safety import EngineSafety, Violations
@@ -25,15 +27,18 @@ _SERVICES = {
     "target": (target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name, "Verify"),
     "draft": (draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name, "Draft"),
 }
-STREAMS = tuple(f"/{service}/{method}" for service, method in _SERVICES.values())
-"""The methods that stream."""
+_METHODS = [*_SERVICES.values(), (_SERVICES["target"][0], "Link")]
+STREAMS = tuple(f"/{service}/{method}" for service, method in _METHODS)
+"""The methods that stream; the last one joins drafts and targets."""
 
 
 @cache
 def _settings(role: str) -> TargetSettings | DraftSettings:
     if role == "target":
         return TargetSettings(model="tiny-target", hold_off_ms=0.0)
-    return DraftSettings(model="tiny-draft", max_ahead_tokens=2, max_heads=1, num_siblings=0)
+    return DraftSettings(
+        model="tiny-draft", max_ahead_tokens=2, max_heads=1, num_siblings=0, link_targets=(address_of("target-1"),)
+    )
 
 
 @cache
@@ -52,6 +57,7 @@ class ReplicaLife:
         self._loop = network.loop
         self.process.call(self._start, network, number)
         safety = EngineSafety(f"{self.name}.{number}", self.core, violations)
+        LinkSafety(f"{self.name}.{number}", self.core.worker.links, violations)
         self.engine.spy = lambda engine, taken, sent: safety.after_turn(sent)
 
     @property
@@ -60,8 +66,9 @@ class ReplicaLife:
         return self._is_turn_due or any(f.kind is not FrameKind.STREAM_OPENED for f in self.core.port.inbox)
 
     def turn(self) -> None:
-        """One turn of its engine."""
-        self.engine.turn()
+        """One turn of its engine, as a callback: a draft's servicer begins tasks."""
+        self._loop.call_soon(self.engine.turn)
+        self._loop.run_until_idle()
         self._is_turn_due = self.core.role.wait_s(self._loop.time()) == 0
 
     def kill(self, network: Network) -> None:
@@ -72,16 +79,21 @@ class ReplicaLife:
 
     def _start(self, network: Network, number: int) -> None:
         role = self._role
+        settings = _settings(role)
+        self._dialer = LinkDialer(settings, _relay_metrics(role)) if isinstance(settings, DraftSettings) else None
+        on_dial: Any = None if self._dialer is None else self._dialer.dial
         self.engine = SimulatedEngine(
-            role, _settings(role), network.loop, f"life-{number}", lambda: 0.0, session_ttl_s=1e6
+            role, settings, network.loop, f"life-{number}", lambda: 0.0, session_ttl_s=1e6, on_dial=on_dial
         )
         self.core = self.engine.load()
         engine: Any = self.engine
         self.relay = StreamRelay(lambda: engine, _relay_metrics(role), 1 << 20)
+        links = StreamRelay(lambda: engine, _relay_metrics(role), 1 << 20, is_link=True)
         server = Server(network, self.process, address_of(self.name))
         service, method = _SERVICES[role]
         handlers: dict[str, Any] = {
             method: grpc.stream_stream_rpc_method_handler(self.relay.handle),
+            "Link": grpc.stream_stream_rpc_method_handler(links.handle),
             "GetReplicaInfo": grpc.unary_unary_rpc_method_handler(
                 self._info,  # type: ignore[arg-type]
                 request_deserializer=pb.GetReplicaInfoRequest.FromString,
