@@ -53,8 +53,11 @@ class ContentFormats:
         as_text = self._render(role, _PROBE)
         as_parts = self._render(role, _parts_of(_PROBE))
         if as_text is not None and _PROBE in as_text:
-            takes_empty_text = self._render(role, "") is not None or self._render(role, _parts_of("")) is None
-            return ContentFormat(takes_parts=as_parts == as_text, takes_empty_text=takes_empty_text)
+            takes_parts = as_parts == as_text
+            needs_part = (
+                takes_parts and self._render(role, "") is None and self._render(role, _parts_of("")) is not None
+            )
+            return ContentFormat(takes_parts=takes_parts, takes_empty_text=not needs_part)
         # A list that is only printed shows its field names around the text.
         if as_parts is not None and _PROBE in as_parts and "'type'" not in as_parts and '"type"' not in as_parts:
             return ContentFormat(takes_text=False, takes_parts=True)

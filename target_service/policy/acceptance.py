@@ -9,17 +9,16 @@ A session's own record weighs more with each observation: its text may differ fr
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from specdec.engine.tree import MAX_TREE_NODES
 from specdec.target_service.policy.means import PRIOR_WEIGHT, SLOW_WEIGHT, WEIGHT
 
 NUM_BANDS = 8
 """Number of equal ranges of scores, or of headroom, with separate counts."""
 _DEPTHS = (1, 2, 4)
 """First depth of each range of depths with separate counts."""
-_BAND_OF_DEPTH = tuple(sum(depth >= least for least in _DEPTHS) - 1 for depth in range(MAX_TREE_NODES + 1))
 PRIOR_RATE = 0.5
 """Estimated probability that a token is accepted, before any was verified."""
 
@@ -62,14 +61,14 @@ class SourceRecord:
     def observe(self, score: float, depth: int, accepted: bool, own: OwnRecord | None) -> None:
         """Count a node below a committed token; `accepted`: it equals the target's next token."""
         band = score_band(score)
-        self.bands[_BAND_OF_DEPTH[depth]][band].observe(accepted)
+        self.bands[bisect(_DEPTHS, depth) - 1][band].observe(accepted)
         if own is not None:
             own.bands[band].observe(accepted, WEIGHT)
 
     def rate(self, score: float, depth: int, own: OwnRecord | None) -> float:
         """Estimated probability that a node of this score is accepted when its parent is."""
         band = score_band(score)
-        rate = self.bands[_BAND_OF_DEPTH[depth]][band].rate(min(1.0, max(0.0, score)))
+        rate = self.bands[bisect(_DEPTHS, depth) - 1][band].rate(min(1.0, max(0.0, score)))
         return rate if own is None else own.bands[band].rate(rate)
 
 

@@ -41,9 +41,11 @@ async def gateway(*coordinators: str, **settings: Any) -> AsyncIterator[GatewayA
         await one.stop(0)
 
 
-async def raw_request(one: Gateway, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a connection and send `data`; returns its reader and writer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+async def raw_request(
+    one: Gateway, data: bytes, *, address: str = "127.0.0.1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a connection from `address` and send `data`; returns its reader and writer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", one.port, local_addr=(address, 0))
     writer.write(data)
     await writer.drain()
     return reader, writer

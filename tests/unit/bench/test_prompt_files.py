@@ -62,7 +62,7 @@ def test_a_prompt_may_have_a_kind(tmp_path: Path) -> None:
 def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(PromptsInvalid, match="No such file"):
         read_prompts(tmp_path / "none.txt")
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "binary.txt").write_bytes(b"\xc3\x28")
     with pytest.raises(PromptsInvalid, match="not UTF-8"):
         read_prompts(tmp_path / "binary.txt")
 

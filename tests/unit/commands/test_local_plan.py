@@ -99,6 +99,7 @@ def test_free_memory_is_asked_for_by_a_process_that_is_gone_then(
     torch = tmp_path / "torch.py"
     torch.write_text("class cuda:\n    mem_get_info = staticmethod(lambda gpu: (1000 * gpu + 7, 1))\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # bytecode of a file of the same second and size would be used
     assert devices.free_gpu_bytes(3) == 3007
     torch.write_text("class cuda:\n    def mem_get_info(gpu):\n        raise RuntimeError('CUDA error: 101')\n")
     with pytest.raises(ValueError, match=r"GPU 1 did not report its free memory: RuntimeError: CUDA error: 101"):

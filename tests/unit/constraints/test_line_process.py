@@ -74,7 +74,7 @@ def test_a_constraint_whose_process_answers_nonsense_ends_alone(monkeypatch: pyt
     following = Following(
         vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], after_token_id=None, opening_token_id=None, holds_back_eos=False
     )
-    bad, good = (followers.follow(GrammarSource(text, "field"), following) for text in ('start: "bad"', _GRAMMAR))
+    bad, good = (followers.follow(GrammarSource("field", text), following) for text in ('start: "bad"', _GRAMMAR))
     for follower in (bad, good):
         follower.commit([], ())
         until_s = time.monotonic() + 60

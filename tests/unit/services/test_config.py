@@ -44,7 +44,7 @@ def test_weights_of_drafts_and_targets_are_quantized_by_a_plain_setting(monkeypa
     monkeypatch.setenv("SPECDEC_DRAFT_WEIGHT_QUANTIZATION", "int4")
     draft = load_settings(DraftSettings, ["--model", "m"], env_prefix=DraftSettings.env_prefix, prog="draft")
     assert draft.weight_quantization == "int4"
-    monkeypatch.setenv("SPECDEC_DRAFT_WEIGHT_QUANTIZATION", "fp8")
+    monkeypatch.setenv("SPECDEC_DRAFT_WEIGHT_QUANTIZATION", "int3")
     (problem,) = problems_of("--model", "m", cls=DraftSettings)
     assert "weight_quantization" in problem.replace("-", "_").lower()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -22,6 +23,7 @@ class Sent:
     def __init__(self, body: bytes) -> None:
         self.headers: dict[str, str] = {}
         self.scope = {"state": {"held": Held(ByteBudget(2**30, 2**30), "client")}}
+        self.state = SimpleNamespace()
         self._body = body
 
     async def stream(self) -> AsyncIterator[bytes]:

@@ -26,10 +26,12 @@ def head(num_bytes: int, key: str = "") -> bytes:
     return f"POST /tokenize HTTP/1.1\r\nhost: x\r\n{told}content-length: {num_bytes}\r\n\r\n".encode()
 
 
-async def begun(one: GatewayAtHand, key: str, num_bytes: int = 10) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def begun(
+    one: GatewayAtHand, key: str, num_bytes: int = 10, address: str = "127.0.0.1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A request whose body does not end."""
     num_running = one.edge.num_running
-    reader, writer = await raw_request(one, head(num_bytes + 1, key) + b" " * num_bytes)
+    reader, writer = await raw_request(one, head(num_bytes + 1, key) + b" " * num_bytes, address=address)
     async with asyncio.timeout(30):
         while one.edge.num_running == num_running:  # noqa: ASYNC110 - the product has no event for it
             await asyncio.sleep(0.005)
@@ -92,9 +94,12 @@ async def test_bodies_hold_bytes_as_they_come_and_a_client_no_more_than_its_shar
         async with asyncio.timeout(30):
             assert await status_of(reader) == 429
         other = await begun(one, "other", 90_000)
+        reader, _ = await raw_request(one, head(50_001, "third") + b" " * 50_000)
+        async with asyncio.timeout(30):
+            assert await status_of(reader) == 429  # half of all bytes are this address's
         # Alone, a client may send a body of any size, as long as there is room for all.
-        third = await begun(one, "third", 200_000)
-        reader, _ = await raw_request(one, head(50_001, "fourth") + b" " * 50_000)
+        third = await begun(one, "third", 200_000, "127.0.0.2")
+        reader, _ = await raw_request(one, head(50_001, "fourth") + b" " * 50_000, address="127.0.0.3")
         async with asyncio.timeout(30):
             assert await status_of(reader) == 429
         for _, opened in (greedy, other, third):
