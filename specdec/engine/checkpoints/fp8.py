@@ -30,8 +30,9 @@ class Fp8Weight:
     def of(cls, weight: torch.Tensor) -> Fp8Weight:
         """The nearest numbers to a weight of finite numbers; exactly those of a weight from `rounded`."""
         peaks = weight.abs().amax(dim=1, keepdim=True).float().clamp_min(_LEAST_SCALE * FP8_MOST)
-        exponents = (peaks / FP8_MOST).view(torch.int32) >> _MANTISSA_BITS
-        scales = ((exponents + 1) << _MANTISSA_BITS).view(torch.float32)
+        # Rounded up to a power of two; a peak of exactly FP8_MOST times one, which rounding makes, keeps that one.
+        exponents = ((peaks / FP8_MOST).view(torch.int32) + ((1 << _MANTISSA_BITS) - 1)) >> _MANTISSA_BITS
+        scales = (exponents << _MANTISSA_BITS).view(torch.float32)
         return cls((weight.float() / scales).to(FP8), scales.view(1, -1))
 
     def rounded(self, dtype: torch.dtype) -> torch.Tensor:

@@ -114,6 +114,8 @@ def test_products_with_weights_of_8_bits_are_those_of_the_rounded_numbers(
 def test_weights_of_8_bits_are_numbers_of_16_and_rounding_them_again_changes_nothing() -> None:
     weight = torch.randn(64, 100, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(-32, 32)[:, None]
     weight[5], weight[6, 1:] = 0.0, 0.0
+    weight[7:40, :3] *= 2.0**-12  # among the least numbers of the format
+    weight[7:40, 3] = FP8_MOST * 2.0 ** (torch.arange(33) // 4) * 0.996  # a peak that is rounded to the largest number
     rounded = round_to_fp8(weight.to(torch.bfloat16))
     again = Fp8Weight.of(rounded)
     assert torch.equal(again.rounded(torch.bfloat16), rounded)
