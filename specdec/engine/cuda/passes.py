@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
@@ -161,7 +162,7 @@ class GraphCache:
 
     def drop(self, owner: object) -> None:
         """Drop an owner's graphs."""
-        for key in [key for key in self._graphs if key[0] is owner]:
+        for key in [key for key in list(self._graphs) if key[0] is owner]:
             del self._graphs[key]
 
     def count(self, owner: object) -> int:
@@ -170,7 +171,7 @@ class GraphCache:
 
 
 class GraphStore(Generic[KeyT, GraphT]):
-    """One owner's graphs in a cache.
+    """One owner's graphs in a cache, which drops them when the store is gone.
 
     `get` returns None, so that kernels are launched one by one, where a capture fails, after three such failures,
     while the cache has no memory for another graph, and while no graph may be replayed.
@@ -179,12 +180,14 @@ class GraphStore(Generic[KeyT, GraphT]):
     def __init__(self, cache: GraphCache, subject: str, may_replay: Callable[[], bool] = lambda: True) -> None:
         """`subject`: name of the graphs in logs; `may_replay`: called by each `get`."""
         self._cache = cache
+        self._owner = object()  # not the store: the cache would keep it, and the weights of an exchanged head with it
         self._subject = subject
         self._may_replay = may_replay
         self._num_failures = 0
+        weakref.finalize(self, _drop, weakref.ref(cache), self._owner).atexit = False
 
     def __len__(self) -> int:
-        return self._cache.count(self)
+        return self._cache.count(self._owner)
 
     @property
     def has_failed(self) -> bool:
@@ -195,7 +198,7 @@ class GraphStore(Generic[KeyT, GraphT]):
         """The graph of a key, captured now if it is missing; None: see the class."""
         if self.has_failed or not self._may_replay():
             return None
-        graph: GraphT | None = self._cache.find(self, key)
+        graph: GraphT | None = self._cache.find(self._owner, key)
         if graph is None and self._cache.has_memory():
             graph = self._captured(key, capture)
         return graph
@@ -213,7 +216,7 @@ class GraphStore(Generic[KeyT, GraphT]):
             if self.has_failed:
                 self.clear()
             return None
-        self._cache.keep(self, key, graph)
+        self._cache.keep(self._owner, key, graph)
         return graph
 
     def prepare(
@@ -237,4 +240,9 @@ class GraphStore(Generic[KeyT, GraphT]):
 
     def clear(self) -> None:
         """Drop all graphs of this store."""
-        self._cache.drop(self)
+        self._cache.drop(self._owner)
+
+
+def _drop(cache: weakref.ref[GraphCache], owner: object) -> None:
+    if (found := cache()) is not None:
+        found.drop(owner)

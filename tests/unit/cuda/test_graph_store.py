@@ -46,6 +46,15 @@ def test_stores_of_one_cache_share_its_places_and_drop_only_their_own(monkeypatc
     assert (len(first), len(second)) == (1, 0)
 
 
+def test_graphs_of_a_store_that_is_gone_are_dropped() -> None:
+    cache, store, capture = made()
+    other = GraphStore[str, str](cache, "another test")
+    store.get("a", capture)
+    other.get("a", capture)
+    del store
+    assert (len(cache), len(other)) == (1, 1)
+
+
 def test_after_three_captures_that_fail_none_is_tried_and_none_is_found() -> None:
     _, store, capture = made()
     capture.fails_for = "b"

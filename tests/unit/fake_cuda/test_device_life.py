@@ -139,7 +139,7 @@ def test_modules_of_transformers_wait_for_nothing_inside_a_captured_step(
 
 def test_captured_steps_write_their_logits_to_one_buffer(gpu: Gpu) -> None:
     replays: Any = gpu.runner.replays
-    logits = [graph.logits for (owner, _), graph in replays.graphs._graphs.items() if owner is replays._steps]
+    logits = [graph.logits for (owner, _), graph in replays.graphs._graphs.items() if owner is replays._steps._owner]
     assert len(logits) == len(ROWS)
     assert len({id(each.memory) for each in logits}) == 1
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,6 +142,24 @@ def test_captured_passes_offer_what_those_of_a_cpu_offer(
     found = live(Life(head, on_device))
     assert not replays._graphs.has_failed
     check_same(found, expected)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_that_nobody_asks_any_more_is_gone_with_its_graphs(
+    name: str, model: Path, device: FakeDevice, tmp_path: Path
+) -> None:
+    target = target_of(model, "cuda:0")
+    head: Any = load(name, tmp_path, target)
+    head.prepare()
+    assert target.runner.num_graphs
+    left = [weakref.ref(part) for part in (head, head.model, head.cache)]
+    gc.disable()  # as in an engine, which freezes what there is at its start
+    try:
+        del head
+        assert [ref() for ref in left] == [None] * len(left)
+    finally:
+        gc.enable()
+    assert target.runner.num_graphs == 0
 
 
 def test_passes_that_are_too_large_and_captures_that_were_dropped_change_no_offer(
