@@ -42,11 +42,12 @@ def versions(place: StepSetup) -> Found:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
+    disks = (Path.home(), Path("/dev/shm"))  # some containers have neither
     found |= {
         "compiler": _told_by(os.environ.get("CC") or "gcc", "--version"),
         "Python.h": (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
         "mps": shutil.which("nvidia-cuda-mps-control"),
-        "free GiB": {str(path): shutil.disk_usage(path).free >> 30 for path in (Path.home(), Path("/dev/shm"))},
+        "free GiB": {str(path): shutil.disk_usage(path).free >> 30 for path in disks if path.is_dir()},
         "nvidia-smi": _told_by("nvidia-smi", f"--query-gpu={_QUERIED}", "--format=csv,noheader"),
     }
     if place.device.type == "cuda":

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench.gpu_slot import running
+from bench.gpu_slot import running, steps
 from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, archive, distributions, found_so_far, run_slot, told, unpack
+from bench.gpu_slot.models import StepSetup
 from bench.gpu_slot.running import Written, end_left_behind, run_process
 from bench.gpu_slot.wheels import (
     ARCHIVE,
@@ -118,6 +120,14 @@ def test_a_step_that_fails_says_why() -> None:
     result = run_process("versions", 100, False, {**DRY, "CUDA_VISIBLE_DEVICES": "-1"})
     assert result["status"] == "failed"
     assert "no CUDA device is here" in result["output"]
+
+
+def test_a_machine_without_a_compiler_and_a_home_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("CC", str(tmp_path / "gcc"))
+    found = steps.versions(StepSetup(torch.device("cpu"), dry=True))
+    assert found["compiler"] is None
+    assert str(tmp_path / "nowhere") not in found["free GiB"]
 
 
 @pytest.mark.long
