@@ -113,15 +113,16 @@ def shared_by_mps(
             control = shutil.which(CONTROL, path=environment.get("PATH"))
             if control is None:
                 raise MpsUnusable(f"{CONTROL} (NVIDIA MPS) is not on the PATH")
+            seen = environment
             # Clients number the devices that the daemon sees, so it must see all of them.
-            environment.pop("CUDA_VISIBLE_DEVICES", None)
+            environment = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
             own: dict[str, str] = {}
             how = "that runs already"
             if not _answers(control, environment, timeouts.start_s):
                 own = stack.enter_context(_running_daemon(control, environment, timeouts))
                 how = "started for it"
             for gpu in gpus:
-                _try_client([*probe, str(gpu)], {**environment, **own}, timeouts.probe_s)
+                _try_client([*probe, str(gpu)], {**seen, **own}, timeouts.probe_s)
         except MpsUnusable as error:
             stack.close()
             tell(f"{where}: its engines take turns, as {error}.")

@@ -198,6 +198,13 @@ def test_services_start_without_a_daemon_under_which_a_first_client_has_no_gpu(
     assert ("quit" in calls(tmp_path)) is not runs_already
 
 
+def test_the_first_client_sees_the_devices_that_the_services_see(tmp_path: Path, install: Install) -> None:
+    probe = ("sh", "-c", f'echo "$CUDA_VISIBLE_DEVICES, $0" >> {tmp_path}/probed')
+    with mps.shared_by_mps(SPECS, lambda line: None, environment=install(), timeouts=LONG, probe=probe):
+        pass
+    assert (tmp_path / "probed").read_text() == "3, 0\n", "GPU 0 of a machine may be another one"
+
+
 DRIVER = """
 #include <cstdio>
 #define CALL(name, ...) extern "C" int name(__VA_ARGS__) { std::puts(#name); return %(status)s; }
