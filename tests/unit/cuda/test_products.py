@@ -124,6 +124,15 @@ def test_weights_of_8_bits_are_numbers_of_16_and_rounding_them_again_changes_not
     assert error[weight.abs().amax(1) > 1e-15].max() < 2.0**-4
 
 
+def test_no_rows_launch_nothing_and_have_a_product() -> None:
+    weight = torch.ones(16, 64, dtype=torch.bfloat16, device=DEVICE)
+    packed, rows = Fp8Weight.of(weight), weight[:0]
+    with LaunchCounter() as counter:
+        products = [fp8_linear(rows, packed.numbers, packed.scales), ordered_linear(rows, weight)]
+    assert [(each.shape, each.dtype) for each in products] == [((0, 16), torch.bfloat16)] * 2
+    assert counter.operations == []
+
+
 @pytest.mark.usefixtures("nearest_fp8")
 def test_a_row_that_is_not_finite_gives_no_finite_product() -> None:
     rows = torch.ones(3, 64, dtype=torch.bfloat16, device=DEVICE)
