@@ -1,9 +1,9 @@
 """Requests that are being received. Each may hold a message of the full size, so only a number may be under way.
 
 gRPC receives a message as a whole and tells nothing before. Until it is asked for the message, flow control holds the
-sender back. So above the limit requests wait their turn: who has fewest under way is next. A short request takes a
-moment, and a large message or a slow client longest: while others wait, the oldest of the caller with the most is cut
-off if it does not come within a moment.
+sender back. So above the limit requests wait their turn: who has fewest under way is next, however many others wait. A
+short request takes a moment, and a large message or a slow client longest: while others wait, the oldest of the caller
+with the most is cut off if it does not come within a moment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST_READS = 8
 _MOMENT_S = 0.25
 """Seconds that every read has, whoever waits."""
 _LOOKED_AT = 256
-"""Reads at the head of the line among which the next one is chosen: a long line must not cost more."""
+"""Waiting callers at the head of the line among which the next one is chosen: a long line must not cost more."""
 _MOST_WAIT_S = 10.0
 """Longest wait for a turn."""
 
@@ -45,8 +45,9 @@ class PendingReads:
         self._most = max(_LEAST_READS, budget_bytes // max_message_bytes)
         self._under_way: dict[_Read, None] = {}
         """The oldest first."""
-        self._waiting: dict[_Read, None] = {}
-        """The first that came first."""
+        self._waiting: dict[str, dict[_Read, None]] = {}
+        """By caller, the first that came first. Whose turn it was is last."""
+        self._num_waiting = 0
         self._num_of: Counter[str] = Counter()
         """Reads under way by caller."""
 
@@ -57,7 +58,8 @@ class PendingReads:
         read = _Read(caller, loop.create_future(), asyncio.timeout(_MOST_WAIT_S))
         try:
             async with read.limit:
-                self._waiting[read] = None
+                self._waiting.setdefault(caller, {})[read] = None
+                self._num_waiting += 1
                 self._let_begin()
                 await read.turn
                 yield
@@ -71,15 +73,20 @@ class PendingReads:
 
     def _let_begin(self) -> None:
         while self._waiting and len(self._under_way) < self._most:
-            read = min(islice(self._waiting, _LOOKED_AT), key=lambda waiting: self._num_of[waiting.caller])
-            del self._waiting[read]
+            caller = min(islice(self._waiting, _LOOKED_AT), key=self._num_of.__getitem__)
+            read = next(iter(self._waiting[caller]))
+            self._leave_line(read)
+            if caller in self._waiting:
+                self._waiting[caller] = self._waiting.pop(caller)
+            if read.limit.expired():  # in this turn of the event loop, and its own task has not run
+                continue
             read.began_s = asyncio.get_running_loop().time()
             read.limit.reschedule(None)
             self._under_way[read] = None
             self._num_of[read.caller] += 1
             if not read.turn.done():
                 read.turn.set_result(None)
-        for _ in range(min(len(self._waiting), len(self._under_way)) - self._num_cut_off()):
+        for _ in range(min(self._num_waiting, len(self._under_way)) - self._num_cut_off()):
             self._cut_off()
 
     def _num_cut_off(self) -> int:
@@ -91,10 +98,18 @@ class PendingReads:
         oldest.limit.reschedule(oldest.began_s + _MOMENT_S)
 
     def _forget(self, read: _Read) -> None:
-        self._waiting.pop(read, None)
+        self._leave_line(read)
         if read in self._under_way:
             del self._under_way[read]
             self._num_of[read.caller] -= 1
             if not self._num_of[read.caller]:
                 del self._num_of[read.caller]
         self._let_begin()
+
+    def _leave_line(self, read: _Read) -> None:
+        line = self._waiting.get(read.caller, {})
+        if read in line:
+            del line[read]
+            self._num_waiting -= 1
+            if not line:
+                del self._waiting[read.caller]

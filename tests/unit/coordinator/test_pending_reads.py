@@ -67,7 +67,7 @@ async def test_who_has_fewest_under_way_is_next_before_a_crowd_that_came_first()
             if for_ever:
                 await never.wait()
 
-    crowd = [asyncio.create_task(read("crowd")) for _ in range(60)]
+    crowd = [asyncio.create_task(read("crowd")) for _ in range(1000)]
     await asyncio.sleep(0)
     await asyncio.wait_for(read("polite", for_ever=False), 30)
     assert order.count("crowd") <= 16
@@ -98,3 +98,28 @@ async def test_a_cancelled_read_leaves_and_a_wait_without_end_is_refused(monkeyp
     assert sum(task.done() for task in tasks) == 1
     never.set()
     await asyncio.gather(*tasks[:3], *tasks[4:])
+
+
+async def test_a_wait_that_ends_as_its_turn_comes_does_not_fail_the_read_that_made_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads = PendingReads(budget_bytes=0, max_message_bytes=1)
+    never, done = asyncio.Event(), asyncio.Event()
+
+    async def read(until: asyncio.Event) -> str:
+        async with reads.reading("one"):
+            await until.wait()
+        return "received"
+
+    others = [asyncio.create_task(read(never)) for _ in range(7)]
+    ending = asyncio.create_task(read(done))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(pending_reads, "_MOST_WAIT_S", 0.0)
+    late = asyncio.create_task(read(never))
+    await asyncio.sleep(0)
+    done.set()
+    assert await ending == "received"
+    with pytest.raises(Overloaded):
+        await late
+    never.set()
+    assert await asyncio.gather(*others) == ["received"] * 7
