@@ -72,9 +72,9 @@ class AdmissionQueue:
     """A bounded waiting room, fair to tenants, in front of a bounded number of places.
 
     `FairQueue` decides who is next. A claim of n places takes n, at most all of them, and nobody overtakes it while it
-    waits for the last of them. A divisible claim begins with one, gets more while nobody else waits, and its tenant
-    cannot hold all places. When the room is full, the tenant that has most in it gives up its last claim: a
-    tenant with fewer claims is never refused for another's crowd.
+    waits for the last of them. A divisible claim begins with one, gets more while nobody else waits, before those of
+    tenants that hold more, and its tenant cannot hold all places. When the room is full, the tenant that has most in it
+    gives up its last claim: a tenant with fewer claims is never refused for another's crowd.
     """
 
     def __init__(
@@ -221,14 +221,19 @@ class AdmissionQueue:
                 waiter.admitted.set_result(self._take(waiter.claim))
             else:
                 return
-        for place in list(self._growing):
-            while place.num_missing and self._most(place.claim) > 0:
-                place.num_held += 1
-                place.num_missing -= 1
-                self._count(place.claim, 1)
-                place.on_more()
-            if not place.num_missing:
-                del self._growing[place]
+        while (place := self._next_to_grow()) is not None:
+            place.num_held += 1
+            place.num_missing -= 1
+            self._count(place.claim, 1)
+            place.on_more()
+
+    def _next_to_grow(self) -> Place | None:
+        """Of the claims that may have one more place, the first of the tenant with the fewest places per weight."""
+        self._growing = {place: None for place in self._growing if place.num_missing}
+        if self.num_taken >= self._limit:
+            return None
+        may_grow = (place for place in self._growing if self._share_left(place.claim) > 0)
+        return min(may_grow, key=lambda place: self._held_by[place.claim.tenant] / place.claim.weight, default=None)
 
     def _next(self) -> Waiter | None:
         """The next in line, of those whose tenants may have more places; None: all that may have got theirs."""

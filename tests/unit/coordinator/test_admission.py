@@ -138,3 +138,16 @@ async def test_a_place_that_comes_in_the_turn_in_which_the_wait_ends_is_not_lost
     )  # in the next turn, in which the loop finds the wait's timer due
     await task
     assert queue.num_running == 1
+
+
+async def test_places_that_come_free_go_to_the_running_claim_of_the_tenant_that_holds_fewest() -> None:
+    queue = AdmissionQueue(16, 10, 10.0)
+    crowd = await queue.acquire(Claim("crowd", num_places=64, is_divisible=True))
+    other = await queue.acquire(Claim("other", num_places=16, is_divisible=True))
+    assert (crowd.num_held, other.num_held) == (15, 1)
+    for _ in range(7):
+        crowd.end_one()
+    assert (crowd.num_held, other.num_held) == (8, 8)
+    crowd.end_one()  # what it gives back may come back to it, and neither falls behind
+    other.end_one()
+    assert (crowd.num_held, other.num_held) == (8, 8)
