@@ -18,8 +18,10 @@ _REASONS = {
 
 @dataclass(slots=True)
 class _Choice:
-    tokens: list[api.OutputToken] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     """All of them; of a streamed call none."""
+    logprobs: vllm.VllmOutputLogprobs = field(default_factory=vllm.VllmOutputLogprobs)
+    """Of `token_ids`, if requested. The chunks themselves take ten times the memory."""
     num_tokens: int = 0
     ended: api.ChoiceFinished | None = None
 
@@ -55,7 +57,8 @@ class VllmResponses:
                     is_first = choice.num_tokens == len(chunk.delta.tokens)
                     yield vllm.VllmGenerateResponse(chunk=self._chunk(chunk.delta, is_first=is_first))
                 else:
-                    choice.tokens.extend(chunk.delta.tokens)
+                    choice.token_ids.extend(token.id for token in chunk.delta.tokens)
+                    self._add_logprobs(choice.logprobs, chunk.delta.tokens)
             case "choice_finished":
                 self._choices.setdefault(chunk.choice_finished.index, _Choice()).ended = chunk.choice_finished
             case "finished":
@@ -64,12 +67,14 @@ class VllmResponses:
                     yield vllm.VllmGenerateResponse(complete=complete)
 
     def _chunk(self, delta: api.ChoiceDelta, *, is_first: bool) -> vllm.VllmGenerateChunk:
+        logprobs = vllm.VllmOutputLogprobs()
+        self._add_logprobs(logprobs, delta.tokens)
         return vllm.VllmGenerateChunk(
             index=delta.index,
             token_ids=[token.id for token in delta.tokens],
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=len(delta.tokens),
-            output_logprobs=self._output_logprobs(delta.tokens),
+            output_logprobs=logprobs if self._has_logprobs else None,
             input_logprobs=self._prompt if is_first else None,
         )
 
@@ -77,12 +82,12 @@ class VllmResponses:
         ended = choice.ended or api.ChoiceFinished()
         complete = vllm.VllmGenerateComplete(
             index=index,
-            output_ids=[token.id for token in choice.tokens],
+            output_ids=choice.token_ids,
             finish_reason=_REASONS.get(ended.reason, "error"),
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=choice.num_tokens,
             cached_tokens=num_cached_tokens,
-            output_logprobs=None if self._is_streamed else self._output_logprobs(choice.tokens),
+            output_logprobs=choice.logprobs if self._has_logprobs and not self._is_streamed else None,
             input_logprobs=None if self._is_streamed and choice.num_tokens else self._prompt,
             spec_accepted_tokens=ended.stats.num_accepted,
             spec_draft_tokens=ended.stats.num_proposed,
@@ -93,16 +98,14 @@ class VllmResponses:
             complete.matched_token_id = ended.stop_token_id
         return complete
 
-    def _output_logprobs(self, tokens: Iterable[api.OutputToken]) -> vllm.VllmOutputLogprobs | None:
+    def _add_logprobs(self, told: vllm.VllmOutputLogprobs, tokens: Iterable[api.OutputToken]) -> None:
         if not self._has_logprobs:
-            return None
-        told = vllm.VllmOutputLogprobs()
+            return
         for token in tokens:
             told.token_ids.append(token.id)
             told.token_logprobs.append(token.logprobs.logprob)
             if self._has_tops:
                 told.top_logprobs.append(_top(token.logprobs))
-        return told
 
     def _prompt_logprobs(self, found: api.PromptLogprobs) -> vllm.VllmInputLogprobs:
         told = vllm.VllmInputLogprobs(token_ids=found.token_ids)

@@ -86,12 +86,15 @@ class VllmEngineServicer:
     async def _generate(self, request: vllm.VllmGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         generate = read_call(request)
         responses = VllmResponses(generate, is_streamed=request.stream)
+        caller = self._callers.request_caller(context, until_answered(context))
+        kept = caller.held.enter_context(self._prompt_bytes.hold(caller.tenant))
 
         async def take(chunk: api.GenerateResponse) -> None:
+            if not request.stream:
+                kept.grow(chunk.ByteSize())  # a whole answer is kept to its end
             for response in responses.take(chunk):
                 await write_to(context, response)
 
-        caller = self._callers.request_caller(context, until_answered(context))
         await self._generator.generate(generate, caller, take)
 
     async def _abort(

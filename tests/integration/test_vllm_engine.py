@@ -231,6 +231,22 @@ async def test_a_quota_refuses_with_a_delay() -> None:
         assert error.retry_after_s
 
 
+async def test_a_whole_answer_takes_room_of_the_tenants_budget_and_a_streamed_one_none() -> None:
+    async with running(
+        [ScriptedTarget()], max_held_prompt_bytes=8000, max_held_prompt_bytes_per_tenant=2000
+    ) as harness:
+        stub = stub_of(harness)
+        long = {"max_tokens": 200, "ignore_eos": True}
+        chunks, _ = await ends(stub.Generate(asked(stream=True, **long)))
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 200
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ends(stub.Generate(asked(**long)))
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, Overloaded)
+        assert error.reason == "PROMPT_BYTES_EXCEEDED"
+        await ends(stub.Generate(asked()))  # all of it was given back
+
+
 @pytest.mark.integration
 async def test_real_models_answer_with_equal_tokens_and_guided_json(shipped_cluster: Cluster) -> None:
     async with grpc.aio.insecure_channel(shipped_cluster.address) as channel:
