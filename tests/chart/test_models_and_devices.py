@@ -92,6 +92,30 @@ def test_a_download_runs_before_the_service_and_before_an_upgrade(helm: Helm) ->
     assert volume(job_pod, "cache") == volume(pod, "cache")
 
 
+def test_a_download_has_what_the_service_has_and_runs_where_its_claim_is(helm: Helm) -> None:
+    own = {"name": "ca", "mountPath": "/ca"}
+    target = {
+        "model": FETCH,
+        "cache": {"type": "claim"},
+        "extraEnv": [{"name": "HF_HOME", "value": "/ca/hub"}, {"name": "SSL_CERT_FILE", "value": "/ca/ca.crt"}],
+        "extraVolumes": [{"name": "ca", "configMap": {"name": "authorities"}}],
+        "extraVolumeMounts": [own],
+    }
+    documents = rendered(helm, {"target": target})
+    pod, container = service(documents, "target")
+    (job,) = [d for d in documents if d["kind"] == "Job" and d["metadata"]["name"].endswith("-target-fetch")]
+    for each in (pod["initContainers"][0], *job["spec"]["template"]["spec"]["containers"]):
+        assert own in each["volumeMounts"]
+        names = [variable["name"] for variable in each["env"]]
+        assert len(names) == len(set(names))
+        assert [variable for variable in container["env"] if variable["name"] in names] == each["env"]
+    job_pod = job["spec"]["template"]["spec"]
+    assert volume(job_pod, "ca") == volume(pod, "ca")
+    (wish,) = job_pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (deployment,) = [d for d in documents if d["kind"] == "Deployment" and d["metadata"]["name"].endswith("-target")]
+    assert wish["podAffinityTerm"]["labelSelector"] == deployment["spec"]["selector"]
+
+
 def _budgets(documents: list[Document]) -> dict[str, tuple[int, int]]:
     """Seconds of a service's start, and of a Deployment's progress."""
     found = {}
@@ -167,6 +191,7 @@ def test_a_role_has_claims_of_its_own_parts_of_gpus_and_devices_of_other_vendors
     "values, named",
     [
         ({"target": {"replicas": 2, "cache": {"type": "claim"}}}, "target.cache.accessModes needs ReadWriteMany"),
+        ({"coordinator": {"cache": {"type": "claim"}}}, "coordinator.cache.accessModes needs ReadWriteMany"),
         ({"target": {"model": {"source": "oci://ghcr.io/m:1"}}}, "target.model.source oci:// needs Kubernetes 1.33"),
         ({"gpuClaim": {"enabled": True}}, "gpuClaim.enabled needs Kubernetes 1.32"),
         ({"target": {"model": {"source": "pvc://m", "fetch": {"enabled": True}}}}, "target.model.fetch.enabled"),

@@ -72,6 +72,10 @@ from tests.support.for_each import for_each
         ({"redis": {"external": {"url": "http://redis"}}}, "redis.external.url"),
         ({"redis": {"external": {"url": "redis://user:password@redis"}}}, "redis.external.url"),
         ({"redis": {"mode": "external"}}, "redis.external.url"),
+        (
+            {"resumeSecret": {"key": "k"}, "redis": {"mode": "bundled", "bundled": {"passwordKey": "k"}}},
+            "resumeSecret.key and redis.bundled.passwordKey must differ",
+        ),
         ({"coordinator": {"settings": {"num_processes": 2}}}, "coordinator.settings.num_processes"),
         ({"redis": {"mode": "external", "external": {"url": "redis://h", "urlKey": "url"}}}, "redis.external.urlKey"),
         ({"redis": {"mode": "external", "external": {"urlKey": "url"}}}, "redis.external.existingSecret"),

@@ -1,16 +1,22 @@
-{{/* Environment of a service's container; extraEnv wins. Argument: {root, name}. */}}
+{{/* Environment of a service's container. Argument: {root, name}. */}}
 {{- define "specdec.environment" -}}
+{{- $own := include "specdec.chartEnvironment" . | fromYamlArray }}
+{{- include "specdec.withExtraEnv" (dict "own" $own "extra" (index .root.Values .name).extraEnv) }}
+{{- end -}}
+
+{{/* The chart's variables without those that extraEnv has, and extraEnv. Argument: {own, extra}. */}}
+{{- define "specdec.withExtraEnv" -}}
 {{- $own := list }}
 {{- $names := list }}
-{{- range (index .root.Values .name).extraEnv }}
+{{- range .extra }}
 {{- $names = append $names .name }}
 {{- end }}
-{{- range include "specdec.chartEnvironment" . | fromYamlArray }}
+{{- range .own }}
 {{- if not (has .name $names) }}
 {{- $own = append $own . }}
 {{- end }}
 {{- end }}
-{{- concat $own (index .root.Values .name).extraEnv | toYaml }}
+{{- concat $own .extra | toYaml }}
 {{- end -}}
 
 {{- define "specdec.chartEnvironment" -}}

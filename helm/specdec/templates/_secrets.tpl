@@ -33,6 +33,9 @@
 {{- $_ := set $keys .Values.resumeSecret.key (printf "%s-resume" $fullname) -}}
 {{- end -}}
 {{- if and (eq .Values.redis.mode "bundled") (eq (include "specdec.redisSecretName" .) $generated) -}}
+{{- if hasKey $keys .Values.redis.bundled.passwordKey -}}
+{{- fail "resumeSecret.key and redis.bundled.passwordKey must differ: one secret holds both" -}}
+{{- end -}}
 {{- $_ := set $keys .Values.redis.bundled.passwordKey (printf "%s-redis" $fullname) -}}
 {{- end -}}
 {{ toJson $keys }}

@@ -61,10 +61,8 @@ args:
   - {{ printf "--revision=%s" (last $id) | quote }}
   {{- end }}
   - --timeout-s={{ $values.model.fetch.timeoutSeconds }}
-env: {{- include "specdec.cacheEnvironment" $values | nindent 2 }}
-{{- with $values.extraEnv }}
-{{- toYaml . | nindent 2 }}
-{{- end }}
+{{- $own := include "specdec.cacheEnvironment" $values | fromYamlArray }}
+env: {{- include "specdec.withExtraEnv" (dict "own" $own "extra" $values.extraEnv) | nindent 2 }}
 {{- with $values.extraEnvFrom }}
 envFrom: {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -73,4 +71,7 @@ securityContext: {{- include "specdec.containerSecurity" . | nindent 2 }}
 volumeMounts:
   - {name: tmp, mountPath: /tmp}
   - {name: cache, mountPath: /var/cache/specdec}
+{{- with $values.extraVolumeMounts }}
+{{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
