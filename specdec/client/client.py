@@ -245,11 +245,15 @@ class Client:
         return await self._call(self._stub.GetStatus, coordinator_pb2.GetStatusRequest())
 
     async def is_serving(self, timeout_s: float = 1.0) -> bool:
-        """Whether the coordinator reports SERVING; False if it does not answer within `timeout_s`."""
+        """Whether the coordinator reports SERVING; False if it does not answer within `timeout_s` or before `close`."""
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError:
+            return False
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
             return False
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -267,6 +271,9 @@ class Client:
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
         return False
 
     async def call(self, method: str, request: Message) -> Any:
