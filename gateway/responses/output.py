@@ -64,7 +64,11 @@ class OutputItem:
         """The events that close it; the last one has the whole item."""
         _, name, whole = _KINDS[self.kind]
         text = "".join(self.pieces)
-        own = {"logprobs": self.logprobs} if self.kind == "message" else {}
+        own: dict[str, Any] = {}
+        if self.kind == "message":
+            own = {"logprobs": self.logprobs}
+        elif self.kind == "function_call":
+            own = {"name": self.named["name"]}
         yield f"{name}.done", {**self._at, whole: text, **own}
         if self.kind != "function_call":
             yield "response.content_part.done", {**self._at, "part": self._part(text, self.logprobs)}

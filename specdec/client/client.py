@@ -155,6 +155,8 @@ class Client:
         self.address = address
         self._settings = settings or ClientSettings()
         self._channel = self._open_channel()
+        # Stubs are made here: one that is made over a closed channel never returns.
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(parsing(self._channel))
 
     def _open_channel(self) -> grpc.aio.Channel:
@@ -246,10 +248,9 @@ class Client:
 
     async def is_serving(self, timeout_s: float = 1.0) -> bool:
         """Whether the coordinator reports SERVING; False if it does not answer within `timeout_s` or before `close`."""
-        stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError:
+            answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
             return False
         except asyncio.CancelledError:
             if _is_cancelled():
@@ -264,13 +265,14 @@ class Client:
 
     async def is_deaf(self, timeout_s: float) -> bool:
         """Whether a coordinator answers nothing within `timeout_s`, not even an error, over a connection that is up."""
-        if not self.is_connected:
-            return False
-        stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
-            await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            if not self.is_connected:
+                return False
+            await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        except grpc.aio.UsageError:
+            return False
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
@@ -288,6 +290,8 @@ class Client:
             return parsed(await answer)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, is_own_end=False) from error
+        except grpc.aio.UsageError:
+            raise Unavailable("the connection was closed", reason=CUT_OFF) from None
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise

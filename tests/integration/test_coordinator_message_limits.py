@@ -78,7 +78,7 @@ async def test_an_attach_lists_as_many_sessions_as_a_message_holds_and_the_other
     target = small_target()
     target.limit = 4
     num_sessions = 700
-    async with running([target], **SMALL, max_running=num_sessions, owner_id="o" * 60) as harness:
+    async with running([target], **SMALL, max_running=2 * num_sessions, owner_id="o" * 60) as harness:
         calls = [harness.stub.Generate(request(seed=seed, max_tokens=8, n=10)) for seed in range(num_sessions // 10)]
         await target.until(lambda: len(target.sessions) == num_sessions)
         await target.until(lambda: all(len(s.token_ids) == 7 for s in target.sessions.values()))

@@ -84,7 +84,7 @@ def on_triton() -> None:
     from tests.support.engine.captures import Captures
     from tests.support.engine.triton_device import ordered_dot
 
-    def replays(step_model: Any, cache: Any) -> BucketedSteps:
+    def replays(step_model: Any, cache: Any, *, is_alone: bool) -> BucketedSteps:
         steps = BucketedSteps(step_model, Captures())
         steps.serve(cache)
         return steps

@@ -67,7 +67,8 @@ def check_page(rows: list[dict[str, object]]) -> None:
 def test_the_kernels_of_an_8b_model_fit_into_the_registers_of_hopper() -> None:
     rows = compiled("--architectures", "90", "--shapes", "8B")
     kernels = {path: re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE) for path in SOURCES}
-    assert {row["kernel"] for row in rows} == {name for names in kernels.values() for name in names}
+    # No served shape launches the kernel that rounds rows to 8 bits: drafts alone may have such weights.
+    assert {row["kernel"] for row in rows} | {"round_rows_kernel"} == {name for of in kernels.values() for name in of}
     assert [row for row in rows if row["spilled_bytes"] or not row["registers"]] == []
     check_products(rows)
     # A loop that waits for each tile of keys, and then for each of values, reads a fraction of what memory gives.

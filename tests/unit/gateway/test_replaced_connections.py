@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2_grpc
 
 from specdec.client import Client
+from specdec.wire.errors import CUT_OFF, Unavailable
 
 _MOST_S = 30.0
 
@@ -49,6 +50,16 @@ async def test_a_question_over_a_closed_connection_is_answered_with_no(question:
     async with _asked(question) as (client, asking):
         await client.close()
         assert await asking is False  # An exception would end the task that asks every coordinator, for good.
+
+
+async def test_calls_over_a_connection_that_was_closed_before_fail_as_cut_off() -> None:
+    client = Client("127.0.0.1:1")
+    await client.close()
+    assert not await client.is_serving()
+    assert not await client.is_deaf(_MOST_S)
+    with pytest.raises(Unavailable) as caught:
+        await client.status()
+    assert caught.value.reason == CUT_OFF
 
 
 @pytest.mark.parametrize("question", ["is_serving", "is_deaf"])

@@ -28,6 +28,8 @@ REASONS = {
     "gateway/routes/responses.py": "`created_at` of an answer, shown only",
     "specdec/commands/audit/command.py": "date of a report",
     "specdec/commands/bench.py": "date of a report",
+    "specdec/commands/train/pace.py": "hour of the expected end, shown only",
+    "specdec/engine/checkpoints/download.py": "age of another process's lock, whose file has a wall clock's time",
     "specdec/commands/tune/command.py": "date of a report",
     "specdec/telemetry/logs/writer.py": "times of lines, shown only",
     "specdec/replica/worker/trace.py": "times of spans, shown only",

@@ -85,6 +85,8 @@ def test_thoughts_text_and_calls_are_items_in_openais_order() -> None:
     ]
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     thought, message, first, second = output(told)
+    done = [event["name"] for event in told if event["type"] == "response.function_call_arguments.done"]
+    assert done == [first["name"], second["name"]]
     assert thought["content"] == [{"type": "reasoning_text", "text": "Let me see."}]
     assert (thought["summary"], "encrypted_content" in thought) == ([], False)
     assert message["content"][0]["text"] == "I add."
