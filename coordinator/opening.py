@@ -11,7 +11,7 @@ from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.intake.admission import Place
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.sessions.session import Request, Session
-from specdec.wire.errors import SpecdecError
+from specdec.wire.errors import SpecdecError, internal_error
 
 
 class Opener:
@@ -64,8 +64,8 @@ class Opener:
                 continue
             try:
                 await self._open(request, [session], place)
-            except SpecdecError as error:
-                self._finisher.fail(request, error)
+            except Exception as error:  # the stream would wait for the other choices for ever
+                self._finisher.fail(request, error if isinstance(error, SpecdecError) else internal_error(error))
                 return
 
     async def _open(self, request: Request, sessions: Sequence[Session], place: Place) -> None:

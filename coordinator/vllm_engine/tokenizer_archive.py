@@ -8,10 +8,12 @@ import json
 import zipfile
 from dataclasses import dataclass
 
+import grpc
+
 from specdec.coordinator.replicas.compatibility import ServedModel
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.text.tokenizer import TextTokenizer
-from specdec.wire.errors import NoTarget
+from specdec.wire.errors import IncompatibleReplica, NoTarget
 
 _TIME = (1980, 1, 1, 0, 0, 0)
 """Time of the archive's files: equal files give equal archives."""
@@ -36,7 +38,7 @@ class TokenizerArchives:
 
         Raises:
             NotReady: no model is served yet.
-            NoTarget: no target is there to ask.
+            NoTarget: no target is there to ask, or it left while it was asked.
         """
         async with self._building:
             served = self._fleet.require_served()
@@ -48,7 +50,10 @@ class TokenizerArchives:
         link = next((link for link in self._fleet.targets if link.is_ready), None)
         if link is None:
             raise NoTarget("no target is ready to send its tokenizer: retry")
-        tokenizer_json, config = await link.fetch_tokenizer()
+        try:
+            tokenizer_json, config = await link.fetch_tokenizer()
+        except (grpc.aio.AioRpcError, IncompatibleReplica) as error:
+            raise NoTarget("the target did not send its tokenizer: retry") from error
         ends = json.dumps({"eos_token_id": list(served.identity.eos_token_ids)})
         files = {
             "tokenizer.json": tokenizer_json,

@@ -166,6 +166,16 @@ def test_a_session_stops_where_it_gains_next_to_nothing(accepted: list[int], end
     assert state.phase is ends, "leave"
 
 
+@pytest.mark.parametrize(("variance", "phase"), [(0.8, Phase.ON), (0.001, Phase.OFF)])
+def test_chance_is_as_large_as_the_steps_of_the_kind_differ(variance: float, phase: Phase) -> None:
+    """A session that gains nothing for a while may be unlucky where its kind gains in few steps, and much in these."""
+    gate = SpeculationGate()
+    gate._gains["greedy"] = Gain(0.2, variance)
+    state = GateState("greedy", Phase.ON, 0.01, 0.0, is_measured=True, num_counted=1)
+    gate.stepped(state, 0, has_proposal=True, now_s=0.0)
+    assert state.phase is phase
+
+
 def test_a_session_begins_where_it_gains_clearly_more_than_nothing() -> None:
     for gain, begins in ((0.1, False), (0.25, True)):
         gate = SpeculationGate()

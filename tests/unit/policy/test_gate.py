@@ -116,16 +116,16 @@ def test_a_load_that_comes_and_goes_is_met_by_speculation_where_it_pays() -> Non
     assert max(ratios) > 1.05
 
 
-@pytest.mark.parametrize("num_sessions", [1, 8])
-def test_speculation_is_back_within_seconds_of_paying_again(num_sessions: int) -> None:
-    """A probe that found nothing costs up to 1.3 seconds of the budget's income; the next one is due then."""
+@pytest.mark.parametrize(("num_sessions", "within_s"), [(1, 1.4), (8, 0.95)])
+def test_speculation_is_back_within_seconds_of_paying_again(num_sessions: int, within_s: float) -> None:
+    """Of one session, a probe that found nothing costs up to 1.3 seconds of the budget's income; then one is due."""
     for seed in range(8):
         weather = [Weather(0.0, 0.3, num_sessions)]
         world = World(lambda _, weather=weather: weather[-1], seed=seed, length=100_000)
         world.run(5.5 + seed / 8)
         assert world.share_speculating(0.05) <= 0.5 or num_sessions == 1
         weather.append(Weather(GOOD, 0.3, num_sessions))
-        world.run(1.4)
+        world.run(within_s)
         assert world.share_speculating(0.5) > 0.7, seed
 
 
