@@ -9,7 +9,9 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -54,21 +56,29 @@ def inflated(source: Path, shape: Shape, name: str, device: str = "cpu", cache: 
         _remove_unfinished(each)
     num_bytes = inflated_bytes(source, shape)
     folder, rest = _roomy(folders, num_bytes)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-{os.getpid()}-", dir=folder.parent))
-    try:
+    with finished_at_once(folder) as unfinished:
         if device == "cpu":
             write_inflated(source, shape, unfinished, device, rest)
         else:  # in a process of its own: its context on the GPU would keep NVIDIA MPS out
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
                 child.submit(write_inflated, source, shape, unfinished, device, rest).result()
+    return folder
+
+
+@contextmanager
+def finished_at_once(folder: Path) -> Iterator[Path]:
+    """A folder to write, which becomes `folder` when it is complete, unless another process made `folder` before."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-{os.getpid()}-", dir=folder.parent))
+    try:
+        yield unfinished
         unfinished.chmod(0o755)
         unfinished.rename(folder)
     except OSError:
-        if not folder.is_dir():  # else another process was faster
+        if not folder.is_dir():
             raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
 
 
 def inflated_bytes(source: Path, shape: Shape) -> int:

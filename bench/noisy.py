@@ -6,15 +6,13 @@ Equal sources and shares give equal weights: the noise of a tensor depends on it
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.checkpoints import cache_folder
+from bench.checkpoints import cache_folder, finished_at_once
 from specdec.engine.checkpoints.files import weights_digest
 
 
@@ -27,20 +25,11 @@ def noisy(source: Path, share: float, cache: Path | None = None) -> Path:
     folder = (cache or cache_folder()) / f"noisy-{digest}"
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-{os.getpid()}-", dir=folder.parent))
-    try:
+    with finished_at_once(folder) as unfinished:
         shutil.copytree(source, unfinished, dirs_exist_ok=True)
         for file in unfinished.glob("*.safetensors"):
             tensors = {name: _mixed(name, tensor, share) for name, tensor in load_file(file).items()}
             save_file(tensors, file, metadata={"format": "pt"})
-        unfinished.chmod(0o755)
-        unfinished.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # else another process was faster
-            raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
