@@ -113,7 +113,7 @@ def _measure_sets(
         most_tokens=max(plan.batches) * (plan.max_tokens + _TOKENS_BESIDE),
         target={"drafters": drafters},
     )
-    columns = ("text", "temperature", "at_once", "drafters", "tokens_per_s", "over_plain")
+    columns = ("text", "temperature", "at_once", "drafters", "tokens_per_s", "over_plain", "over_ngram")
     table = Table(
         f"{plan.label}, {part}",
         [*(name.replace("_per_s", "/s").replace("_", " ") for name in columns), "tokens/step",
@@ -127,10 +127,10 @@ def _measure_sets(
             case = DrafterCase(kind, temperature, batch, tasks[: max(plan.num_prompts, batch) + batch])
             rows = asyncio.run(_measure(cluster.address, case, sets, plan, progress))
             for name, row in rows.items():
-                described = _described(case, name, row, rows[PLAIN])
+                described = _described(case, name, row, rows)
                 found.append(described)
                 table.add(
-                    *(described[column] for column in columns),
+                    *(described.get(column, "-") for column in columns),
                     f"{row.num_tokens / max(1, row.num_steps):.2f}",
                     f"{row.num_accepted / row.num_verified:.0%}" if row.num_verified else "",
                     f"{row.cost_ms / max(1, row.num_tokens):.3f}",
@@ -178,14 +178,19 @@ async def _ask(
     return list(found.completions), found.tokens_per_s
 
 
-def _described(case: DrafterCase, name: str, row: DrafterRow, plain: DrafterRow) -> dict[str, object]:
+def _described(case: DrafterCase, name: str, row: DrafterRow, rows: Mapping[str, DrafterRow]) -> dict[str, object]:
+    over = {
+        f"over_{other}": spread([a / b for a, b in zip(row.speeds, rows[other].speeds, strict=True) if b])
+        for other in (PLAIN, "ngram")
+        if other in rows
+    }
     return {
         "text": case.kind,
         "temperature": case.temperature,
         "at_once": case.at_once,
         "drafters": name,
         "tokens_per_s": spread(row.speeds),
-        "over_plain": spread([a / b for a, b in zip(row.speeds, plain.speeds, strict=True) if b]),
+        **over,
         "tokens": row.num_tokens,
         "steps": row.num_steps,
         "verified": row.num_verified,
