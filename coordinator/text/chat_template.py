@@ -17,6 +17,7 @@ import jinja2.sandbox
 from specdec.coordinator.text.call_format import CallFormats, with_names
 from specdec.coordinator.text.content_format import ContentFormats, fit_content
 from specdec.coordinator.text.json_values import JsonValues
+from specdec.coordinator.text.system_messages import SystemPlaces
 from specdec.wire.errors import InvalidRequest, SpecdecError
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -74,13 +75,15 @@ class ChatTemplate:
         """
         compiled = self._default if conversation.tools is None else self._for_tools
         messages = [_without_nulls(message) for message in conversation.messages]
-        messages = [fit_content(i, m, compiled.formats.of_role(m["role"])) for i, m in enumerate(messages)]
+        placed = compiled.systems.place(messages)
+        messages = [fit_content(i, m, compiled.formats.of_role(m["role"])) for i, m in placed]
         tag = content = ""
         if conversation.continue_final_message:
             # Random, so that no client can send it: it marks the content's end, and shows whether spaces are kept.
             tag = f"CONTINUED-{secrets.token_hex(16)} "
             messages[-1], content = _tagged(messages[-1], tag)
-        messages = [compiled.calls.fit(index, message, conversation.values) for index, message in enumerate(messages)]
+        indexed = zip((index for index, _ in placed), messages, strict=True)
+        messages = [compiled.calls.fit(index, message, conversation.values) for index, message in indexed]
         if any(m["role"] == "tool" and "name" not in m for m in messages) and compiled.calls.results_need_names:
             messages = with_names(messages)
         variables = {
@@ -111,6 +114,9 @@ class _Compiled:
         self._probe_left_s = _MOST_RENDER_S
         self.formats = ContentFormats(self._probe, lambda: self.calls.called())
         self.calls = CallFormats(self._probe, lambda message: fit_content(0, message, self.formats.of_role("user")))
+        self.systems = SystemPlaces(
+            self._probe, lambda message: fit_content(0, message, self.formats.of_role(message["role"]))
+        )
 
     def render(self, variables: Mapping[str, Any], most_bytes: int) -> str:
         """The text. Raises InvalidRequest and RenderedTooLong."""

@@ -61,7 +61,6 @@ def to_chat(asked: Conversation) -> AsChat:
     if isinstance(asked, MessagesRequest):
         own = {name: getattr(asked, name) for name in _SAME_NAMES}
         own |= {"max_tokens": asked.max_tokens, "stop": asked.stop_sequences}
-    config = asked.output_config
     request = ChatRequest.model_construct(
         **own,
         messages=messages,
@@ -71,7 +70,6 @@ def to_chat(asked: Conversation) -> AsChat:
         parallel_tool_calls=None if choice is None or choice.disable_parallel_tool_use is None
         else not choice.disable_parallel_tool_use,
         chat_template_kwargs=_variables(asked),
-        reasoning_effort=None if config is None else config.effort,
         response_format=_format(asked),
     )  # fmt: skip
     return AsChat(request, FieldNames(_NAMES, partial(_locate, paths)))
@@ -79,7 +77,10 @@ def to_chat(asked: Conversation) -> AsChat:
 
 def _variables(asked: Conversation) -> dict[str, Any] | None:
     thinks = {} if asked.thinking is None else dict.fromkeys(SWITCHES, asked.thinking.type != "disabled")
-    return {**thinks, **(asked.chat_template_kwargs or {})} or None
+    config = asked.output_config
+    # An effort is not only one of thoughts: `thinking` alone switches these.
+    effort = {} if config is None or config.effort is None else {"reasoning_effort": config.effort}
+    return {**effort, **thinks, **(asked.chat_template_kwargs or {})} or None
 
 
 def _format(asked: Conversation) -> JsonSchemaFormat | None:

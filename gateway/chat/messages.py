@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.client import chat_messages
+from specdec.gateway.chat.tool_choice import ToolChoice, chosen_functions
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
 from specdec.wire.message_sizes import MOST_CONVERSATION_VALUES
@@ -22,9 +23,6 @@ VALUES_PER_PART = 3
 VALUES_PER_TOOL = 4
 """Values of a tool, at least: itself, its type, its function and the function's name."""
 
-ToolChoice = str | Mapping[str, Any] | None
-"""none, auto, required or a named function, as in {"type": "function", "function": {"name": "f"}}."""
-
 
 def to_chat_messages(
     messages: Sequence[Any],
@@ -40,7 +38,7 @@ def to_chat_messages(
     """Return the conversation of a chat request, checked.
 
     The role developer becomes system, as templates know no developer. Calls keep their form: the coordinator knows what
-    its template takes. With the tool choice none the template gets no tools, with a named function only that one.
+    its template takes. With the tool choice none the template gets no tools, with chosen functions only these.
 
     Args:
         messages: dicts or pydantic models.
@@ -79,24 +77,14 @@ def check_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     return [_tool(f"tools[{index}]", _fields(f"tools[{index}]", tool)) for index, tool in enumerate(read)]
 
 
-def named_function(tool_choice: ToolChoice) -> str | None:
-    """The function that a tool choice names, or None. Raises InvalidRequest for an unknown form."""
-    if tool_choice is None or isinstance(tool_choice, str):
-        if tool_choice not in (None, "none", "auto", "required"):
-            raise InvalidRequest("tool_choice", "must be none, auto, required or a function")
-        return None
-    choice = _fields("tool_choice", tool_choice)
-    if choice.get("type") != "function":
-        raise InvalidRequest("tool_choice.type", "must be function")
-    return _name("tool_choice.function", _fields("tool_choice.function", choice.get("function")))
-
-
 def _shown(tools: list[dict[str, Any]], tool_choice: ToolChoice) -> list[dict[str, Any]]:
-    name = named_function(tool_choice)
-    if name is not None:
-        tools = [tool for tool in tools if tool["function"]["name"] == name]
-        if not tools:
-            raise InvalidRequest("tool_choice.function.name", f"no tool has the name {name!r}")
+    chosen = chosen_functions(tool_choice)
+    if chosen is not None:
+        known = {tool["function"]["name"] for tool in tools}
+        for name, path in chosen.items():
+            if name not in known:
+                raise InvalidRequest(f"{path}.name", f"no tool has the name {name!r}")
+        tools = [tool for tool in tools if tool["function"]["name"] in chosen]
     elif tool_choice == "required" and not tools:
         raise InvalidRequest("tool_choice", "required needs tools")
     return [] if tool_choice == "none" else tools
@@ -126,12 +114,10 @@ def _message(path: str, message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls") if role == "assistant" else None
     if content is None and role == "assistant":
         content = message.get("refusal")
-        is_thought = any(message.get(name) for name in _REASONING)
-        content = "" if content is None and is_thought and not calls else content
-    if content is not None:
+    if content is None and role in ("assistant", "tool") and not calls:
+        content = ""  # an answer that is empty, a function that returns nothing
+    if content is not None or not calls:
         read["content"] = content_of(f"{path}.content", content)
-    elif not calls:
-        raise InvalidRequest(f"{path}.content", "must be a text or a list of parts")
     read |= {name: _text(f"{path}.{name}", message[name]) for name in _KEPT if message.get(name) is not None}
     if calls:
         calls = _list(f"{path}.tool_calls", calls)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
-from specdec.gateway.chat.messages import ToolChoice
 from specdec.gateway.chat.reasoning import ThinkParser, make_reasoning_parser
 from specdec.gateway.chat.thoughts import CallsInThoughts
 from specdec.gateway.chat.tool_calls.families import make_tool_parser
 from specdec.gateway.chat.tool_calls.forced import ForcedCallsParser
+from specdec.gateway.chat.tool_choice import ToolChoice
 
 
 def make_message_parser(

@@ -73,7 +73,7 @@ class ResponsesRequest(RequestModel):
     """A text, or a conversation, to answer."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset(
-        {"background", "conversation", "context_management", "moderation", "prompt", "truncation"}
+        {"background", "conversation", "context_management", "moderation", "prompt"}
     )
     large_fields: ClassVar[frozenset[str]] = frozenset({"input", "tools", "chat_template_kwargs"})
 
@@ -104,6 +104,9 @@ class ResponsesRequest(RequestModel):
     stream_options: ResponseStreamOptions | None = None
     reasoning: ResponseReasoning | None = None
     text: ResponseText | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: the oldest items are left out of a conversation that is too long."
+    )
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(None, description="As in chats.")
     top_k: Annotated[int, Field(ge=-1, lt=2**32)] | None = Field(None, description="As in chats.")
@@ -136,7 +139,6 @@ class ResponsesRequest(RequestModel):
         None, description="Refused: responses are not kept. Send the conversation."
     )
     prompt: None = None
-    truncation: Literal["disabled"] | None = None
 
     @property
     def num_logprobs(self) -> int | None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from specdec.gateway.api.errors import invalid, unsupported
 from specdec.gateway.api.problems import short
-from specdec.gateway.chat.messages import VALUES_PER_TOOL, ToolChoice, check_num_values
+from specdec.gateway.chat.messages import VALUES_PER_TOOL, check_num_values
+from specdec.gateway.chat.tool_choice import ToolChoice
 
 _PART = re.compile(r"tools\[(\d+)\](?:\.function)?")
 _FIELDS = ("description", "parameters", "strict")

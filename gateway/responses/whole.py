@@ -83,7 +83,7 @@ def response_told(
         "tools": tools.taken,
         "top_logprobs": request.num_logprobs or 0,
         "top_p": request.top_p,
-        "truncation": "disabled",
+        "truncation": request.truncation or "disabled",
         "usage": None,
         "metrics": None,
         "user": request.user,

@@ -22,6 +22,7 @@ from specdec.gateway.responses.to_chat import to_chat
 from specdec.gateway.responses.tools import Tools
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
 from specdec.gateway.routes.output import kept, new_id, output, stream_error
+from specdec.gateway.routes.shortened import shortened_output
 from specdec.gateway.translation.chat_request import chat_to_generate, parsers
 from specdec.gateway.translation.head import AnswerHead
 from specdec.v1 import coordinator_pb2 as api
@@ -63,7 +64,8 @@ def response_routes(parts: Parts) -> APIRouter:
         events = ResponseEvents(asked, tools, head, parser)
         caller = parts.caller(request, asked.model)
         # A stream's last event has the whole answer, too.
-        batches = output(parts, caller, body, kept(caller, events.add))
+        tell = shortened_output if asked.truncation == "auto" else output
+        batches = tell(parts, caller, body, kept(caller, events.add))
         if not asked.stream:
             return JsonResponse(await while_connected(request.receive, _last(batches)))
 

@@ -9,6 +9,7 @@ from typing import Any
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.chat import parsing
 from specdec.gateway.chat.deltas import MessageDelta, StreamingParser
+from specdec.gateway.chat.tool_choice import named_function
 from specdec.gateway.translation.head import AnswerHead, finish_reason, is_thinking, stop_reason
 from specdec.gateway.translation.logprobs import chat_logprobs, prompt_logprobs
 from specdec.gateway.translation.origins import OriginCounter
@@ -111,7 +112,7 @@ class _ChatAnswer:
     def _ending(self, choice: _Choice, finished: api.ChoiceFinished) -> dict[str, Any]:
         reason = finish_reason(finished)
         # OpenAI reports "stop", not "tool_calls", if the client named the function.
-        if choice.has_calls and reason == "stop" and not isinstance(self._request.tool_choice, dict):
+        if choice.has_calls and reason == "stop" and named_function(self._request.tool_choice) is None:
             reason = "tool_calls"
         return {"finish_reason": reason, "stop_reason": stop_reason(finished, self._request.stop_token_ids)}
 

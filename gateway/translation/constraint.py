@@ -59,7 +59,13 @@ def constraint_names(request: SamplingFields) -> Mapping[str, str]:
         return {**names, "constraint.json_schema": SCHEMA_FIELD, "constraint.structural_tag": of_tag}
     names = dict.fromkeys(_OF_ALL_FORMS, _OUTPUTS_FIELD)
     names |= {f"constraint.{form}": f"{_OUTPUTS_FIELD}.{_WRITTEN.get(form, form)}" for form in _FORMS}
-    return {**names, "constraint.choice.texts": f"{_OUTPUTS_FIELD}.choice"}
+    # A structural tag may hold another form in a family's channel.
+    given = next((form for form in _FORMS if getattr(request.structured_outputs, form) is not None), "structural_tag")
+    return {
+        **names,
+        "constraint.choice.texts": f"{_OUTPUTS_FIELD}.choice",
+        "constraint.structural_tag": names[f"constraint.{given}"],
+    }
 
 
 def _of_format(request: SamplingFields, unenforced: list[str]) -> pb.Constraint | None:

@@ -1,45 +1,64 @@
-"""A response format beside tools that may be called: the output fits the format, or it is calls.
+"""A response format in a form that the model's family writes: beside its calls, or in its final channel.
 
-A format alone would forbid the family's calls, and an agent with a type of output could never call a tool. Calls are
-free text between the family's marks; families whose calls have other special tokens within are not known here.
+A format alone would forbid the family's calls, and an agent with a type of output could never call a tool. A model of
+channels (harmony) would have to begin its answer without the thoughts that it was trained to write first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+from typing import Any
+
 import orjson
 
 from specdec.gateway.api.chat import ChatRequest
-from specdec.gateway.chat.tool_calls import call_marks
+from specdec.gateway.chat.messages import check_tools
+from specdec.gateway.chat.tool_calls import calls_format, in_final_channel
 from specdec.v1 import common_pb2 as pb
 
 
-def or_calls(request: ChatRequest, constraint: pb.Constraint, tool_parser: str) -> pb.Constraint:
-    """The constraint of a response format, or one that allows calls as well.
+def as_family_writes(
+    request: ChatRequest, constraint: pb.Constraint, *, reasoning_parser: str, tool_parser: str, may_call: bool
+) -> pb.Constraint:
+    """The constraint of a request, around which the model may write what its family does.
 
     Args:
-        request: has tools that may be called.
-        constraint: of its response format.
-        tool_parser: reads the calls; without known marks the format alone holds.
+        request: has no tool choice that forces calls.
+        constraint: of its response format or structured outputs.
+        reasoning_parser: harmony: the constraint is that of the final channel.
+        tool_parser: reads the calls; if they cannot be told from an answer, the constraint alone holds.
+        may_call: the request has tools that may be called. Structured outputs constrain the whole output.
     """
-    marks = call_marks(tool_parser)
-    if request.response_format is None or marks is None:
+    has_channels = reasoning_parser == "harmony" and not request.continue_final_message
+    calls = None
+    if may_call and request.response_format is not None and (has_channels or tool_parser != "harmony"):
+        names = [tool["function"]["name"] for tool in check_tools(request.tools)]
+        calls = calls_format(tool_parser, names, parallel=request.parallel_tool_calls is not False)
+    answer = _format_of(constraint) if has_channels or calls is not None else None
+    if answer is None:
         return constraint
-    schema: object
+    whole = in_final_channel(answer, calls) if has_channels else {"type": "or", "elements": [answer, calls]}
+    tag = orjson.dumps({"type": "structural_tag", "format": whole}).decode()
+    return pb.Constraint(structural_tag=tag, after_token=constraint.after_token)
+
+
+def _format_of(constraint: pb.Constraint) -> dict[str, Any] | None:
+    """A constraint as a format of a structural tag.
+
+    None: it is such a tag, which says itself where calls may stand, or a text that is no JSON, which will be refused.
+    """
     match constraint.WhichOneof("form"):
         case "json_schema":
-            schema = orjson.loads(constraint.json_schema)
+            with contextlib.suppress(orjson.JSONDecodeError):
+                return {"type": "json_schema", "json_schema": orjson.loads(constraint.json_schema)}
         case "json_object":
-            schema = {"type": "object"}
-        case _:
-            return constraint
-    begin, end = marks
-    calls = {
-        "type": "tags_with_separator",
-        "tags": [{"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}],
-        "separator": "\n",
-        "at_least_one": True,
-        "stop_after_first": request.parallel_tool_calls is False,
-    }
-    either = {"type": "or", "elements": [{"type": "json_schema", "json_schema": schema}, calls]}
-    tag = orjson.dumps({"type": "structural_tag", "format": either}).decode()
-    return pb.Constraint(structural_tag=tag, after_token=constraint.after_token)
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "regex":
+            return {"type": "regex", "pattern": constraint.regex}
+        case "grammar":
+            return {"type": "grammar", "grammar": constraint.grammar}
+        case "choice":
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in constraint.choice.texts)
+            return {"type": "grammar", "grammar": f"start: {texts}"}
+    return None

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 PACKAGE = "llama-cpp-python"
 VERSION = "0.3.36"
-SHOWN = ("Rome", "Oslo", "21 degrees", "3 degrees", "get_weather", "Fine.", "Zürich", "Be brief.")
+SHOWN = ("Rome", "Oslo", "21 degrees", "3 degrees", "get_weather", "Fine.", "Zürich", "Be brief.", "Be kind.")
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,6 @@ TOOL_PARSERS = (*_PARSERS, *FORMS)
 """Names that `make_tool_parser` knows."""
 _WITH_SPECIAL_TOKENS = ("llama3_json", "mistral", "pythonic", "deepseek", "harmony", "kimi_k2", "gemma4", *FORMS)
 
-_WITHIN_MARKS = ("qwen3_coder", "seed_oss", "minimax_m2")
-"""Families of tags that write nothing but text between the outer ones."""
-
 
 def make_tool_parser(name: str, schemas: Mapping[str, Any] | None = None) -> ToolParser:
     """Make a parser of one message.
@@ -59,10 +56,3 @@ def make_tool_parser(name: str, schemas: Mapping[str, Any] | None = None) -> Too
 def marks_are_special_tokens(name: str) -> bool:
     """Whether markers of calls may be special tokens, so that the text must keep them (skip_special_tokens)."""
     return name in _WITH_SPECIAL_TOKENS
-
-
-def call_marks(name: str) -> tuple[str, str] | None:
-    """The marks around a call between which there is only text; None: the family writes calls otherwise."""
-    if name in ("hermes", "qwen"):
-        return TaggedParser.starts[0], TaggedParser.end
-    return (FORMS[name][0].block, FORMS[name][0].end_block) if name in _WITHIN_MARKS else None

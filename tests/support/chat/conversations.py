@@ -1,4 +1,4 @@
-"""Twenty conversations as clients send them, and the forms in which the same may be said to a template."""
+"""Conversations as clients send them, and the forms in which the same may be said to a template."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ def _asked(content: Any) -> Message:
 
 _OSLO = '{"city":"Oslo"}'
 _PARTS = [{"type": "text", "text": "Weather in Rome?"}, {"type": "text", "text": "And in Oslo?"}]
+_SYSTEM: Message = {"role": "system", "content": "Be brief."}
 CONVERSATIONS: dict[str, Messages] = {
     "null content": [USER, _called(None), _result()],
     "empty content": [USER, _called(""), _result()],
@@ -68,24 +69,52 @@ CONVERSATIONS: dict[str, Messages] = {
     "two calls at once": [USER, _called(None, ARGUMENTS, _OSLO), _result(), _result("3 degrees", 2)],
     "a call that was cut": [USER, _called(None, CUT), _result("error: cut"), USER],
     "an answer after a result": [USER, _called(None), _result(), _said("It is 21."), USER],
-    "a system message": [{"role": "system", "content": "Be brief."}, USER, _called(None), _result()],
+    "a system message": [_SYSTEM, USER, _called(None), _result()],
     "a call without a result": [USER, _called(None)],
     "no tools used": [USER, _said("Fine."), USER],
     "thoughts": [USER, _called(None, reasoning_content="Rome, then."), _result()],
     "thoughts and text": [USER, _called("Let me see.", reasoning_content="Rome, then."), _result()],
     "thoughts of an answer": [USER, {**_said("Fine."), "reasoning_content": "Rome, then."}, USER],
     "many turns": [
-        {"role": "system", "content": "Be brief."}, *[_asked("And now?"), _said("As before.")] * 3, USER
+        _SYSTEM, *[_asked("And now?"), _said("As before.")] * 3, USER
     ],
+    "two system messages": [_SYSTEM, {"role": "system", "content": "Be kind."}, USER],
+    "a later system message": [_SYSTEM, USER, _said("Fine."), {"role": "system", "content": "Be kind."}, USER],
     "parts": [_asked(_PARTS), _said("Fine."), _asked(_PARTS[:1])],
     "unicode": [_asked("Zürich \u200f天気 👩‍🌾 e\u0301?"), _called("", '{"city":"Zürich 👩‍🌾"}'), _result("21 °C")],
     "empty texts": [_asked(""), _said(""), _asked("")],
     "white space and markup": [_asked("\n  {{ 7 * 7 }}\t<|im_end|>\r\n"), _said("  <think>\n"), _asked(" ")],
 }  # fmt: skip
 
-Change = Callable[[Message], Message]
+Change = Callable[[Messages], Messages]
 NULL = object()
 """A content that stays null: transformers leaves out what is null, unless the template is rendered directly."""
+
+
+def _each(change: Callable[[Message], Message]) -> Change:
+    return lambda messages: list(map(change, messages))
+
+
+def _said_by_users(*, keeps_first: bool) -> Change:
+    """What the system says is said in the user's next message, but for what it says first."""
+
+    def change(messages: Messages) -> Messages:
+        first = list(itertools.takewhile(lambda message: message["role"] == "system", messages)) if keeps_first else []
+        told: Messages = [{**first[0], "content": _paragraphs(first)}] if first else []
+        waiting: Messages = []
+        for message in messages[len(first) :]:
+            waiting.append(message)
+            if message["role"] != "system":
+                is_joined = len(waiting) > 1
+                told.append({**message, "content": _paragraphs(waiting)} if is_joined else message)
+                waiting = []
+        return told
+
+    return change
+
+
+def _paragraphs(messages: Messages) -> str:
+    return "\n\n".join(message["content"] for message in messages)
 
 
 def _content_of_calls(content: Any) -> Change:
@@ -95,7 +124,7 @@ def _content_of_calls(content: Any) -> Change:
         other = {name: value for name, value in message.items() if name != "content"}
         return other if content is ... else {**other, "content": content}
 
-    return change
+    return _each(change)
 
 
 def _objects(message: Message) -> Message:
@@ -118,7 +147,7 @@ def _thoughts(*names: str) -> Change:
         other = {name: value for name, value in message.items() if name != "reasoning_content"}
         return {**other, **dict.fromkeys(names, thought)}
 
-    return change
+    return _each(change)
 
 
 def _as_parts(message: Message) -> Message:
@@ -135,15 +164,16 @@ def _as_lines(message: Message) -> Message:
 
 CHANGES: dict[str, tuple[Change, ...]] = {
     "content of a call without text": tuple(map(_content_of_calls, (NULL, "", ...))),
-    "arguments as an object": (_objects,),
+    "arguments as an object": (_each(_objects),),
     "names of thoughts": (
         _thoughts("reasoning_content", "reasoning", "thinking"),
         _thoughts("reasoning_content", "reasoning"),
         _thoughts("thinking"),
         _thoughts(),
     ),
-    "texts as parts": (_as_parts,),
-    "parts as lines of text": (_as_lines,),
+    "texts as parts": (_each(_as_parts),),
+    "parts as lines of text": (_each(_as_lines),),
+    "what the system says as the user's": (_said_by_users(keeps_first=True), _said_by_users(keeps_first=False)),
 }
 """What may be said in another form, and its forms. docs/openai-clients.md has the reasons."""
 
@@ -156,7 +186,7 @@ def forms(messages: Messages) -> Iterator[tuple[tuple[str, ...], Messages]]:
     for chosen in combined:
         form = messages
         for _, one in chosen:
-            form = form if one is None else list(map(one, form))
+            form = form if one is None else one(form)
         if form not in seen:
             seen.append(form)
             yield tuple(name for name, one in chosen if one is not None), form

@@ -31,13 +31,29 @@ def matcher_of(constraint: pb.Constraint, special: Mapping[str, int] = _SPECIAL)
 
 def accepts(constraint: pb.Constraint, text: str, special: Mapping[str, int] = _SPECIAL) -> bool:
     """Whether a text is a whole output."""
-    matcher, encoded = matcher_of(constraint, special), text.encode()
-    for token, number in special.items():
-        encoded = encoded.replace(token.encode(), bytes([number]))
-    data = list(encoded)
+    matcher, data = matcher_of(constraint, special), _encoded(text, special)
     return matcher.try_consume_tokens(data) == len(data) and bool(matcher.is_accepting())
+
+
+def ends_within(constraint: pb.Constraint, text: str, special: Mapping[str, int] = _SPECIAL) -> list[int]:
+    """Characters of the starts of an accepted text that are whole outputs themselves; neither is empty."""
+    matcher, num_chars, found = matcher_of(constraint, special), 0, []
+    texts = {number: token for token, number in special.items()}
+    for byte in _encoded(text, special)[:-1]:
+        assert matcher.try_consume_tokens([byte]) == 1, text[:num_chars]
+        num_chars += len(texts[byte]) if byte in texts else byte & 0xC0 != 0x80
+        if matcher.is_accepting():
+            found.append(num_chars)
+    return found
 
 
 def longest_start(constraint: pb.Constraint, text: str) -> int:
     """Bytes of a text that an output may begin with."""
     return int(matcher_of(constraint).try_consume_tokens(list(text.encode())))
+
+
+def _encoded(text: str, special: Mapping[str, int]) -> list[int]:
+    encoded = text.encode()
+    for token, number in special.items():
+        encoded = encoded.replace(token.encode(), bytes([number]))
+    return list(encoded)

@@ -70,12 +70,25 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 def rendered_there(template: str, messages: list[dict[str, Any]], **options: Any) -> str | None:
-    """What transformers gives, for an empty content where it gives nothing for null; None: nothing at all."""
-    for nothing in (None, ""):
-        given = [{**m, "content": nothing} if m["content"] is None else m for m in messages]
-        with contextlib.suppress(Exception):  # templates raise what they like
-            return render_there(template, given, **options)
+    """What transformers gives, for an empty content where it gives nothing for null, and without the system's message
+    where the template knows none; None: nothing at all.
+    """
+    for told in (messages, without_system(messages)) if template == GEMMA else (messages,):
+        for nothing in (None, ""):
+            given = [{**m, "content": nothing} if m["content"] is None else m for m in told]
+            with contextlib.suppress(Exception):  # templates raise what they like
+                return render_there(template, given, **options)
     return None
+
+
+def without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the system says first, said by the user."""
+    if messages[0]["role"] != "system":
+        return messages
+    first, *rest = messages
+    is_alone = not rest or rest[0]["role"] != "user"
+    said, after = ("", rest) if is_alone else (rest[0]["content"], rest[1:])
+    return [{"role": "user", "content": "\n\n".join(filter(None, (first["content"], said)))}, *after]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

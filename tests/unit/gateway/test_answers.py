@@ -28,6 +28,7 @@ from specdec.gateway.translation.usage import acceptance_histogram
 from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.for_each import for_each
 from tests.support.services.chunks import choice_finished, delta, finished, prompt_logprobs, started, texts_of
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven"]
@@ -175,7 +176,11 @@ class Caller(PlainParser):
         return [first, MessageDelta(tool_call=ToolCallDelta(0, "", "", text))]
 
 
-@pytest.mark.parametrize(("choice", "reason"), [("auto", "tool_calls"), ({"type": "function"}, "stop")])
+NAMED = {"type": "function", "function": {"name": "f"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+
+
+@for_each("choice, reason", [("auto", "tool_calls"), (NAMED, "stop"), (ALLOWED, "tool_calls")])
 def test_calls_end_as_openai_ends_them(choice: Any, reason: str) -> None:
     chunks = [started(), delta("{}", [1]), choice_finished(), finished()]
     told = chat_whole(chunks, make_parser=Caller, tool_choice=choice)["choices"][0]

@@ -64,6 +64,12 @@ def test_what_templates_may_read_besides_is_kept_and_what_they_do_not_is_left_ou
     assert read(thought) == {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
 
 
+def test_an_empty_answer_and_a_function_that_returns_nothing_may_come_back_as_null() -> None:
+    for role in ("assistant", "tool"):
+        for more in ({}, {"content": None}, {"content": None, "tool_calls": []}):
+            assert read({"role": role, **more}) == {"role": role, "content": ""}
+
+
 def test_models_of_pydantic_are_taken_as_dicts_are() -> None:
     class Part(BaseModel):
         type: str
@@ -86,7 +92,6 @@ def test_models_of_pydantic_are_taken_as_dicts_are() -> None:
         ({"role": "robot", "content": "a"}, ".role"),
         ({"role": "user"}, ".content"),
         ({"role": "user", "content": 5}, ".content"),
-        ({"role": "assistant"}, ".content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ".content[0].type"),
         ({"role": "user", "content": ["a", {"type": "input_audio"}]}, ".content[1].type"),
         ({"role": "user", "content": [{"type": "text"}]}, ".content[0].text"),
@@ -144,6 +149,13 @@ def test_templates_are_shown_the_tools_that_may_be_called() -> None:
     assert shown(None) == shown("auto") == shown("required") == ["f", "g"]
     assert shown("none") == []
     assert shown({"type": "function", "function": {"name": "g"}}) == ["g"]
+    for mode in ("auto", "required"):
+        assert shown(allowed("g", mode=mode)) == ["g"] and shown(allowed("g", "f", mode=mode)) == ["f", "g"]
+
+
+def allowed(*names: str, mode: Any = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 @pytest.mark.parametrize(
@@ -155,6 +167,16 @@ def test_templates_are_shown_the_tools_that_may_be_called() -> None:
         ({"type": "function"}, [TOOL], "tool_choice.function"),
         ({"type": "function", "function": {"name": "h"}}, [TOOL], "tool_choice.function.name"),
         ("required", [], "tool_choice"),
+        ({"type": "function", "function": {"name": ""}}, [TOOL], "tool_choice.function.name"),
+        ({"type": "allowed_tools"}, [TOOL], "tool_choice.allowed_tools"),
+        (allowed("f", mode="any"), [TOOL], "tool_choice.allowed_tools.mode"),
+        (allowed(), [TOOL], "tool_choice.allowed_tools.tools"),
+        (allowed("f", "h"), [TOOL], "tool_choice.allowed_tools.tools[1].function.name"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "mcp"}]}},
+            [TOOL],
+            "tool_choice.allowed_tools.tools[0].type",
+        ),
     ],
 )
 def test_a_tool_choice_that_cannot_be_is_refused(tool_choice: Any, tools: Any, field: str) -> None:

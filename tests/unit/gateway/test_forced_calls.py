@@ -76,6 +76,21 @@ def test_a_named_function_is_called_once_and_no_other() -> None:
     assert not accepts(constraint, written(("grow", {"root": {}})))
 
 
+def test_of_allowed_tools_only_these_are_called_and_only_if_they_are_required() -> None:
+    def allowed(mode: str, *names: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    constraint = constraint_of(request(tool_choice=allowed("required", "stop")))
+    assert accepts(constraint, written(STOP)) and accepts(constraint, written(STOP, STOP))
+    assert not accepts(constraint, written(("grow", {"root": {}})))
+    assert accepts(constraint_of(request(tool_choice=allowed("required", "stop", "grow"))), written(STOP))
+    asked = request(tool_choice=allowed("auto", "stop"))
+    body = chat_to_generate(asked, "hermes")
+    assert not body.sampling.HasField("constraint")
+    assert [tool["function"]["name"] for tool in json.loads(body.messages.tools_json)] == ["stop"]
+
+
 def test_calls_that_must_not_be_parallel_are_one() -> None:
     assert accepts(constraint_of(request()), written(STOP, STOP))
     assert not accepts(constraint_of(request(parallel_tool_calls=False)), written(STOP, STOP))
@@ -193,8 +208,35 @@ def test_other_choices_force_nothing(fields: dict[str, Any]) -> None:
     assert not chat_to_generate(request(**fields), "hermes").sampling.HasField("constraint")
 
 
-def test_models_that_write_channels_are_not_held_to_a_list() -> None:
-    assert not chat_to_generate(request(), "harmony", "harmony").sampling.HasField("constraint")
+CHANNELS = {"<|channel|>": 0xF8, "<|message|>": 0xF9, "<|end|>": 0xFA, "<|start|>": 0xFB, "<|constrain|>": 0xFC}
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+def in_channel(name: str, arguments: Any) -> str:
+    head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return head + json.dumps(arguments, separators=(",", ":"))
+
+
+def test_models_that_write_channels_must_end_with_a_message_that_calls() -> None:
+    sampling = chat_to_generate(request(), "harmony", "harmony").sampling
+    assert not sampling.skip_special_tokens
+    grow = in_channel("grow", {"root": {"next": {"of": 1}}})
+    for text in (grow, THOUGHT + THOUGHT + in_channel("stop", {})):
+        assert accepts(sampling.constraint, text, CHANNELS)
+        parser = make_message_parser("harmony", "harmony", has_tools=True, tool_choice="required")
+        assert len(parse(parser, list(text)).decoded) == 1
+    final = "<|channel|>final<|message|>No."
+    for text in (in_channel("grow", {}), in_channel("other", {}), THOUGHT, grow + grow, final, THOUGHT + final, ""):
+        assert not accepts(sampling.constraint, text, CHANNELS), text
+    named = chat_to_generate(request(tool_choice=NAMED), "harmony", "harmony").sampling.constraint
+    assert accepts(named, in_channel("stop", {}), CHANNELS) and not accepts(named, grow, CHANNELS)
+
+
+def test_as_many_functions_can_be_forced_in_channels_as_in_a_list() -> None:
+    tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(250)]
+    for family in ("harmony", "hermes"):
+        held = chat_to_generate(request(tools=tools), family, "harmony" if family == "harmony" else "none")
+        assert longest_start(held.sampling.constraint, "[") == (family == "hermes")
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.gateway.chat.messages import ToolChoice
 from specdec.gateway.chat.parsing import begin, make_message_parser
 from specdec.gateway.chat.reasoning import REASONING_PARSERS, make_reasoning_parser
 from specdec.gateway.chat.tool_calls import TOOL_PARSERS
+from specdec.gateway.chat.tool_choice import ToolChoice
 from tests.support.chat.parsed import Message, cut, parse, told
 from tests.support.cost import lines_run
 from tests.support.for_each import for_each

@@ -114,6 +114,20 @@ def test_a_conversation_arrives_with_its_parts_and_variables() -> None:
     assert body.messages.HasField("add_generation_prompt") and not body.messages.add_generation_prompt
 
 
+def test_an_effort_switches_thoughts_unless_the_template_is_told_otherwise() -> None:
+    def told(**fields: Any) -> Any:
+        return json.loads(chat(messages=[{"role": "user", "content": "u"}], **fields).messages.template_variables_json)
+
+    assert told(reasoning_effort="none") == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+    for effort in ("minimal", "high", "xhigh", "max"):
+        assert told(reasoning_effort=effort)["thinking"] is told(reasoning_effort=effort)["enable_thinking"] is True
+    own = {"enable_thinking": True}
+    assert told(reasoning_effort="none", chat_template_kwargs=own) == {"reasoning_effort": "none", **own}
+    asked = validated(ChatRequest, {"messages": [{"role": "user", "content": "u"}], "reasoning_effort": "none"})
+    parser = parsers(asked, "deepseek_r1", "none")()
+    assert [delta.content for delta in parser.push("yes")] == ["yes"]
+
+
 def test_only_the_assistants_own_words_are_echoed() -> None:
     said = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "so"}]
     assert echoed(validated(ChatRequest, {"messages": said, "echo": True})) == "so"

@@ -242,8 +242,8 @@ FLOORS = {
         answer
     """,
     "specdec.gateway.chat": """
-        deltas messages template_parsers
-        tool_calls
+        deltas template_parsers tool_choice
+        messages tool_calls
         reasoning thoughts
         parsing
     """,

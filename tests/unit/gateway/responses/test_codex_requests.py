@@ -131,7 +131,11 @@ def test_a_turn_is_a_chat_with_its_functions() -> None:
     names = [tool["function"]["name"] for tool in json.loads(body.messages.tools_json)]
     assert names == ["exec_command", "update_plan", "mcp__docs__find"]
     assert left_out == ["tools[2]", "tools[3]", "tools[4]", "tools[6]"]
-    assert json.loads(body.messages.template_variables_json) == {"reasoning_effort": "medium"}
+    assert json.loads(body.messages.template_variables_json) == {
+        "reasoning_effort": "medium",
+        "enable_thinking": True,
+        "thinking": True,
+    }
 
 
 def test_the_next_turn_has_what_the_model_thought_said_and_called() -> None:
