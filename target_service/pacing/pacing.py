@@ -100,19 +100,18 @@ class Pacing:
         return until_s
 
     def count_vain_waits(self, ready: Sequence[TargetSession], now_s: float) -> None:
-        """Count the waits in vain when a step begins: those that ran out. A wait that ended sooner, for the sake of
+        """Learn from the waits in vain when a step begins: those that ran out. A wait that ended sooner, for the sake of
         another session, tells nothing of the draft.
         """
-        vain = [
-            session
-            for session in ready
-            if session.hold_off is not None
-            and now_s >= session.hold_off.until_s
-            and not (session.tree.lasting_depth or session.is_answered)
-        ]
-        for session in vain:
+        has_vain = False
+        for session in ready:
+            hold_off = session.hold_off
+            if hold_off is None or now_s < hold_off.until_s or session.tree.lasting_depth or session.is_answered:
+                continue
+            has_vain = True
             session.misses.num_unanswered += 1
-        self._num_vain += bool(vain)
+            self.draft_latency.observe_vain(hold_off.until_s - hold_off.since_s)
+        self._num_vain += has_vain
 
     def choose_trees(self, ready: Sequence[TargetSession], now_s: float) -> dict[str, list[int]]:
         """Set the tree that the next step verifies for each session.

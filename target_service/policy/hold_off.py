@@ -66,6 +66,10 @@ class DraftLatency:
         """Learn that the first node came after `elapsed_s`."""
         self.first_s += WEIGHT * (elapsed_s - self.first_s)
 
+    def observe_vain(self, waited_s: float) -> None:
+        """Learn that no node came within `waited_s`: the network or the draft has become slower."""
+        self.first_s = max(self.first_s, waited_s)
+
     def observe_node(self, elapsed_s: float) -> None:
         """Learn that a further node took `elapsed_s`."""
         self.node_s += WEIGHT * (elapsed_s - self.node_s)

@@ -112,6 +112,35 @@ def test_a_draft_that_steps_leave_behind_is_waited_for_now_and_then_until_it_has
     assert client.clock.now_s - begin_s < 1.0
 
 
+def test_a_draft_whose_network_becomes_slower_is_waited_for_as_long_as_its_answers_take(
+    client: WorkerClient, truth: list[int]
+) -> None:
+    pacing = Pacing(None)
+    held(client, pacing)
+    pacing.clock.rows.base_s, pacing.draft_latency.first_s = 0.02, 0.003
+    choice = pacing._hold_off["greedy"]
+    for depth, num_tokens in ((0, 1), (2, 3), (4, 1)):
+        choice.observe(depth, num_tokens, 0.02)  # a depth of two pays
+    waits: list[bool] = []
+    """Whether each wait was answered."""
+    while (position := client.session().num_tokens) < 70:
+        client.turn()
+        hold_off = client.session().hold_off
+        if hold_off is not None and client.session().num_tokens == position:
+            answer_s = hold_off.since_s + 0.013
+            waits.append(answer_s < hold_off.until_s)
+            client.clock.now_s = min(hold_off.until_s, answer_s)
+            if waits[-1]:
+                client.entry("s", proposal=chain(position, truth[position : position + 2]))
+            client.turn()
+        position = client.session().num_tokens
+        client.entry("s", proposal=chain(position, truth[position : position + 1]))  # in time after a plain step
+        client.turn()
+    first = waits.index(True)
+    assert 0 < first <= 4
+    assert all(waits[first:])
+
+
 @pytest.mark.parametrize("answers", [False, True])
 def test_where_no_draft_answers_in_time_new_sessions_do_not_wait_to_find_out(
     client: WorkerClient, truth: list[int], answers: bool
@@ -166,7 +195,7 @@ def test_nobody_waits_for_a_draft_that_is_not_there_until_one_has_sent_something
 
 def test_stale_proposals_do_not_count_as_an_answer(client: WorkerClient) -> None:
     held(client, Pacing(500.0))
-    latency = DraftLatency()
+    latency = DraftLatency(first_s=0.5)  # of the waits in vain
     for _ in range(4):
         client.entry("s", proposal=chain(20, [1, 2, 3]))
         client.turn()
