@@ -28,6 +28,7 @@ from specdec.commands.up.devices import (
 )
 from specdec.commands.up.service_process import ServiceSpec
 from specdec.engine.checkpoints.files import find_model_files, read_tokenizer
+from specdec.engine.checkpoints.folder import check_weights
 from specdec.engine.checkpoints.tokenizer_conversion import require_tokenizer
 from specdec.engine.errors import ModelLoadError
 
@@ -36,6 +37,8 @@ PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053, "gateway": 8000}
 _FEW_CORES = 2
 _WITHOUT_ENGINE = {"api", "specdec_target_api", "specdec_target_config"}
 """Settings and variables, in lower case, with which a target may need no engine."""
+_LOADING = ("LOAD_FORMAT", "CONFIG")
+"""Ends of variables that may ask for random weights."""
 METRICS_PORTS = {"coordinator": 9090, "target": 9092, "draft": 9093}
 DRAIN_S = 5.0
 # Replicas load for seconds; the coordinator should connect as soon as they are ready.
@@ -160,11 +163,18 @@ def _with_own_drafts(plan: LocalPlan, devices: DevicePlan) -> LocalPlan:
 
 def check_models(plan: LocalPlan) -> None:
     """Check the files of local models before a service starts. Raises ClusterFailed."""
-    for model in filter(None, (plan.target_model, plan.draft_model if _runs_drafts(plan) else "")):
-        if not Path(model).expanduser().exists() and not model.startswith(("/", ".", "~")):
+    draft = plan.draft_model if _runs_drafts(plan) else ""
+    roles = (("TARGET", plan.target_model, plan.target_settings), ("DRAFT", draft, plan.draft_settings))
+    for role, model, settings in roles:
+        if (not Path(model).expanduser().exists() and not model.startswith(("/", ".", "~"))) or not model:
             continue  # a hub id, which the service loads
+        may_lack_weights = (
+            "load_format" in settings or {f"SPECDEC_{role}_{name}" for name in _LOADING} & os.environ.keys()
+        )
         try:
             folder, _ = find_model_files(model, None)
+            if not may_lack_weights:
+                check_weights(folder)
             require_tokenizer(folder, read_tokenizer(folder).tokenizer_json)
         except ModelLoadError as error:
             raise ClusterFailed(str(error)) from error

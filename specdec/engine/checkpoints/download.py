@@ -11,7 +11,7 @@ from pathlib import Path
 
 from specdec.engine.errors import ModelLoadError
 
-WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py"]
 """Names of the files that a model consists of."""
 _SHA256_DIGITS, _GIT_DIGITS = 64, 40
 _READ_BYTES = 1 << 22

@@ -104,12 +104,12 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
     Without the former, other formats are converted. Raises ``ModelLoadError`` if that fails, or if a file is no JSON.
     """
     tokenizer, config_file = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    config = read_json(config_file) if config_file.is_file() else {}
     if tokenizer.is_file():
         read_json(tokenizer)
         text = tokenizer.read_text(encoding="utf-8")
     else:
-        text = converted_tokenizer(directory)
-    config = read_json(config_file) if config_file.is_file() else {}
+        text = converted_tokenizer(directory, config)
     return TokenizerFiles(text, with_chat_template(config, directory))
 
 

@@ -46,7 +46,7 @@ from specdec.engine.native.variants import UnsupportedIsa
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import shard_model
 from specdec.engine.recurrent.layers import RECURRENT_VERSION
-from specdec.engine.recurrent.native_scan import NativeScan
+from specdec.engine.recurrent.native import NativeRecurrences
 from specdec.engine.settings import EngineSettings
 from specdec.engine.states.memory import CellShape, StateMemory, affordable_states
 
@@ -297,7 +297,7 @@ class _Builder:
             path = f"native-{KERNEL_VERSION}-{self._kernels.variant}"
             packers = self._kernels.pack, partial(native_experts, self._kernels), partial(NativeHeads, self._kernels)
             ragged.kernel = NativeAttention(self._kernels)
-            ragged.recurrent.scan = NativeScan(self._kernels)
+            ragged.recurrent.recurrences = NativeRecurrences(self._kernels)
         pack, pack_experts, pack_heads = packers
         if pack_latents(ragged.model, pack_heads):
             path += f"-latent-{LATENT_VERSION}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -27,7 +27,8 @@ from specdec.engine.checkpoints.folder import check_weights
 from specdec.engine.checkpoints.formats import check_format
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
 from specdec.engine.checkpoints.wrappers import own_class, text_model, without_encoders
-from specdec.engine.errors import ModelLoadError, ModelNotSupported
+from specdec.engine.errors import ModelLoadError
+from specdec.engine.model.config_file import longest_context, read_config
 from specdec.engine.model.kv_budget import allocated_one_by_one
 from specdec.engine.model.model_check import check_config, check_place
 from specdec.engine.model.skipping import (
@@ -38,7 +39,7 @@ from specdec.engine.model.skipping import (
     sample_ids,
     too_different,
 )
-from specdec.engine.model.switches import length_limits, switch_off_limited
+from specdec.engine.model.switches import switch_off_limited
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan
 from specdec.engine.settings import EngineSettings
@@ -47,7 +48,6 @@ from specdec.engine.sublayers import skipped_sublayers
 _DUMMY_SEED = 0
 _LEAST_FP8 = (8, 9)
 _MOST_REASON = 300  # characters of transformers' errors
-_UNLIMITED_LEN = 4096  # tokens; default for models without a limit
 _MOST_NAMED = 5
 """Weights that a message names."""
 _logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def check_tensor_parallel(settings: EngineSettings) -> str:
     """
     size = settings.tensor_parallel_size
     directory, _ = find_model_files(settings.model, settings.revision)
-    config = _read_config(directory, settings)
+    config = read_config(directory, settings)
     device = _choose_device(settings.device)
     num_gpus = torch.cuda.device_count()
     if device.type == "cuda" and num_gpus < (device.index or 0) + size:
@@ -112,7 +112,7 @@ def load_model(
     """
     disable_progress_bar()  # it would spoil the service's log
     directory, revision = find_model_files(settings.model, settings.revision)
-    config = _read_config(directory, settings)
+    config = read_config(directory, settings)
     device = _choose_device(settings.device) if group is None else group.device
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton, streams and graphs use the current device
@@ -120,7 +120,7 @@ def load_model(
     _check_quantization(settings, dtype, device)
     check_place(config, device.type, settings.tensor_parallel_size)
     checkpoint_format = check_format(config, settings, device)
-    max_model_len = _choose_max_model_len(settings.max_model_len, config)
+    max_model_len = longest_context(settings.max_model_len, config)
     check(config)
     if settings.load_format == "dummy":
         place = "" if device.type == "cpu" else f"{device.type}-"  # other generators give other numbers
@@ -219,16 +219,6 @@ def _tell_non_finite(model: PreTrainedModel) -> None:
     if broken:
         note = "requests that meet them end with NON_FINITE_LOGITS: replace the checkpoint"
         _logger.error("%d weights hold NaN or infinity: %s; %s", len(broken), ", ".join(broken[:_MOST_NAMED]), note)
-
-
-def _read_config(directory: Path, settings: EngineSettings) -> PreTrainedConfig:
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelLoadError(f"model: {settings.model} has no usable config: {error}") from error
-    check_config(config)
-    own_class(config)  # raises if there is none
-    return config
 
 
 def _read_model(
@@ -359,20 +349,3 @@ def _choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> 
         return torch.float32
     own = getattr(config, "dtype", None)
     return own if own in (torch.float32, torch.bfloat16, torch.float16) else torch.bfloat16
-
-
-def _choose_max_model_len(asked: int | None, config: PreTrainedConfig) -> int:
-    """Tokens of the longest sequence: the setting, or the model's limit."""
-    text = config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    for what, most in length_limits(text).items():
-        if asked is not None and asked > most:
-            raise ModelNotSupported(
-                config.model_type, f"it is exact only up to {most} tokens ({what}); set max_model_len to {most} or less"
-            )
-        if limit is None or most < limit:
-            limit = most
-            _logger.warning("the context is limited", extra={"max_model_len": asked or most, "by": what})
-    if limit is not None and asked is not None and asked > limit:
-        raise ModelLoadError(f"max_model_len {asked} exceeds the model's {limit} positions")
-    return int(asked or limit or _UNLIMITED_LEN)

@@ -26,7 +26,7 @@ from specdec.engine.attention.paged import (
 )
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model.mixtures.functions import InvariantFunctions
+from specdec.engine.model.mixtures.functions import make_functions_row_invariant
 from specdec.engine.model.model_check import check_attention_calls, refusing, switch_attention
 from specdec.engine.model.probe import SelfTest
 from specdec.engine.model.skipping import decoder_layers, has_attention, leaving_out
@@ -88,7 +88,8 @@ class RaggedModel:
         """`mask_windows`: see ``ForwardContext``; empty until ``record_attention`` finds them."""
         register_paged_attention()
         self.recurrent = RecurrentLayers.of(model)
-        self._functions = InvariantFunctions()  # recurrent layers call some of them on few numbers per token
+        if self.recurrent:
+            make_functions_row_invariant(model)  # recurrent layers call some of them on few numbers per token
         switch_attention(model, ATTENTION_NAME)
         if model.device.type == "cpu":  # the GPU's kernels take no keys of this width
             cache_latents(model)
@@ -155,7 +156,7 @@ class RaggedModel:
             return
         plan = context.batch.states or fresh_plan(context.batch.row_seq.tolist())
         memory = None if context.cache is None else context.cache.states
-        with self._functions, self.recurrent.running(plan, memory):
+        with self.recurrent.running(plan, memory):
             yield
 
     def _run(self, context: ForwardContext, position_ids: torch.Tensor | None = None) -> torch.Tensor:

@@ -25,6 +25,7 @@ SOURCES = (
     "experts.cpp",
     "latent.cpp",
     "thread_pool.cpp",
+    "convolution.cpp",
     "scan.cpp",
     "sampling.cpp",
     "ahead.cpp",

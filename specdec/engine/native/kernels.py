@@ -209,7 +209,12 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "specdec_decoder_workspace": (_INT64, (_POINTER, _INT64, ctypes.c_int)),
     "specdec_decoder_step": (ctypes.c_int, (_POINTER,) * 5),
     "specdec_decoder_ahead": (ctypes.c_int, (_POINTER,) * 5),
-    "specdec_scan": (None, (_POINTER, _POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, *((_POINTER,) * 3))),
+    "specdec_convolve": (None, (*(_POINTER,) * 4, _INT64, _POINTER)),
+    "specdec_delta_rows": (None, (*(_POINTER,) * 4, _INT64, _INT64, _POINTER, _POINTER)),
+    "specdec_scan": (
+        None,
+        (*(_POINTER,) * 3, _INT64, _POINTER, _POINTER, _INT64, _POINTER, _INT64, *((_POINTER,) * 3)),
+    ),
     "specdec_attention": (None, (_POINTER,) * 10),
     "specdec_latent_attention": (None, (*(_POINTER,) * 6, _INT64, _POINTER)),
 }

@@ -3,5 +3,5 @@
 layers.py       runs a model's own layers with our recurrences in place of transformers' functions
 convolution.py  short causal convolutions
 scans.py        gated delta rules and state-space scans
-native_scan.py  the same in C++
+native.py       the same in C++
 """

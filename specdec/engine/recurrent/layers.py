@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from specdec.engine.recurrent.convolution import convolution_shape, convolve
-from specdec.engine.recurrent.scans import Scan, ScanSizes, scan
+from specdec.engine.recurrent.convolution import convolution_shape
+from specdec.engine.recurrent.scans import Recurrences, ScanSizes
 from specdec.engine.states.memory import CellShape, StateMemory
 from specdec.engine.states.plan import StatePlan
 
-RECURRENT_VERSION = 1
+RECURRENT_VERSION = 2
 """Part of the numerics id of models with recurrent layers: raise it whenever their bits change."""
 _ATTRIBUTE = "_specdec_recurrent_layers"
 
@@ -46,7 +46,7 @@ class RecurrentLayers:
     """The recurrent layers of a model, if any, which it rebuilds permanently. See `of`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.scan: Scan = scan
+        self.recurrences = Recurrences()
         self.shapes: list[CellShape] = []
         """Of the recurrences of a pass, once `running` has recorded one."""
         self.num_layers = 0
@@ -107,9 +107,9 @@ class RecurrentLayers:
     ) -> torch.Tensor:
         """For ``causal_conv1d_fn``: ``[1, channels, T]``."""
         _check(kwargs, hidden_states)
-        inputs = hidden_states[0].transpose(0, 1).contiguous()
+        inputs = hidden_states[0].transpose(0, 1)
         current, cell = self._begin(convolution_shape(weight), len(inputs))
-        result = convolve(inputs, weight, bias, activation, current.plan, current.memory, cell)
+        result = self.recurrences.convolve(inputs, weight, bias, activation, current.plan, current.memory, cell)
         return result.transpose(0, 1).unsqueeze(0)
 
     def _gated_delta(
@@ -124,13 +124,11 @@ class RecurrentLayers:
     ) -> tuple[torch.Tensor, None]:
         """For the gated delta rules of Qwen3-Next (a decay per head) and Kimi (a decay per key dimension)."""
         _check(kwargs, query)
-        dtype = query.dtype
-        query, key, value, g, beta = (tensor[0].float() for tensor in (query, key, value, g, beta))
-        if use_qk_l2norm_in_kernel:
-            query, key = _normalized(query), _normalized(key)
-        query = query * key.shape[-1] ** -0.5
-        sizes = ScanSizes(value.shape[1], key.shape[1], key.shape[2], value.shape[2], g.dim() == 3, is_delta=True)
-        return self._scan(sizes, query, [key, value, g.exp(), beta]).to(dtype).unsqueeze(0), None
+        parts = [part[0] for part in (query, key, value, g, beta)]
+        (num_keys, key_dim), (num_heads, value_dim) = parts[1].shape[1:], parts[2].shape[1:]
+        sizes = ScanSizes(num_heads, num_keys, key_dim, value_dim, g.dim() == 4, is_delta=True)
+        queries, rows = self.recurrences.delta_rows(sizes, parts, normalizes=use_qk_l2norm_in_kernel)
+        return self._scan(sizes, queries, rows).to(query.dtype).unsqueeze(0), None
 
     def _state_space(
         self,
@@ -155,7 +153,7 @@ class RecurrentLayers:
         values, keys, query = (tensor[0].float() for tensor in (hidden_states, B, C))
         sizes = ScanSizes(values.shape[1], keys.shape[1], keys.shape[2], values.shape[2], False, is_delta=False)
         decay = (A.float() * dt).exp()
-        result = self._scan(sizes, query, [keys, values * dt.unsqueeze(-1), decay])
+        result = self._scan(sizes, query, _joined(keys, values * dt.unsqueeze(-1), decay))
         if D is not None:
             result = result + values * D.float().view(-1, 1)
         return result.to(hidden_states.dtype).unsqueeze(0)
@@ -181,7 +179,7 @@ class RecurrentLayers:
         if delta_softplus:
             dt = nn.functional.softplus(dt)
         sizes = ScanSizes(values.shape[1], 1, keys.shape[1], 1, decays_per_key=False, is_delta=False)
-        result = self._scan(sizes, query, [keys, values * dt, dt], A.float()).squeeze(-1)
+        result = self._scan(sizes, query, _joined(keys, values * dt, dt), A.float()).squeeze(-1)
         if D is not None:
             result = result + values * D.float()
         if z is not None:
@@ -189,11 +187,11 @@ class RecurrentLayers:
         return result.to(hidden_states.dtype).transpose(0, 1).unsqueeze(0)
 
     def _scan(
-        self, sizes: ScanSizes, query: torch.Tensor, parts: list[torch.Tensor], rates: torch.Tensor | None = None
+        self, sizes: ScanSizes, query: torch.Tensor, rows: torch.Tensor, rates: torch.Tensor | None = None
     ) -> torch.Tensor:
         current, cell = self._begin(sizes.shape, len(query))
-        rows = torch.cat([part.flatten(1) for part in parts], dim=1)
-        return self.scan(sizes, query.flatten(1).contiguous(), rows, rates, current.plan, current.memory, cell)
+        queries = query.flatten(1).contiguous()
+        return self.recurrences.scan(sizes, queries, rows, rates, current.plan, current.memory, cell)
 
 
 def has_served_recurrence(config: PreTrainedConfig) -> bool:
@@ -227,5 +225,5 @@ def _check(options: dict[str, Any], batch: torch.Tensor) -> None:
         raise RecurrenceError(f"a recurrent layer reshapes the batch: {tuple(batch.shape)}")
 
 
-def _normalized(vectors: torch.Tensor) -> torch.Tensor:
-    return vectors * torch.rsqrt((vectors * vectors).sum(-1, keepdim=True) + 1e-6)
+def _joined(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.flatten(1) for part in parts], dim=1)

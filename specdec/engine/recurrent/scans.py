@@ -13,11 +13,12 @@ into products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from specdec.engine.recurrent.convolution import convolve
 from specdec.engine.states.memory import CellShape, StateMemory
 from specdec.engine.states.plan import StatePlan
 
@@ -52,10 +53,40 @@ class ScanSizes:
         ]
 
 
-class Scan(Protocol):
-    """Computes a scan."""
+class Recurrences:
+    """Computes a model's recurrences, in torch."""
 
-    def __call__(
+    def convolve(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        plan: StatePlan,
+        memory: StateMemory | None,
+        cell: int,
+    ) -> torch.Tensor:
+        """See `convolve`."""
+        return convolve(inputs, weight, bias, activation, plan, memory, cell)
+
+    def delta_rows(
+        self, sizes: ScanSizes, parts: Sequence[torch.Tensor], *, normalizes: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries and rows of a delta rule's scan.
+
+        Args:
+            sizes: the scan's.
+            parts: query, key, value, logarithms of decays and strengths, each ``[T, ...]``.
+            normalizes: give queries and keys the length 1.
+        """
+        query, key, value, decay, strength = (part.float() for part in parts)
+        if normalizes:
+            query, key = _normalized(query), _normalized(key)
+        query = query * sizes.key_dim**-0.5
+        rows = torch.cat([part.flatten(1) for part in (key, value, decay.exp(), strength)], dim=1)
+        return query.flatten(1).contiguous(), rows
+
+    def scan(
         self,
         sizes: ScanSizes,
         query: torch.Tensor,
@@ -67,12 +98,18 @@ class Scan(Protocol):
     ) -> torch.Tensor:
         """Take queries ``[T, key heads * key_dim]`` and rows of kept inputs ``[T, width]``, float32 and contiguous.
 
-        ``rates`` ``[heads, key_dim]``: a token's decays are e to the power of them times its number per head.
-        Returns outputs ``[T, heads, value_dim]`` float32; saves states and keeps rows as the plan says.
+        ``rates`` ``[heads, key_dim]``, for states of one value per head: a token's decays are e to the power of them
+        times its number per head. Returns outputs ``[T, heads, value_dim]`` float32; saves states and keeps rows as the
+        plan says.
         """
+        return _scan(sizes, query, rows, rates, plan, memory, cell)
 
 
-def scan(
+def _normalized(vectors: torch.Tensor) -> torch.Tensor:
+    return vectors * torch.rsqrt((vectors * vectors).sum(-1, keepdim=True) + 1e-6)
+
+
+def _scan(
     sizes: ScanSizes,
     query: torch.Tensor,
     rows: torch.Tensor,
@@ -81,7 +118,7 @@ def scan(
     memory: StateMemory | None,
     cell: int,
 ) -> torch.Tensor:
-    """`Scan` in torch: some tens of microseconds per token and layer."""
+    """`Recurrences.scan`: some tens of microseconds per token and layer."""
     queries = query.view(len(rows), sizes.num_key_heads, sizes.key_dim)
     groups = sizes.num_heads // sizes.num_key_heads
     out = rows.new_empty(len(rows), sizes.num_heads, sizes.value_dim)

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from tests.support.zoo.published import PUBLISHED
 from tests.support.zoo.shrinking import tiny_config
 
 _DECODER = {"is_decoder": True}
@@ -129,12 +130,14 @@ class Case:
     model_type: str
     class_name: str
     variant: str = ""
-    """Key of `_VARIANTS`; "" for the class's own configuration."""
+    """Key of `_VARIANTS` or `PUBLISHED`; "" for the class's own configuration."""
 
     def config(self) -> PreTrainedConfig:
         """A tiny configuration, as a checkpoint of the class has it."""
         own = {**_GIVEN.get(self.model_type, {}), **_VARIANTS.get(self.variant, {})}
-        config = tiny_config(CONFIG_MAPPING[self.model_type], {**_GIVEN, self.model_type: own})
+        written = PUBLISHED.get(self.variant)
+        given = {**_GIVEN, self.model_type: own if written is None else {**own, **written.tiny}}
+        config = tiny_config(CONFIG_MAPPING[self.model_type], given, None if written is None else written.config)
         text = config.get_text_config(decoder=True)
         if type(text) is self.model_class().config_class:
             config = text
@@ -163,3 +166,8 @@ def cases() -> list[Case]:
     variants = [Case("granitemoehybrid", "GraniteMoeHybridForCausalLM", "attention only")]
     variants += [Case("llama", "LlamaForCausalLM", name) for name in _VARIANTS if name.endswith("rope")]
     return [*(Case(*pair) for pair in sorted(registered)), *variants]
+
+
+def published_cases() -> list[Case]:
+    """One for each of `PUBLISHED`."""
+    return [Case(written.config["model_type"], written.class_name, name) for name, written in PUBLISHED.items()]

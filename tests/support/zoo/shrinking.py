@@ -79,10 +79,17 @@ _LAYERS = (
 )  # fmt: skip
 
 
-def tiny_config(kind: type[PreTrainedConfig], given: Mapping[str, Mapping[str, Any]]) -> PreTrainedConfig:
-    """A tiny configuration of a class. `given`: values that no rule gives, by model type, also of nested ones."""
+def tiny_config(
+    kind: type[PreTrainedConfig], given: Mapping[str, Mapping[str, Any]], written: Mapping[str, Any] | None = None
+) -> PreTrainedConfig:
+    """A tiny configuration of a class.
+
+    Args:
+        given: values that no rule gives, by model type, also of nested ones.
+        written: the content of a config.json, whose structure is kept; else the class's own defaults.
+    """
     try:
-        whole = kind()
+        whole = kind(**(written or {}))
     except StrictDataclassClassValidationError:  # its own defaults contradict each other
         whole = kind(**given[kind.model_type])
     return kind(**_sizes(whole, given))
@@ -91,7 +98,7 @@ def tiny_config(kind: type[PreTrainedConfig], given: Mapping[str, Mapping[str, A
 def _sizes(whole: PreTrainedConfig, given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Arguments that make a tiny configuration like `whole`."""
     names = {field.name for field in dataclasses.fields(whole)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
+    values = _not_default(whole, names)
     for name in names:
         value = vars(whole).get(name)
         if isinstance(value, PreTrainedConfig):
@@ -109,13 +116,26 @@ def _sizes(whole: PreTrainedConfig, given: Mapping[str, Mapping[str, Any]]) -> d
     return values
 
 
+def _not_default(whole: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
+    try:
+        default = vars(type(whole)())
+    except StrictDataclassClassValidationError:
+        return {}
+    found = {name: vars(whole).get(name) for name in names}
+    return {name: value for name, value in found.items() if value is not None and value != default.get(name)}
+
+
 def _like(value: Any, size: float) -> Any:
     return [_like(one, size) for one in value] if isinstance(value, list | tuple) else type(value)(size)
 
 
 def _tiny_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Rope parameters, by layer type or not, that switch within the context."""
-    small = {"original_max_position_embeddings": 16, "mrope_section": [1, 1, 2]}
+    small: dict[str, Any] = {"original_max_position_embeddings": 16, "mrope_section": [1, 1, 2]}
+    if "long_factor" in parameters:
+        num_factors = int(_HEAD * parameters.get("partial_rotary_factor", 1.0)) // 2
+        small["original_max_position_embeddings"] = 64
+        small |= {name: parameters[name][:num_factors] for name in ("short_factor", "long_factor")}
     return {
         name: _tiny_rope(value) if isinstance(value, Mapping) else small.get(name, value)
         for name, value in parameters.items()

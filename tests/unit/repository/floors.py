@@ -213,8 +213,9 @@ FLOORS = {
         drawing leading_runner
     """,
     "specdec.engine.recurrent": """
-        convolution scans
-        layers native_scan
+        convolution
+        scans
+        layers native
     """,
     "specdec.engine.states": """
         memory sessions
