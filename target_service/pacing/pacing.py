@@ -100,8 +100,8 @@ class Pacing:
         return until_s
 
     def count_vain_waits(self, ready: Sequence[TargetSession], now_s: float) -> None:
-        """Learn from the waits in vain when a step begins: those that ran out. A wait that ended sooner, for the sake of
-        another session, tells nothing of the draft.
+        """Learn from the waits in vain when a step begins: those that ran out. A wait that ended sooner, for
+        the sake of another session, tells nothing of the draft.
         """
         has_vain = False
         for session in ready:
