@@ -28,9 +28,8 @@ from specdec.engine.checkpoints.formats import check_format
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
 from specdec.engine.checkpoints.wrappers import own_class, text_model, without_encoders
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model.config_file import longest_context, read_config
 from specdec.engine.model.kv_budget import allocated_one_by_one
-from specdec.engine.model.model_check import check_config, check_place
+from specdec.engine.model.model_check import check_config, check_place, read_config
 from specdec.engine.model.skipping import (
     LEAST_AGREEMENT,
     agreement,
@@ -39,7 +38,7 @@ from specdec.engine.model.skipping import (
     sample_ids,
     too_different,
 )
-from specdec.engine.model.switches import switch_off_limited
+from specdec.engine.model.switches import longest_context, switch_off_limited
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan
 from specdec.engine.settings import EngineSettings

@@ -15,19 +15,30 @@ The checks, cheapest first:
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
 from specdec.engine.attention.paged import AttentionError
-from specdec.engine.errors import EngineError, ModelNotSupported
+from specdec.engine.checkpoints.folder import read_json
+from specdec.engine.checkpoints.wrappers import own_class
+from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.engine.model.skipping import NoAttention
 from specdec.engine.recurrent.layers import RecurrenceError, has_served_recurrence
+from specdec.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from specdec.engine.attention.kv_cache import LayerGeometry
     from specdec.engine.states.memory import CellShape
 
+_FAULTS = (ValueError, OSError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
+"""Errors of transformers over a config with missing or odd values."""
+_MOST_REASON = 300  # characters of transformers' errors
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 _STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 _STATELESS_LAYER_TYPES = frozenset({"mlp", "moe"})
@@ -55,7 +66,27 @@ _RECURRENT_HINTS = (
 )
 
 
-def check_config(config: "PreTrainedConfig") -> None:
+def read_config(directory: Path, settings: EngineSettings) -> PreTrainedConfig:
+    """The config of a model's folder. Raises ``ModelLoadError``, and ``ModelNotSupported`` for what is never served."""
+    written = read_json(directory / "config.json")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
+    except _FAULTS as error:
+        kind = written.get("model_type")
+        if isinstance(kind, str) and kind not in CONFIG_MAPPING and not settings.trust_remote_code:
+            own_code = "set trust_remote_code if you trust its own code, or " if "auto_map" in written else ""
+            raise ModelLoadError(
+                f"model: {settings.model} is of model_type {kind}, which transformers {transformers.__version__} does "
+                f"not know; {own_code}install a transformers that knows it"
+            ) from error
+        reason = " ".join(str(error).split())[:_MOST_REASON]
+        raise ModelLoadError(f"model: {settings.model} has no usable config.json: {reason}") from error
+    check_config(config)
+    own_class(config)  # raises if there is none
+    return config
+
+
+def check_config(config: PreTrainedConfig) -> None:
     """Refuse unsupported configs, also of a wrapper's text model. Raises ``ModelNotSupported``.
 
     Call it before weights are read, and again with the loaded model's config.
@@ -67,7 +98,7 @@ def check_config(config: "PreTrainedConfig") -> None:
         raise ModelNotSupported(config.model_type, "its config has no vocab_size: it generates no text")
 
 
-def check_place(config: "PreTrainedConfig", device_type: str, num_ranks: int) -> None:
+def check_place(config: PreTrainedConfig, device_type: str, num_ranks: int) -> None:
     """Refuse recurrent layers on GPUs and on several ranks. Raises ``ModelNotSupported``."""
     if (device_type != "cpu" or num_ranks > 1) and _recurrent_parts(config.get_text_config(decoder=True)):
         raise ModelNotSupported(
@@ -75,7 +106,7 @@ def check_place(config: "PreTrainedConfig", device_type: str, num_ranks: int) ->
         )
 
 
-def _recurrent_parts(config: "PreTrainedConfig") -> str:
+def _recurrent_parts(config: PreTrainedConfig) -> str:
     """What tells that a config has recurrent layers; "" if nothing does."""
     types = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
     if foreign := sorted(types - _PAGED_LAYER_TYPES - _STATELESS_LAYER_TYPES):
@@ -84,7 +115,7 @@ def _recurrent_parts(config: "PreTrainedConfig") -> str:
     return f"its config has {hints[0]}: it keeps" if hints and not types else ""
 
 
-def _size(config: "PreTrainedConfig", field: str) -> object:
+def _size(config: PreTrainedConfig, field: str) -> object:
     """A field of a config; None if it is missing or differs from layer to layer."""
     try:
         return getattr(config, field, None)
@@ -92,7 +123,7 @@ def _size(config: "PreTrainedConfig", field: str) -> object:
         return None
 
 
-def _check_one(config: "PreTrainedConfig") -> None:
+def _check_one(config: PreTrainedConfig) -> None:
     name = config.model_type
     for field, most in _MOST.items():
         size = _size(config, field)

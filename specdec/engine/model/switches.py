@@ -5,11 +5,14 @@ cannot be served limits the context (`length_limits`). Other switches are moved 
 on the loaded model, whose modules read them in each pass.
 """
 
+import logging
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from specdec.engine.errors import ModelLoadError, ModelNotSupported
 
 SHORT = 12
 """Tokens before every shortened switch; the self-test has 37 tokens."""
@@ -17,6 +20,8 @@ _WINDOW = "sliding_window"
 _TEMPERATURE = "attn_temperature_tuning"
 _SCALE_FROM = "original_max_position_embeddings"
 _SCALE_BETA = "llama_4_scaling_beta"
+_UNLIMITED_LEN = 4096  # tokens; default for models without a limit
+_logger = logging.getLogger(__name__)
 
 
 def rope_parameter_sets(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
@@ -49,6 +54,23 @@ def length_limits(config: PreTrainedConfig) -> dict[str, int]:
     if scale and getattr(config, _TEMPERATURE, False):
         limits["attention temperature, which depends on the place in the batch"] = int(scale) - 1
     return limits
+
+
+def longest_context(asked: int | None, config: PreTrainedConfig) -> int:
+    """Tokens of the longest sequence: the setting, or the model's limit."""
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    for what, most in length_limits(text).items():
+        if asked is not None and asked > most:
+            raise ModelNotSupported(
+                config.model_type, f"it is exact only up to {most} tokens ({what}); set max_model_len to {most} or less"
+            )
+        if limit is None or most < limit:
+            limit = most
+            _logger.warning("the context is limited", extra={"max_model_len": asked or most, "by": what})
+    if limit is not None and asked is not None and asked > limit:
+        raise ModelLoadError(f"max_model_len {asked} exceeds the model's {limit} positions")
+    return int(asked or limit or _UNLIMITED_LEN)
 
 
 def switch_off_limited(model: PreTrainedModel) -> None:
