@@ -41,6 +41,11 @@ _DESCRIBED: tuple[type[BaseModel], ...] = (
 )
 """Models that FastAPI's routes do not name: bodies, which our reader parses, and events."""
 _MOST_SHOWN_CHARS = 200
+_API_PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
+)
+"""Paths that clients put together from a base URL."""
 _COMPONENT = "#/components/schemas/{model}"
 
 
@@ -93,10 +98,18 @@ async def _on_http(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "")
         return Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})
     path = f"{request.method[:_MOST_SHOWN_CHARS]} {request.url.path[:_MOST_SHOWN_CHARS]}"
-    message = f"Unknown request URL: {path}." if error.status_code == 404 else f"Method not allowed: {path}."
+    message = f"Method not allowed: {path}."
+    if error.status_code == 404:
+        message = f"Unknown request URL: {path}.{_meant(request.url.path)}"
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     told = ApiError(error.status_code, message, code=codes.get(error.status_code))
     return error_response(told, dict(error.headers or {}), path=request.url.path)
+
+
+def _meant(path: str) -> str:
+    """A hint for a base URL that has /v1 twice, lacks it, or has more before it."""
+    meant = next((one for one in _API_PATHS if path.rstrip("/").endswith(one.removeprefix("/v1"))), None)
+    return "" if meant is None else f" Did you mean {meant}?"
 
 
 async def _on_gone(request: Request, _error: Exception) -> Response:

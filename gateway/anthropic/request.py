@@ -34,7 +34,7 @@ class ToolChoiceField(RequestModel):
 class ThinkingField(RequestModel):
     """Whether the model thinks; absent: as its chat template has it."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: PositiveCount | None = Field(None, description=_NO_MEANING)
     display: str | None = Field(None, description=_NO_MEANING)
 
@@ -61,13 +61,14 @@ class Conversation(RequestModel):
     model: str = Field(description="Name listed by /v1/models.")
     messages: Messages = Field(
         description="Turns with role (user, assistant, system) and content: a text, or blocks of type text, tool_use, "
-        "tool_result, thinking, or document with a text. A last turn of the assistant is continued."
+        "tool_result, thinking, search_result, or document with a text. A last turn of the assistant is continued."
     )
     system: str | Items[dict[str, Any]] | None = Field(None, description="A text, or blocks of type text.")
     tools: Items[dict[str, Any]] | None = Field(None, description="Functions with name and input_schema.")
     tool_choice: ToolChoiceField | None = None
     thinking: ThinkingField | None = None
     output_config: OutputConfig | None = None
+    output_format: SchemaFormat | None = Field(None, description="Older name of output_config.format.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="As in chats.")
     cache_control: dict[str, Any] | None = Field(None, description=_NO_MEANING)
     context_management: dict[str, Any] | None = Field(None, description=_NO_MEANING)

@@ -19,8 +19,11 @@ from specdec.gateway.translation.constraint import SCHEMA_FIELD as CHAT_SCHEMA_F
 
 SCHEMA_FIELD = "output_config.format.schema"
 _PART = re.compile(r"messages\[(\d+)\]|tools\[(\d+)\]\.function(\.parameters)?")
-_NAMES = MappingProxyType({"stop": "stop_sequences", CHAT_SCHEMA_FIELD: SCHEMA_FIELD})
+_OLDER_SCHEMA_FIELD = "output_format.schema"
+_NAMES = MappingProxyType({"stop": "stop_sequences"})
 _SAME_NAMES = ("model", "temperature", "top_p", "top_k", "stream", "seed", "min_p", "speculation", "cache_salt")
+_RUN_BY_SERVERS = re.compile(r"server_tool_use|mcp_tool_use|\w+_tool_result|container_upload|compaction")
+"""Types of blocks in which another server told what it did."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -34,8 +37,11 @@ def _locate(paths: Sequence[str], path: str) -> str | None:
     return f"tools[{found[2]}]" + (".input_schema" if found[3] else "")
 
 
-def to_chat(asked: Conversation) -> AsChat:
-    """The chat with the same output. Raises ApiError and InvalidRequest."""
+def to_chat(asked: Conversation, left_out: list[str] | None = None) -> AsChat:
+    """The chat with the same output. Raises ApiError and InvalidRequest.
+
+    `left_out` gets the paths of what another server ran for an earlier answer; None: it is refused.
+    """
     contents = [asked.system, *(turn.get("content") for turn in asked.messages)]
     check_num_values("messages", VALUES_PER_PART * sum(len(each) for each in contents if isinstance(each, list)))
     check_num_values("tools", VALUES_PER_TOOL * len(asked.tools or ()))
@@ -46,7 +52,7 @@ def to_chat(asked: Conversation) -> AsChat:
         paths.append("system")
     for index, turn in enumerate(asked.messages):
         path = f"messages[{index}]"
-        for message in _turn(path, turn):
+        for message in _turn(path, turn, left_out):
             if messages and messages[-1]["role"] == message["role"] == "user":
                 messages[-1]["content"] = parts = _parts(messages[-1]["content"])
                 parts += _parts(message["content"])
@@ -72,7 +78,9 @@ def to_chat(asked: Conversation) -> AsChat:
         chat_template_kwargs=_variables(asked),
         response_format=_format(asked),
     )  # fmt: skip
-    return AsChat(request, FieldNames(_NAMES, partial(_locate, paths)))
+    has_older = asked.output_config is None or asked.output_config.format is None
+    schema_field = _OLDER_SCHEMA_FIELD if has_older else SCHEMA_FIELD
+    return AsChat(request, FieldNames({**_NAMES, CHAT_SCHEMA_FIELD: schema_field}, partial(_locate, paths)))
 
 
 def _variables(asked: Conversation) -> dict[str, Any] | None:
@@ -84,9 +92,11 @@ def _variables(asked: Conversation) -> dict[str, Any] | None:
 
 
 def _format(asked: Conversation) -> JsonSchemaFormat | None:
-    if asked.output_config is None or asked.output_config.format is None:
+    wanted = None if asked.output_config is None else asked.output_config.format
+    wanted = asked.output_format if wanted is None else wanted
+    if wanted is None:
         return None
-    schema = JsonSchema.model_construct(name="output", schema_=asked.output_config.format.schema_, strict=None)
+    schema = JsonSchema.model_construct(name="output", schema_=wanted.schema_, strict=None)
     return JsonSchemaFormat.model_construct(type="json_schema", json_schema=schema)
 
 
@@ -113,7 +123,7 @@ def _tool(path: str, tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _turn(path: str, turn: dict[str, Any]) -> list[dict[str, Any]]:
+def _turn(path: str, turn: dict[str, Any], left_out: list[str] | None) -> list[dict[str, Any]]:
     """The messages of a turn: results of tools before the user's text."""
     role, content = turn.get("role"), turn.get("content")
     if role not in ("user", "assistant", "system"):
@@ -124,7 +134,7 @@ def _turn(path: str, turn: dict[str, Any]) -> list[dict[str, Any]]:
         raise invalid(f"{path}.content", "must be a text or a list of blocks", "invalid_type")
     if role == "system":
         return [{"role": role, "content": _texts(f"{path}.content", content)}]
-    blocks = [_block(f"{path}.content[{index}]", block, role) for index, block in enumerate(content)]
+    blocks = [_block(f"{path}.content[{index}]", block, role, left_out) for index, block in enumerate(content)]
     texts = [{"type": "text", "text": block["text"]} for block in blocks if "text" in block]
     if role == "user":
         results = [block for block in blocks if "role" in block]
@@ -139,23 +149,25 @@ def _turn(path: str, turn: dict[str, Any]) -> list[dict[str, Any]]:
     return [message]
 
 
-def _block(path: str, block: Any, role: str) -> dict[str, Any]:
+def _block(path: str, block: Any, role: str, left_out: list[str] | None) -> dict[str, Any]:
     """A block as {"text"}, {"thinking"}, {"call"}, a message with the role tool, or {} if it is left out."""
     kind = block.get("type") if isinstance(block, dict) else None
     match role, kind:
         case _, "text":
             return {"text": _text(path, block, "text")}
-        case "user", "document" if isinstance(block.get("source"), dict) and block["source"].get("type") == "text":
-            title = f"{block['title']}\n" if isinstance(block.get("title"), str) else ""
-            return {"text": title + _text(f"{path}.source", block["source"], "data")}
+        case "user", "document" | "search_result":
+            return {"text": _found(path, block)}
         case "user", "tool_result":
             content = block.get("content")
-            told = "" if content is None else _texts(f"{path}.content", content)
+            told = "" if content is None else _texts(f"{path}.content", content, finds=True)
             told = f"Error: {told}" if block.get("is_error") is True else told
             return {"role": "tool", "tool_call_id": _text(path, block, "tool_use_id"), "content": told}
         case "assistant", "thinking":
             return {"thinking": _text(path, block, "thinking")}
         case "assistant", "redacted_thinking":
+            return {}
+        case "assistant", str() if left_out is not None and _RUN_BY_SERVERS.fullmatch(kind):
+            left_out.append(path)
             return {}
         case "assistant", "tool_use":
             if not isinstance(block.get("input"), dict):
@@ -165,8 +177,25 @@ def _block(path: str, block: Any, role: str) -> dict[str, Any]:
     raise unsupported(f"{path}.type", f"{kind!r} is not read in a turn of the {role}: the model reads text only")
 
 
-def _texts(path: str, content: Any) -> str:
-    """A text, or the texts of blocks joined by line breaks."""
+def _found(path: str, block: dict[str, Any]) -> str:
+    """The text of a document or a search result, below its title."""
+    title = f"{block['title']}\n" if isinstance(block.get("title"), str) else ""
+    if block["type"] == "search_result":
+        return title + _texts(f"{path}.content", block.get("content"))
+    given = block.get("source")
+    source: dict[str, Any] = given if isinstance(given, dict) else {}
+    match kind := source.get("type"):
+        case "text":
+            return title + _text(f"{path}.source", source, "data")
+        case "content":
+            return title + _texts(f"{path}.source.content", source.get("content"))
+    raise unsupported(
+        f"{path}.source.type", f"{kind!r} is not read: the model reads text only, so send text or content"
+    )
+
+
+def _texts(path: str, content: Any, *, finds: bool = False) -> str:
+    """A text, or the texts of blocks joined by line breaks. `finds`: documents and search results may be blocks."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -174,9 +203,13 @@ def _texts(path: str, content: Any) -> str:
     texts = []
     for index, block in enumerate(content):
         at = f"{path}[{index}]"
-        if not isinstance(block, dict) or block.get("type") != "text":
+        kind = block.get("type") if isinstance(block, dict) else None
+        if finds and kind in ("document", "search_result"):
+            texts.append(_found(at, block))
+        elif kind == "text":
+            texts.append(_text(at, block, "text"))
+        else:
             raise unsupported(f"{at}.type", "must be text: the model reads text only")
-        texts.append(_text(at, block, "text"))
     return "\n".join(texts)
 
 

@@ -250,6 +250,9 @@ class ModelCard(AnswerModel):
     root: str
     parent: None = None
     max_model_len: int
+    type: Literal["model"] | None = Field(None, description="This and the next two: for Anthropic's clients only.")
+    display_name: str | None = None
+    created_at: str | None = None
 
 
 class ModelList(AnswerModel):
@@ -257,6 +260,9 @@ class ModelList(AnswerModel):
 
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Literal[False] | None = Field(None, description="This and the next two: for Anthropic's clients only.")
+    first_id: str | None = None
+    last_id: str | None = None
 
 
 class VersionAnswer(AnswerModel):

@@ -52,7 +52,7 @@ class ChatRequest(SamplingFields):
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_IN_ALL | {
         *("audio", "function_call", "functions", "media_io_kwargs", "modalities"),
-        *("mm_processor_kwargs", "moderation", "store", "web_search_options"),
+        *("mm_processor_kwargs", "moderation", "web_search_options"),
     }
     large_fields: ClassVar[frozenset[str]] = CONVERSATION
 
@@ -85,6 +85,7 @@ class ChatRequest(SamplingFields):
     prompt_cache_retention: str | None = Field(None, description=_NO_MEANING)
     safety_identifier: str | None = Field(None, description=_NO_MEANING)
     service_tier: str | None = Field(None, description=_NO_MEANING)
+    store: bool | None = Field(None, description="Accepted; nothing is kept.")
     verbosity: str | None = Field(None, description=_NO_MEANING)
 
     audio: None = None
@@ -94,7 +95,6 @@ class ChatRequest(SamplingFields):
     mm_processor_kwargs: EmptyObject | None = None
     modalities: Items[Literal["text"]] | None = None
     moderation: None = None
-    store: Literal[False] | None = None
     web_search_options: None = None
 
     @property

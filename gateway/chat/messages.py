@@ -116,6 +116,10 @@ def _message(path: str, message: dict[str, Any]) -> dict[str, Any]:
         content = message.get("refusal")
     if content is None and role in ("assistant", "tool") and not calls:
         content = ""  # an answer that is empty, a function that returns nothing
+    if isinstance(content, list) and role == "assistant":
+        content, thoughts = _without_thoughts(f"{path}.content", content)
+        if thoughts and not any(message.get(name) for name in _REASONING):
+            read["reasoning_content"] = thoughts
     if content is not None or not calls:
         read["content"] = content_of(f"{path}.content", content)
     read |= {name: _text(f"{path}.{name}", message[name]) for name in _KEPT if message.get(name) is not None}
@@ -123,6 +127,19 @@ def _message(path: str, message: dict[str, Any]) -> dict[str, Any]:
         calls = _list(f"{path}.tool_calls", calls)
         read["tool_calls"] = [_call(f"{path}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
     return read
+
+
+def _without_thoughts(path: str, parts: list[Any]) -> tuple[list[Any], str]:
+    """The parts that are no thoughts, and the thoughts in the others, in Mistral's, Anthropic's and vLLM's forms."""
+    others, thoughts = [], []
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("thinking", "reasoning"):
+            others.append(part)
+        elif (told := part.get(kind, part.get("text"))) is not None:
+            texts = [told] if isinstance(told, str) else content_of(f"{path}[{index}].{kind}", told)
+            thoughts += [text if isinstance(text, str) else text["text"] for text in texts]
+    return others, "".join(thoughts)
 
 
 def content_of(path: str, content: Any) -> str | list[dict[str, str]]:

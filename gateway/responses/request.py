@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from specdec.gateway.api.fields import (
     MOST_TOKENS,
     CacheSalt,
-    Empty,
     Items,
     JsonObjectFormat,
     JsonSchema,
@@ -72,9 +71,7 @@ class ResponseStreamOptions(RequestModel):
 class ResponsesRequest(RequestModel):
     """A text, or a conversation, to answer."""
 
-    unsupported: ClassVar[frozenset[str]] = frozenset(
-        {"background", "conversation", "context_management", "moderation", "prompt"}
-    )
+    unsupported: ClassVar[frozenset[str]] = frozenset({"background", "conversation", "moderation", "prompt"})
     large_fields: ClassVar[frozenset[str]] = frozenset({"input", "tools", "chat_template_kwargs"})
 
     model: str | None = Field(None, description="Name listed by /v1/models; default: the served model.")
@@ -121,6 +118,7 @@ class ResponsesRequest(RequestModel):
     return_steps: bool | None = Field(None, description="As in chats: steps of each delta, and of the answer.")
 
     client_metadata: dict[str, Any] | None = Field(None, description=_NO_MEANING)
+    context_management: Items[dict[str, Any]] | None = Field(None, description="Accepted; nothing is compacted.")
     max_tool_calls: PositiveCount | None = Field(None, description="Accepted; no tool is run here.")
     metadata: dict[str, Any] | None = Field(None, description="Returned in the answer.")
     prompt_cache_key: str | None = Field(None, description=_NO_MEANING)
@@ -132,7 +130,6 @@ class ResponsesRequest(RequestModel):
     user: str | None = Field(None, description=_NO_MEANING)
 
     background: Literal[False] | None = None
-    context_management: Empty | None = None
     conversation: None = None
     moderation: None = None
     previous_response_id: str | None = Field(

@@ -76,7 +76,7 @@ def message_routes(parts: Parts) -> APIRouter:
         def translated(
             asked: MessagesRequest, parser_names: ParserPair
         ) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
-            chat = to_chat(asked)
+            chat = to_chat(asked, request.state.ignored)
             request.state.field_names = chat.field_names(parser_names.tools)
             unenforced: list[str] = []
             try:
@@ -117,7 +117,7 @@ def message_routes(parts: Parts) -> APIRouter:
         """Length of a conversation in tokens."""
 
         def translated(asked: CountTokensRequest) -> api.TokenizeRequest:
-            chat = to_chat(asked)
+            chat = to_chat(asked, request.state.ignored)
             try:
                 generate = chat_to_generate(chat.request)
             except InvalidRequest as error:

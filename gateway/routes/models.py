@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,6 +15,8 @@ from specdec.gateway.api.problems import short
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, errors
 from specdec.v1 import coordinator_pb2 as api
+
+_ANTHROPIC_HEADER = "anthropic-version"
 
 
 def model_routes(parts: Parts) -> APIRouter:
@@ -29,7 +32,10 @@ def model_routes(parts: Parts) -> APIRouter:
         cards = {card["id"]: card for card in found if not isinstance(card, BaseException)}
         if not cards:
             raise next(error for error in found if isinstance(error, BaseException))
-        return JsonResponse({"object": "list", "data": list(cards.values())})
+        told: dict[str, Any] = {"object": "list", "data": list(cards.values())}
+        if _ANTHROPIC_HEADER in request.headers:
+            told |= {"has_more": False, "first_id": next(iter(cards)), "last_id": next(reversed(cards))}
+        return JsonResponse(told)
 
     @router.get("/v1/models/{model:path}", responses={200: {"model": ModelCard}, **errors(has_body=False)})
     async def retrieve_model(request: Request, model: str) -> JsonResponse:
@@ -43,8 +49,14 @@ def model_routes(parts: Parts) -> APIRouter:
 
 
 async def _card(parts: Parts, request: Request, model: str) -> dict[str, Any]:
+    """A model as OpenAI's clients read it, and Anthropic's if one of them asks."""
     info = await parts.caller(request, model).call("GetModelInfo", api.GetModelInfoRequest())
+    more: dict[str, Any] = {}
+    if _ANTHROPIC_HEADER in request.headers:
+        created = datetime.fromtimestamp(parts.created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        more = {"type": "model", "display_name": info.target.name, "created_at": created}
     return {
+        **more,
         "id": info.target.name,
         "object": "model",
         "created": parts.created_s,

@@ -70,6 +70,22 @@ async def test_a_message_has_the_text_of_a_chat_whole_and_streamed() -> None:
     assert counted.input_tokens == chat.usage.prompt_tokens
 
 
+async def test_anthropics_client_lists_models_and_learns_where_its_base_url_is_wrong() -> None:
+    async with running([chatting()]) as harness, gateway(harness.address) as one:
+        async with client_of(one.url) as client, one.openai() as other:
+            [model] = [model async for model in client.models.list()]
+            assert (model.id, model.display_name, model.type) == ("scripted", "scripted", "model")
+            assert (await client.models.retrieve("scripted")).created_at.timestamp() == model.created_at.timestamp()
+            [same] = [model async for model in other.models.list()]
+            assert same.model_extra == {"root": "scripted", "parent": None, "max_model_len": 4096}
+        async with client_of(f"{one.url}/v1") as client:
+            with pytest.raises(anthropic.NotFoundError, match="Did you mean /v1/messages"):
+                await client.messages.create(model="x", max_tokens=1, messages=[{"role": "user", "content": "x"}])
+        async with one.http() as http:
+            wrong = [await http.post(path, json={}) for path in ("/chat/completions", "/nothing")]
+            assert ["Did you mean" in answer.json()["error"]["message"] for answer in wrong] == [True, False]
+
+
 async def test_tools_thoughts_and_results_go_round() -> None:
     servicer = Saying()
     with running_fake_coordinator(servicer=servicer) as (_, address):

@@ -82,7 +82,6 @@ def test_each_field_has_limits_and_is_named_when_they_are_crossed(
     [
         (ChatRequest, "audio", {"voice": "x"}),
         (ChatRequest, "modalities", ["audio"]),
-        (ChatRequest, "store", True),
         (ChatRequest, "functions", [{"name": "f"}]),
         (ChatRequest, "web_search_options", {}),
         (CompletionRequest, "suffix", "x"),
@@ -122,7 +121,7 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
     fields = {
         "user": "u",
         "metadata": {"a": "b"},
-        "store": False,
+        "store": True,
         "service_tier": "auto",
         "response_format": {"type": "text"},
         "modalities": ["text"],

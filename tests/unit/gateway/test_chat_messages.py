@@ -64,6 +64,26 @@ def test_what_templates_may_read_besides_is_kept_and_what_they_do_not_is_left_ou
     assert read(thought) == {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
 
 
+@for_each(
+    "part",
+    [
+        {"type": "thinking", "thinking": "2+2"},
+        {"type": "thinking", "thinking": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2"}]},
+        {"type": "reasoning", "reasoning": "2+2"},
+        {"type": "reasoning", "text": "2+2"},
+    ],
+)
+def test_thoughts_among_the_parts_of_an_answer_are_its_reasoning(part: dict[str, Any]) -> None:
+    said = {"role": "assistant", "content": [part, {"type": "text", "text": "4"}]}
+    parts = [{"type": "text", "text": "4"}]
+    assert read(said) == {"role": "assistant", "content": parts, "reasoning_content": "2+2"}
+    assert read({**said, "reasoning_content": "other"})["reasoning_content"] == "other"
+    assert refused([{"role": "assistant", "content": [{"type": "thinking", "thinking": [5]}]}]) == (
+        "messages[0].content[0].thinking[0]"
+    )
+    assert refused([{"role": "user", "content": [part]}]) == "messages[0].content[0].type"
+
+
 def test_an_empty_answer_and_a_function_that_returns_nothing_may_come_back_as_null() -> None:
     for role in ("assistant", "tool"):
         for more in ({}, {"content": None}, {"content": None, "tool_calls": []}):

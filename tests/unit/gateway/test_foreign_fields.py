@@ -149,7 +149,6 @@ def test_an_unknown_field_beside_the_form_that_the_type_names_leaves_the_form() 
 def test_what_cannot_be_honoured_is_refused_where_unknown_fields_are_ignored() -> None:
     for name, value in {
         "audio": {"voice": "x"},
-        "store": True,
         "functions": [{"name": "f"}],
         "temperature": "x",
     }.items():

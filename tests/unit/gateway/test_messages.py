@@ -161,6 +161,61 @@ def test_thinking_and_a_schema_reach_template_and_constraint() -> None:
     assert json.loads(body.sampling.constraint.json_schema)["required"] == ["a"]
 
 
+FOUND = {"type": "search_result", "source": "u", "title": "T", "content": [text("found")]}
+DOCUMENTS = [
+    {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "found"}, "title": "T"},
+    {"type": "document", "source": {"type": "content", "content": [text("found")]}, "title": "T"},
+]
+
+
+@for_each("block", [FOUND, *DOCUMENTS])
+def test_what_was_found_is_text_in_a_turn_and_in_a_result(block: dict[str, Any]) -> None:
+    body = generate(user(text("1?")), assistant(CALL), user(result([text("a"), block])), user(block), tools=[TOOL])
+    assert body.messages.messages[2].content == "a\nT\nfound"
+    assert "T\\nfound" in body.messages.messages[3].fields_json + body.messages.messages[3].content.replace("\n", "\\n")
+    with pytest.raises(ApiError) as caught:
+        generate(user({**block, "source": {"type": "url", "url": "x"}, "content": 5}))
+    assert caught.value.param is not None and caught.value.param.startswith("messages[0].content[0].")
+
+
+def test_what_another_server_ran_is_left_out_by_path_or_refused() -> None:
+    searched = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+    turns = [user(text("1?")), assistant(searched, found, text("yes")), user(text("2?"))]
+    left_out: list[str] = []
+    asked = validated(MessagesRequest, {"model": "m", "max_tokens": 9, "messages": turns})
+    assert (
+        to_chat(asked, left_out).request.messages
+        == to_chat(
+            validated(
+                MessagesRequest,
+                {"model": "m", "max_tokens": 9, "messages": [turns[0], assistant(text("yes")), turns[2]]},
+            )
+        ).request.messages
+    )
+    assert left_out == ["messages[1].content[0]", "messages[1].content[1]"]
+    with pytest.raises(ApiError) as caught:
+        to_chat(asked, None)
+    assert caught.value.param == "messages[1].content[0].type"
+    with pytest.raises(ApiError):
+        to_chat(validated(MessagesRequest, {"model": "m", "max_tokens": 9, "messages": [user(searched)]}), [])
+
+
+def test_an_older_name_of_the_format_and_newer_kinds_of_thinking_are_taken() -> None:
+    schema = {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]}
+    form = {"type": "json_schema", "schema": schema}
+    assert json.loads(generate(output_format=form).sampling.constraint.json_schema)["required"] == ["a"]
+    chat = to_chat(
+        validated(MessagesRequest, {"model": "m", "max_tokens": 9, "messages": [user()], "output_format": form})
+    )
+    assert chat.path("response_format.json_schema.schema.x") == "output_format.schema.x"
+    for kind, expected in (("between_tools", True), ("adaptive", True), ("disabled", False)):
+        variables = json.loads(generate(thinking={"type": kind}).messages.template_variables_json)
+        assert variables == {"enable_thinking": expected, "thinking": expected}
+    effort = generate(output_config={"effort": "xhigh"}).messages.template_variables_json
+    assert json.loads(effort) == {"reasoning_effort": "xhigh"}
+
+
 def test_thoughts_text_and_calls_are_blocks() -> None:
     message = whole_message(events_of([ANSWER]))
     assert message["content"] == [

@@ -128,6 +128,10 @@ def test_thoughts_come_back_in_each_form(item: dict[str, Any], thoughts: str | N
     assert told(generate(input=[USER, item, SAID]))[1].get("reasoning_content") == thoughts
 
 
+def test_a_wish_to_compact_the_conversation_changes_nothing() -> None:
+    assert generate(context_management=[{"type": "compaction", "compact_threshold": 1000}]) == generate()
+
+
 def test_a_last_message_that_is_incomplete_is_continued() -> None:
     incomplete = {**SAID, "status": "incomplete"}
     assert generate(input=[USER, incomplete]).messages.continue_final_message
