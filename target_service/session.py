@@ -17,7 +17,8 @@ from specdec.target_service.policy.hold_off import HoldOff, MissRecord
 from specdec.target_service.policy.marginal_gains import DrafterCall
 from specdec.target_service.policy.urgency import urgency
 from specdec.target_service.prompt_logprobs import PromptLogprobs
-from specdec.target_service.tree.speculation_tree import ReadProposal, SpeculationTree
+from specdec.target_service.tree.proposed import ReadProposal
+from specdec.target_service.tree.speculation_tree import SpeculationTree
 from specdec.target_service.tree.walk import EndOfChoice
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.sampling_params import RejectionMethod, SamplingParams, VerifyMode

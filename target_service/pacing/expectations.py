@@ -12,7 +12,7 @@ from specdec.target_service.policy.budget import TRY_EVERY
 from specdec.target_service.policy.marginal_gains import DrafterCall, Headroom, MarginalGains
 from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.session import TargetSession
-from specdec.target_service.tree.speculation_tree import Node
+from specdec.target_service.tree.proposed import Node
 from specdec.target_service.tree.walk import Walk
 from specdec.wire.sampling_params import VerifyMode
 

@@ -10,7 +10,7 @@ from specdec.target_service.pacing.pacing import Pacing
 from specdec.target_service.proposals.legal import drop_illegal
 from specdec.target_service.records.metrics import TargetRecorder
 from specdec.target_service.session import TargetSession
-from specdec.target_service.tree.speculation_tree import ReadProposal
+from specdec.target_service.tree.proposed import ReadProposal
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import MAX_PROPOSAL_BYTES
 from specdec.wire.sampling_params import RejectionMethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specdec.engine.tree import ROOT
 from specdec.target_service.session import TargetSession
-from specdec.target_service.tree.speculation_tree import Node
+from specdec.target_service.tree.proposed import Node
 from specdec.wire.sampling_params import VerifyMode
 
 

@@ -41,7 +41,7 @@ from specdec.target_service.proposals.session_drafters import (
 from specdec.target_service.proposals.window import charge_windows
 from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import SessionState, TargetSession
-from specdec.target_service.tree.speculation_tree import Node
+from specdec.target_service.tree.proposed import Node
 from specdec.wire.sampling_params import VerifyMode
 
 MOST_CALL_S = 0.25

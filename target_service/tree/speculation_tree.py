@@ -16,85 +16,20 @@ in its place, each with a chain below it. They were not drawn, and are never ver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
 
-from google.rpc import code_pb2
-
-from specdec.config.drafter_options import DRAFT_MODEL, SERVICE_DRAFTER_NAMES
+from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.errors import TreeError
-from specdec.engine.sampling.rejection import DraftSample, InvalidDraftDistribution
 from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree, check_tree
-from specdec.replica.worker.errors import SessionFailure, invalid
+from specdec.replica.worker.errors import invalid
+from specdec.target_service.tree.proposed import Node, check_proposal, payloads
 from specdec.v1 import common_pb2 as pb
 
-DEFAULT_SCORE = 0.7
-"""Score of a node whose proposal carries none."""
 _NOWHERE = -1
 """Place of a proposed node that is neither on the committed path nor below the root."""
 _UNPLACED = 1 << 32
 """Place of a proposed node below the root for which the tree has no room."""
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A proposed node without its token, which is in the tree's `tokens`."""
-
-    score: float
-    """The source's estimate, from 0 to 1, of the probability that the node is accepted after its parent."""
-    token_ids: tuple[int, ...] = ()
-    """Tokens of the truncated distribution that the node was sampled from (rejection mode only)."""
-    probs: tuple[float, ...] = ()
-    """Probabilities of these tokens, in the same order."""
-    is_forced: bool = False
-    """Whether a constraint forces the token; no draft proposed it."""
-    source: str = DRAFT_MODEL
-    """Name of the source that proposed the node: a draft if any did, else the first drafter."""
-    draft: str = DRAFT_MODEL
-    """Name of the method by which the draft proposed the node: its model, or a drafter without one."""
-    others: tuple[tuple[str, float], ...] = ()
-    """Names and scores of the other sources of the node."""
-    is_window: bool = False
-    """Whether the node belongs to a drafter's window, and is computed however unlikely."""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether no draft has proposed the node."""
-        return self.source != DRAFT_MODEL
-
-    @property
-    def is_drawn(self) -> bool:
-        """Rejection mode: whether the node's token was drawn from its distribution, so that it can be verified."""
-        return bool(self.probs)
-
-    @property
-    def origin(self) -> str:
-        """Name of the node's source in verdicts and reports."""
-        return self.draft if self.source == DRAFT_MODEL else self.source
-
-    def offers(self) -> Iterator[tuple[str, float]]:
-        """All sources of the node, each with its score."""
-        yield self.source, self.score
-        yield from self.others
-
-    def offered(self, source: str, score: float, draft: str = DRAFT_MODEL) -> Node:
-        """The node with one more source; its distribution stays."""
-        if source == self.source or any(source == other for other, _ in self.others):
-            return self
-        if source == DRAFT_MODEL:
-            others = (*self.others, (self.source, self.score))
-            return replace(self, score=score, source=source, draft=draft, others=others)
-        return replace(self, others=(*self.others, (source, score)))
-
-
-@dataclass(frozen=True, slots=True)
-class ReadProposal:
-    """A proposal that was parsed and checked before it is merged."""
-
-    proposal: pb.Proposal
-    nodes: tuple[list[int], list[int]]
-    """Tokens and parents of its nodes, from `SpeculationTree.check`."""
 
 
 @dataclass(slots=True)
@@ -156,6 +91,10 @@ class SpeculationTree:
             raise invalid("proposal.start_position", message, expected_position=num_committed)
         token_ids, parents = nodes or self.check(proposal, num_committed)
         self._hang(proposal, token_ids, parents, committed[proposal.start_position :])
+
+    def check(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:
+        """See `check_proposal`; the result is independent of what hangs here."""
+        return check_proposal(proposal, num_committed, self.vocab_size, is_chain=self.is_chain)
 
     def hang(
         self,
@@ -290,7 +229,7 @@ class SpeculationTree:
         the tree, up to the first one without room. All others are stale. Equal children of one parent are one node,
         with the payload of the first.
         """
-        payload_of = _payloads(proposal)
+        payload_of = payloads(proposal)
         num_walked, num_below, is_full = len(walked), 0, False
         # The place of each node. Up to num_walked: the number of walked tokens that it and its ancestors repeat, where
         # num_walked is the root. Above: num_walked + 1 + its index in the tree.
@@ -327,93 +266,3 @@ class SpeculationTree:
             draft = self.nodes[node].draft
             self.num_hung[draft] = self.num_hung.get(draft, 0) + 1
         return node
-
-    def check(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of a proposal's nodes, independent of the tree; `num_committed` is for the error.
-
-        Raises SessionFailure: the proposal is no valid tree, or in rejection mode no chain with distributions.
-        """
-        token_ids = list(proposal.token_ids)
-        chain = list(range(-1, len(token_ids) - 1))
-        parents = list(proposal.parents) or chain
-        try:
-            check_tree(token_ids, parents, self.vocab_size)
-        except TreeError as error:
-            raise SessionFailure(
-                code_pb2.INVALID_ARGUMENT,
-                "INVALID_PROPOSAL",
-                f"proposal.{error}",
-                field=f"proposal.{error.field}",
-                expected_position=num_committed,
-            ) from error
-        if self.is_chain and parents != chain:
-            raise invalid("proposal.parents", "rejection verification takes a chain")
-        if self.is_chain and len(proposal.distributions) != len(token_ids):
-            raise invalid("proposal.distributions", "rejection verification needs one per node")
-        for name in ("scores", "distributions"):
-            if len(getattr(proposal, name)) not in (0, len(token_ids)):
-                raise invalid(f"proposal.{name}", "must be empty or have one entry per node")
-        if proposal.drafters and len(proposal.proposed_by) != len(token_ids):
-            raise invalid("proposal.proposed_by", "must have one entry per node")
-        if max(proposal.proposed_by, default=0) >= max(1, len(proposal.drafters)):
-            raise invalid("proposal.proposed_by", f"names one of {len(proposal.drafters)} drafters that is not there")
-        self._check_distributions("proposal", token_ids, proposal.distributions)
-        if proposal.continuations:
-            self._add_continuations(proposal, token_ids, parents)
-        return token_ids, parents
-
-    def _add_continuations(self, proposal: pb.Proposal, token_ids: list[int], parents: list[int]) -> None:
-        """Check a proposal's continuations, and add their nodes to its main chain's. Raises SessionFailure."""
-        if not self.is_chain:
-            raise invalid("proposal.continuations", "only rejection verification takes them")
-        for index, continuation in enumerate(proposal.continuations):
-            name, tokens, parent = f"proposal.continuations[{index}]", continuation.token_ids, continuation.parent
-            if not ROOT <= parent < len(token_ids):
-                raise invalid(f"{name}.parent", f"{parent} is none of the {len(token_ids)} nodes before it")
-            if not 0 < len(tokens) <= MAX_TREE_NODES - len(token_ids):
-                room = f"1 to {MAX_TREE_NODES - len(token_ids)} tokens have room"
-                raise invalid(f"{name}.token_ids", f"{len(tokens)} tokens, {room}")
-            if max(tokens) >= self.vocab_size:
-                raise invalid(f"{name}.token_ids", f"a token is outside the vocabulary of {self.vocab_size}")
-            if len(continuation.distributions) != len(tokens) - 1:
-                raise invalid(f"{name}.distributions", "each token but the first needs one")
-            self._check_distributions(name, tokens[1:], continuation.distributions)
-            parents += [parent, *range(len(token_ids), len(token_ids) + len(tokens) - 1)]
-            token_ids += tokens
-
-    def _check_distributions(
-        self, name: str, token_ids: Sequence[int], distributions: Sequence[pb.SparseDistribution]
-    ) -> None:
-        for index, (token, sparse) in enumerate(zip(token_ids, distributions, strict=False)):
-            try:
-                DraftSample(token, tuple(sparse.token_ids), tuple(sparse.probs)).check(self.vocab_size)
-            except InvalidDraftDistribution as error:
-                raise invalid(f"{name}.distributions[{index}]", str(error)) from error
-
-
-def _payloads(proposal: pb.Proposal) -> Callable[[int], Node]:
-    """A function from a proposal's node index to its payload."""
-    scores, names = proposal.scores, proposal.drafters
-    drafts = [name if name in SERVICE_DRAFTER_NAMES else DRAFT_MODEL for name in names]
-    proposed_by = proposal.proposed_by
-    distributions: list[pb.SparseDistribution] = list(proposal.distributions)
-    for continuation in proposal.continuations:
-        distributions += [pb.SparseDistribution(), *continuation.distributions]
-    # Unknown names become DRAFT_MODEL, as names become labels of metrics.
-
-    def payload_of(index: int) -> Node:
-        is_main = index < len(proposal.token_ids)
-        score = scores[index] / 255 if scores and is_main else DEFAULT_SCORE
-        draft = drafts[proposed_by[index]] if drafts and is_main else DRAFT_MODEL
-        if not distributions:
-            return _plain_node(score, draft)
-        sparse = distributions[index]
-        return Node(score, tuple(sparse.token_ids), tuple(sparse.probs), draft=draft)
-
-    return payload_of
-
-
-@cache
-def _plain_node(score: float, draft: str) -> Node:
-    """A node shared by all trees: there are 256 scores and a few names, and nodes are immutable."""
-    return Node(score, draft=draft)

@@ -9,7 +9,7 @@ import torch
 
 from specdec.engine.batch import Batch
 from specdec.replica.bridge.frames import Frame, FrameKind
-from specdec.target_service.tree.speculation_tree import ReadProposal
+from specdec.target_service.tree.proposed import ReadProposal
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
 from tests.support.engine.constrained import SCHEMAS, constrained

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.replica.worker.errors import SessionFailure
-from specdec.target_service.tree.speculation_tree import DEFAULT_SCORE, SpeculationTree
+from specdec.target_service.tree.proposed import DEFAULT_SCORE
+from specdec.target_service.tree.speculation_tree import SpeculationTree
 from specdec.v1 import common_pb2 as pb
 from tests.support.for_each import for_each
 
