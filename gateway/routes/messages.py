@@ -18,12 +18,12 @@ from specdec.gateway.anthropic.to_chat import to_chat
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.chat.deltas import StreamingParser
 from specdec.gateway.chat.template_parsers import ParserPair
-from specdec.gateway.http.edge import NOT_ENFORCED, tell_names
-from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name, while_connected
+from specdec.gateway.http.events import Event, framed_by_name, while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, anthropic_error, body_of, errors, streams
-from specdec.gateway.routes.output import Translate, kept, new_id, output, stream_error
-from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate, parsers
+from specdec.gateway.routes.conversations import generate_request, named_events
+from specdec.gateway.routes.output import Translate, kept, output
+from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate
 from specdec.gateway.translation.head import AnswerHead
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
@@ -68,27 +68,16 @@ def message_routes(parts: Parts) -> APIRouter:
     )
     async def create_message(request: Request) -> Response:
         """Continue a conversation."""
-        settings = parts.settings
 
         async def learn(asked: MessagesRequest) -> ParserPair:
             return await parts.parsers_of(request, asked.model)
 
         def translated(
-            asked: MessagesRequest, parser_names: ParserPair
+            asked: MessagesRequest, names: ParserPair
         ) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
-            chat = to_chat(asked, request.state.ignored)
-            request.state.field_names = chat.field_names(parser_names.tools)
-            unenforced: list[str] = []
-            try:
-                make_parser = parsers(chat.request, parser_names.reasoning, parser_names.tools)
-                body = chat_to_generate(chat.request, parser_names.tools, parser_names.reasoning, unenforced)
-            except InvalidRequest as error:
-                raise chat.as_written(error) from None
-            tell_names(request, NOT_ENFORCED, [chat.path(path) for path in unenforced])
-            return make_parser, body
+            return generate_request(request, to_chat(asked, request.state.ignored), names)
 
         asked, (make_parser, body) = await parts.reader.read_with(request, MessagesRequest, learn, translated)
-        body.request_id = new_id(None)
         events = MessageEvents(AnswerHead(f"msg_{body.request_id}", int(time.time())), make_parser())
         caller = parts.caller(request, asked.model)
         add: Translate[list[dict[str, Any]]] = events.add if asked.stream else kept(caller, events.add)
@@ -99,14 +88,7 @@ def message_routes(parts: Parts) -> APIRouter:
         def framed_error(error: ApiError) -> bytes:
             return framed_by_name(anthropic_error(error))
 
-        return EventStream(
-            await while_connected(request.receive, begun(batches)),
-            on_error=stream_error(parts, request.state.field_names),
-            keep_alive_s=settings.keep_alive_s,
-            frame=framed_by_name,
-            frame_error=framed_error,
-            last=b"",
-        )
+        return await named_events(parts, request, batches, framed_error)
 
     @router.post(
         "/v1/messages/count_tokens",

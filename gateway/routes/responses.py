@@ -13,20 +13,18 @@ from starlette.responses import Response
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.chat.deltas import StreamingParser
 from specdec.gateway.chat.template_parsers import ParserPair
-from specdec.gateway.http.edge import NOT_ENFORCED, tell_names
-from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name, while_connected
+from specdec.gateway.http.events import Event, framed_by_name, while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.responses.answer import ResponseEvents
 from specdec.gateway.responses.request import ResponseAnswer, ResponseEvent, ResponsesRequest
 from specdec.gateway.responses.to_chat import to_chat
 from specdec.gateway.responses.tools import Tools
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
-from specdec.gateway.routes.output import kept, new_id, output, stream_error
+from specdec.gateway.routes.conversations import generate_request, named_events
+from specdec.gateway.routes.output import kept, output
 from specdec.gateway.routes.shortened import shortened_output
-from specdec.gateway.translation.chat_request import chat_to_generate, parsers
 from specdec.gateway.translation.head import AnswerHead
 from specdec.v1 import coordinator_pb2 as api
-from specdec.wire.errors import InvalidRequest
 
 
 def response_routes(parts: Parts) -> APIRouter:
@@ -48,18 +46,10 @@ def response_routes(parts: Parts) -> APIRouter:
             asked: ResponsesRequest, names: ParserPair
         ) -> tuple[Tools, StreamingParser, api.GenerateRequest]:
             chat, tools = to_chat(asked, request.state.ignored)
-            request.state.field_names = chat.field_names(names.tools)
-            unenforced: list[str] = []
-            try:
-                make_parser = parsers(chat.request, names.reasoning, names.tools)
-                body = chat_to_generate(chat.request, names.tools, names.reasoning, unenforced)
-            except InvalidRequest as error:
-                raise chat.as_written(error) from None
-            tell_names(request, NOT_ENFORCED, [chat.path(path) for path in unenforced])
+            make_parser, body = generate_request(request, chat, names)
             return tools, make_parser(), body
 
         asked, (tools, parser, body) = await parts.reader.read_with(request, ResponsesRequest, learn, translated)
-        body.request_id = new_id(None)
         head = AnswerHead(f"resp_{body.request_id}", int(time.time()))
         events = ResponseEvents(asked, tools, head, parser)
         caller = parts.caller(request, asked.model)
@@ -72,14 +62,7 @@ def response_routes(parts: Parts) -> APIRouter:
         def framed_error(error: ApiError) -> bytes:
             return b"".join(map(framed_by_name, events.fail(error)))
 
-        return EventStream(
-            await while_connected(request.receive, begun(batches)),
-            on_error=stream_error(parts, request.state.field_names),
-            keep_alive_s=parts.settings.keep_alive_s,
-            frame=framed_by_name,
-            frame_error=framed_error,
-            last=b"",
-        )
+        return await named_events(parts, request, batches, framed_error)
 
     return router
 
