@@ -1,5 +1,6 @@
 """Cost of a call as a count of lines, the same on every machine and under every load, or as what a process took."""
 
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -17,12 +18,15 @@ def lines_run(call: Callable[[], object]) -> int:
         count += event == "line"
         return trace
 
-    before = sys.gettrace()
+    before, was_enabled = sys.gettrace(), gc.isenabled()
+    gc.disable()  # a collection would run the finalizers and callbacks of others
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        if was_enabled:
+            gc.enable()
     return count
 
 

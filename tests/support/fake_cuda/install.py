@@ -31,6 +31,7 @@ def fake_cuda() -> Iterator[FakeDevice]:
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter's Python type depends on its device
     try:
         with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the device is one thread's
             _install(device, patch)
             with device:
                 yield device

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import gc
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
-from subprocess import CalledProcessError
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
-from triton.runtime.errors import OutOfResources
 
-from specdec.config import DraftSettings
 from specdec.engine.batch import Batch, build_batch
 from specdec.engine.block_pool import BlockPool
-from specdec.engine.cuda import attention, buckets
 from specdec.engine.cuda.cuts import compile_draws
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.drawing import device as drawing_module
 from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
 from specdec.engine.engine import Engine
-from specdec.engine.errors import ModelLoadError
-from specdec.engine.model import loader
-from specdec.engine.model import runner as runner_module
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.logit_processors import RowContext
 from specdec.engine.sampling.restrictions import masked_logits
@@ -35,55 +26,22 @@ from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
-from specdec.engine.settings import EngineSettings
-from specdec.replica.worker.build import build_engine, most_rows
 from specdec.wire.sampling_params import SamplingParams
-from tests.support.engine.tiny_models import save_tiny_model
 from tests.support.engine.triton_device import DEVICE
 from tests.support.fake_cuda.device import FakeDevice, unwrapped
 from tests.support.fake_cuda.install import fake_cuda
+from tests.support.fake_cuda.runners import BLOCK_SIZE, BLOCKS_EACH, ROWS, warm_runner
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="there is a real one")
 
-BLOCK_SIZE, BLOCKS_EACH, NUM_TOP = 4, 8, 3
-ROWS = (1, 4)
+NUM_TOP = 3
 PROMPTS = [[5, 6, 7], [9], [3, 1, 4, 1, 5]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are loaded in this thread, to which the device belongs."""
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 
 class Gpu(NamedTuple):
     device: FakeDevice
     runner: ModelRunner
     drawing: DeviceDrawing
-
-
-def warm_runner(
-    architecture: str, folder: Path, patch: pytest.MonkeyPatch, num_layers: int = 1, **more: Any
-) -> ModelRunner:
-    """Of few layers, with few captured steps."""
-    model = save_tiny_model(architecture, folder)
-    config = json.loads((model / "config.json").read_text())
-    layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
-    config |= {layers: num_layers, "layer_types": (config.get("layer_types") or ["full_attention"] * 9)[:num_layers]}
-    (model / "config.json").write_text(json.dumps(config))
-    patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the device is one thread's
-    patch.setattr(buckets, "ROW_BUCKETS", ROWS)
-    patch.setattr(runner_module, "_WARMUP_ROWS", (2,))
-    settings = EngineSettings(
-        model=str(model),
-        device="cuda:0",
-        block_size=BLOCK_SIZE,
-        num_blocks=3 * BLOCKS_EACH,
-        **{"dtype": "float32", **more},
-    )
-    runner = ModelRunner.load(settings)
-    runner.warmup()
-    return runner
 
 
 @pytest.fixture(scope="module")
@@ -122,19 +80,6 @@ def prefill(gpu: Gpu, token_ids: list[int], line: int) -> torch.Tensor:
 def test_a_model_is_loaded_proved_and_captured(gpu: Gpu) -> None:
     assert "float32/cuda/triton-decoder" in gpu.runner.numerics_id
     assert gpu.runner.row_edges == ROWS
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    ["gemma2", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt2", "gpt_neox", "opt", "phi3"))],
-)
-def test_modules_of_transformers_wait_for_nothing_inside_a_captured_step(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with fake_cuda():
-        runner = warm_runner(architecture, tmp_path, monkeypatch)
-        assert "triton-attention" in runner.numerics_id
-        assert runner.row_edges == ROWS, "and what is replayed is what they compute"
 
 
 def test_captured_steps_write_their_logits_to_one_buffer(gpu: Gpu) -> None:
@@ -251,6 +196,7 @@ def test_steady_steps_leave_no_memory_behind_and_take_the_same(gpu: Gpu) -> None
     device, sampler = gpu.device, Sampler(gpu.runner.vocab_size, gpu.runner.device)
     rows = [row.context for row in rows_of([1, 1, 1], [HARD[1], HARD[0], PLAIN[2]])]
     prefill(gpu, PROMPTS[0], 0)
+    gc.collect()  # what earlier tests left in circles would be freed in between
     taken = []
     for _ in range(4):
         before = device.num_allocated
@@ -323,115 +269,3 @@ def test_sparse_draws_of_a_graph_wait_for_nothing_inside(gpu: Gpu) -> None:
     drawn = gpu.drawing.draw_sparse(rows, logits, 5)
     assert gpu.drawing.num_passes == 1
     assert [draws[0] for draws in drawn] == first
-
-
-# The tests below make devices of their own, and come after those that share one.
-
-
-def test_a_draft_without_some_sublayers_is_loaded_and_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "LEAST_AGREEMENT", 0.0)  # of random weights
-    with fake_cuda():
-        runner = warm_runner("llama", tmp_path, monkeypatch, num_layers=2, skip_mlp_layers="1")
-        assert "triton-decoder" in runner.numerics_id
-        assert runner.row_edges == ROWS
-
-
-def test_steps_with_weights_of_8_bits_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_cuda():
-        settings = {"dtype": "float16", "weight_quantization": "fp8", "self_test": False}  # CPUs have no such softmax
-        runner = warm_runner("llama", tmp_path, monkeypatch, num_layers=2, **settings)
-        assert "triton-decoder" in runner.numerics_id
-        assert "fp8-weights" in runner.numerics_id
-        assert runner.row_edges == ROWS
-        decoder: Any = runner.replayed[0].forward  # type: ignore[index]
-        attention_part, mlp = decoder._layers[0]
-        assert attention_part.qkv[0].numbers.dtype == torch.float8_e4m3fn
-        assert mlp.down[0].shape[1] % 16, "which scaled products do not take"
-
-
-@pytest.mark.parametrize(
-    ("architecture", "more", "message"),
-    [
-        (
-            "gemma2",
-            {"dtype": "float16", "self_test": False},
-            "GPU's own decoder: Gemma2ForCausalLM has not",
-        ),
-        ("llama", {"dtype": "float32"}, "fp8 needs bfloat16 or float16 on a GPU, not float32 on cuda"),
-    ],
-)
-def test_weights_of_8_bits_are_refused_with_what_they_need(
-    architecture: str, more: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    settings = {"device": "cuda:0", "weight_quantization": "fp8", "block_size": 4, "num_blocks": 24, **more}
-    model = save_tiny_model(architecture, tmp_path)
-    with fake_cuda(), pytest.raises(ModelLoadError, match=message):
-        ModelRunner.load(EngineSettings(model=str(model), **settings))
-
-
-def no_compiler(*_: Any, **__: Any) -> None:
-    raise CalledProcessError(1, ["gcc", "main.c"])
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_without_a_compiler_torch_computes_samples_and_replays_nothing(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = save_tiny_model(architecture, tmp_path)
-    with fake_cuda():
-        monkeypatch.setattr(interpreter.GridExecutor, "__call__", no_compiler)
-        settings = DraftSettings(model=str(model), device="cuda:0", dtype="float32", block_size=4, num_blocks=24)
-        built = build_engine(settings)
-        assert "/torch/" in built.info.identity.numerics_id
-        assert [record.levelname for record in caplog.records if "gcc python3-dev" in record.message] == ["WARNING"]
-        assert built.drawing is None
-        params = SamplingParams(max_tokens=9, seed=3, temperature=0.8, top_p=0.9)
-        seq = built.engine.add([5, 6, 7], num_prompt_tokens=3)
-        output = built.engine.step()
-        assert output is not None
-        found = built.sampler.sample(output.logits, [RowContext(params, 3, 3)])
-        assert built.engine.stats().num_graphs == 0
-        assert seq.num_computed_tokens == 3
-        logits = output.logits.cpu()
-    assert found == Sampler(built.sampler.vocab_size, "cpu").sample(logits, [RowContext(params, 3, 3)])
-
-
-def test_deterministic_engines_name_the_compiler_that_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = EngineSettings(model=str(save_tiny_model("llama", tmp_path)), device="cuda:0", deterministic=True)
-    with fake_cuda():
-        monkeypatch.setattr(interpreter.GridExecutor, "__call__", no_compiler)
-        with pytest.raises(ModelLoadError, match=r"deterministic: no GPU kernels: .*gcc.* needs a C compiler"):
-            ModelRunner.load(settings)
-
-
-def test_a_kernel_for_which_a_gpu_has_too_little_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(*arguments: Any, **named: Any) -> None:
-        raise OutOfResources(300_000, 232_448, "shared memory")
-
-    monkeypatch.setattr(attention, "attend", too_large)
-    model = save_tiny_model("gemma2", tmp_path)
-    with fake_cuda():
-        settings = EngineSettings(model=str(model), device="cuda:0", dtype="float32", block_size=4, num_blocks=24)
-        runner = ModelRunner.load(settings)
-        assert "/torch/" in runner.numerics_id
-        assert runner.replays is None
-
-
-def test_a_step_that_compiles_does_not_make_steps_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, seen = [0.0], set[int]()
-    with fake_cuda():
-        runner = warm_runner("llama", tmp_path, monkeypatch)
-        monkeypatch.setattr(runner_module, "_WARMUP_ROWS", (1, 32))
-        forward = runner._step_model
-
-        def compiling(batch: Batch, cache: Any) -> torch.Tensor:
-            now_s[0] += 0.01 if len(batch.input_ids) in seen else 9.0
-            seen.add(len(batch.input_ids))
-            return forward(batch, cache)
-
-        runner._step_model = compiling
-        monkeypatch.setattr(runner_module.time, "monotonic", lambda: now_s[0])
-        row_s = runner.warmup(captures=False)
-        assert most_rows(runner.settings, row_s) == runner.settings.max_batch_tokens

@@ -61,7 +61,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the device is one thread's
     monkeypatch.setattr(buckets, "ROW_BUCKETS", (4, 8))
     monkeypatch.setattr(graph_passes, "_MOST_AHEAD_S", math.inf)  # played, captures take as long as the machine is busy
     monkeypatch.setattr(runner_module, "_WARMUP_ROWS", (2,))

@@ -201,6 +201,7 @@ def test_heads_are_not_asked_where_speculation_is_suspended(
         assert bool(num_asked) == (gate is None)
 
 
+@pytest.mark.usefixtures("always_asked")
 def test_what_is_accepted_goes_on_being_accepted_when_the_prompt_was_in_the_cache(
     options: dict[str, HeadOptions], restored: LocalPair, plainly: Plainly
 ) -> None:
@@ -208,7 +209,7 @@ def test_what_is_accepted_goes_on_being_accepted_when_the_prompt_was_in_the_cach
     first = check(restored, plainly, [options[RIGHT]], {"a": body}, use_draft=False)
     again = restored.run({"a": body}, use_draft=False)["a"]
     assert again.verdicts[0].num_cached_tokens > 0
-    assert again.num_accepted > 0.7 * first > 7, "how often it is asked depends on what it takes on this machine"
+    assert again.num_accepted > 0.7 * first > 7
 
 
 @pytest.mark.parametrize("how", ["raises", "NaN", "a hidden state that is infinite"])

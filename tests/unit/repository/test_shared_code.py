@@ -1,11 +1,13 @@
-"""tests/support/for_each.py: all cases are checked, whatever fails."""
+"""Code that tests share: cases in one item, and counted lines."""
 
 from __future__ import annotations
 
+import gc
 import inspect
 
 import pytest
 
+from tests.support.cost import lines_run
 from tests.support.for_each import for_each
 
 
@@ -26,3 +28,21 @@ def test_one_failure_names_all_cases_that_failed_and_fixtures_are_passed_on() ->
         check(fixture="given")
     assert checked == [(number, word) for number in (1, 2, 3) for word in ("a", "bb")]
     assert [error.__notes__ for error in caught.value.exceptions] == [["case: {'number': 2}"], ["case: {'number': 3}"]]
+
+
+def test_lines_are_those_of_the_call_whatever_is_collected_meanwhile() -> None:
+    def run() -> None:
+        kept.extend([number] for number in range(20_000))  # a collection every few hundred lists
+
+    def others(phase: str, _: object) -> None:
+        noted.append(phase)
+        noted.append(phase)
+
+    kept, noted = list[object](), list[str]()
+    expected = lines_run(run)
+    gc.callbacks.append(others)
+    try:
+        assert lines_run(run) == expected
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.remove(others)

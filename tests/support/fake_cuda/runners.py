@@ -1,0 +1,50 @@
+"""A model's runner on the fake device, of few layers and with few captured steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.engine.cuda import buckets
+from specdec.engine.model import runner as runner_module
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.settings import EngineSettings
+from tests.support.engine.tiny_models import save_tiny_model
+
+BLOCK_SIZE, BLOCKS_EACH = 4, 8
+ROWS = (1, 4)
+"""Row counts of captured steps."""
+
+
+def warm_runner(
+    architecture: str, folder: Path, patch: pytest.MonkeyPatch, num_layers: int = 1, **more: Any
+) -> ModelRunner:
+    """Load and warm up a tiny model on `cuda:0`, within `fake_cuda`.
+
+    Args:
+        architecture: name in `tiny_models`.
+        folder: where its files are written.
+        patch: is not undone before the runner's last step.
+        num_layers: layers that are kept.
+        more: further engine settings.
+    """
+    model = save_tiny_model(architecture, folder)
+    config = json.loads((model / "config.json").read_text())
+    layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    config |= {layers: num_layers, "layer_types": (config.get("layer_types") or ["full_attention"] * 9)[:num_layers]}
+    (model / "config.json").write_text(json.dumps(config))
+    patch.setattr(buckets, "ROW_BUCKETS", ROWS)
+    patch.setattr(runner_module, "_WARMUP_ROWS", (2,))
+    settings = EngineSettings(
+        model=str(model),
+        device="cuda:0",
+        block_size=BLOCK_SIZE,
+        num_blocks=3 * BLOCKS_EACH,
+        **{"dtype": "float32", **more},
+    )
+    runner = ModelRunner.load(settings)
+    runner.warmup()
+    return runner
