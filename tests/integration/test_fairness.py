@@ -14,7 +14,7 @@ from google.rpc import status_pb2
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
-from specdec.wire.errors import Overloaded, from_rpc_error
+from specdec.wire.errors import NoTarget, Overloaded, from_rpc_error
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.replica import PATIENCE_S
 from tests.support.scripted.target import ScriptedTarget
@@ -131,6 +131,30 @@ async def test_choices_count_as_places_and_begin_as_places_come() -> None:
         for choice in range(num_choices):
             assert result.ids(choice) == expected_ids(target, 20, choice=choice)
     assert (num_opened, status.num_running, status.num_waiting) == (20, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(NoTarget("none has room"), "NO_TARGET"), (ValueError("a bug"), "INTERNAL")]
+)
+async def test_a_fault_of_a_choice_that_begins_later_ends_its_request(
+    fault: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = ScriptedTarget()
+    target.limit = 1
+
+    async def failing(*_: object) -> None:
+        raise fault
+
+    async with running([target], max_running=2) as harness:
+        call = harness.stub.Generate(request(n=3))
+        await target.until(lambda: len(target.sessions) == 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(harness.service.fleet, "pick_target", failing)
+            target.set_limit(None)
+            assert (await error_of(call)).reason == reason
+        await target.until(lambda: not target.sessions)
+        await until_status(harness, num_running=0, num_waiting=0)
+        assert len((await collect(harness.stub.Generate(request(n=3)))).ended) == 3  # all places are free again
 
 
 async def test_one_tenant_cannot_take_all_places_of_the_only_target() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import zipfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from specdec.commands.up.cluster import Cluster
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
-from specdec.wire.errors import InvalidRequest, Overloaded, from_rpc_error
+from specdec.wire.errors import InvalidRequest, NoTarget, Overloaded, from_rpc_error
 from tests.support.scripted.model import EOS, identity
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import Harness, collect, running
@@ -173,6 +174,39 @@ async def test_a_router_learns_model_server_and_tokenizer() -> None:
             assert json.loads(files.read("generation_config.json")) == {"eos_token_id": [EOS]}
         told = await collect(harness.stub.Generate(own()))
         assert tokenizer.decode(told.ids()) == told.texts[0]
+
+
+async def test_a_target_that_fails_while_its_tokenizer_is_asked_for_is_asked_again() -> None:
+    class Failing(ScriptedTarget):
+        num_failures = 0
+        num_asked = 0
+
+        async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[pb.GetTokenizerResponse]:
+            self.num_asked += 1
+            async for part in super().GetTokenizer(request, context):
+                if self.num_failures:
+                    self.num_failures -= 1
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+                yield part
+
+    target = Failing()
+    async with running([target]) as harness:
+        await harness.all_ready()
+
+        async def archive() -> bytes:
+            pieces = stub_of(harness).GetTokenizer(smg_common.GetTokenizerRequest())
+            return b"".join([piece.data async for piece in pieces])
+
+        target.num_failures, num_before = 1, target.num_asked
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await archive()
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, NoTarget)
+        assert "retry" in error.message
+        first = await archive()
+        assert zipfile.ZipFile(io.BytesIO(first)).read("tokenizer.json") == target.tokenizer_json
+        assert await archive() == first
+        assert target.num_asked - num_before == 2
 
 
 async def test_what_is_not_served_and_bad_values_are_typed_errors() -> None:
