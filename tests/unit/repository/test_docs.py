@@ -81,6 +81,15 @@ def test_pages_that_code_and_comments_name_exist() -> None:
     assert [(path, page) for path, page in sorted(named) if not (ROOT / page).is_file()] == []
 
 
+def test_files_and_names_of_the_ten_steps_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    steps = re.findall(r"(?m)^\| \d+ [^|]*\| `([^`]+)` \| `(?:\w+\.)?(\w+)`", text)
+    assert len(steps) >= 10
+    assert [step for step in steps if f"def {step[1]}(" not in (ROOT / step[0]).read_text()] == []
+    files = re.findall(r"`((?:\w+/)+\w+(?:\.py)?)`", text)
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
 @for_each("page", DECISIONS)
 def test_decisions_are_dated_newest_first_and_listed(page: Path) -> None:
     headings = re.findall(r"(?m)^##+ (.+)$", page.read_text())
