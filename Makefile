@@ -158,7 +158,7 @@ demo: $(DEMO_STAMP)  ## Start the shipped pair, complete a prompt with and witho
 	fi
 	$(BIN)/specdec demo "$${target[@]}" $(DEMO_ARGS)
 
-# Two workers; each file, or folder with clusters, goes to one of them (tests/support/scheduling.py), so services start
+# Two workers; each file, or sharing folder, goes to one of them (tests/support/scheduling.py), so services start
 # once. C code may swallow the exception of a timeout; faulthandler then ends the worker, and xdist replaces it.
 PYTEST := $(BIN)/pytest tests -n 2 --dist loadfile --durations 10 -q -o faulthandler_timeout=620 -o faulthandler_exit_on_timeout=true
 .PHONY: test

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from typer.testing import CliRunner
 
 from specdec.commands.app import app
 from specdec.commands.up.cluster import Cluster
+from tests.support.services.up_command import start_command
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -44,10 +43,9 @@ def test_the_shipped_pair_is_measured_with_its_own_prompts(shipped_cluster: Clus
 
 
 def test_an_interrupt_reports_what_there_is(shipped_cluster: Cluster, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "specdec.commands.main", "bench", "--address", shipped_cluster.address]
-    command += ["--concurrency", "1", "--repeats", "1000", "--requests", "2", "--max-tokens", "32"]
-    command += ["--report", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    arguments = ["bench", "--address", shipped_cluster.address, "--concurrency", "1", "--repeats", "1000"]
+    arguments += ["--requests", "2", "--max-tokens", "32", "--report", str(tmp_path)]
+    process = start_command(*arguments, stdout=subprocess.PIPE)
     assert process.stderr is not None
     for line in process.stderr:  # One of each kind is over by the second.
         if (run := re.search(r"run (\d+) of 1000", line)) and int(run[1]) >= 2:

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -16,21 +15,26 @@ from typer.testing import CliRunner
 
 from specdec.client import Client
 from specdec.commands.app import app
+from specdec.commands.tune import probe_processes
 from specdec.commands.tune.advice import Advice
 from specdec.commands.tune.prediction import SettingsChoice
 from specdec.commands.tune.settings_files import DeploymentFacts, up_file
+from specdec.commands.up import service_process
 from specdec.v1 import common_pb2
 from tests.support.engine.other_tokenizers import permuted_draft
 from tests.support.services.faults import make_request
 from tests.support.services.model_pair import ModelPair
-from tests.support.services.up_command import UpCommand, running_up
+from tests.support.services.up_command import UpCommand, running_up, start_command
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
 
 QUICK = ("--device", "cpu", "--num-prompts", "1", "--max-tokens", "16", "--temperature", "0,1", "--concurrency", "1")
 
 
-def test_the_shipped_pair_is_measured_verified_and_written_down(tmp_path: Path) -> None:
+def test_the_shipped_pair_is_measured_verified_and_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe_processes, "subprocess", vars(service_process)["subprocess"])  # the fork server's
     out = tmp_path / "tuned.yaml"
     arguments = ["tune", *QUICK, "--repeats", "1", "--out", str(out), "--report", str(tmp_path / "report")]
     result = CliRunner().invoke(app, arguments)
@@ -92,8 +96,7 @@ def served(up: UpCommand) -> tuple[int, list[int]]:
 
 
 def test_an_interrupt_leaves_nothing_running(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "specdec.commands.main", "tune", *QUICK, "--out", str(tmp_path / "x.yaml")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_command("tune", *QUICK, "--out", str(tmp_path / "x.yaml"), stdout=subprocess.PIPE)
     assert process.stderr is not None
     for line in process.stderr:
         if re.search("loading|target: outputs|steps over", line):

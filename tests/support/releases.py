@@ -30,8 +30,8 @@ class Build:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Environment variables with which `python -m` runs this version from any folder, whatever is installed."""
-        return {"PYTHONPATH": str(self.folder), "PYTHONSAFEPATH": "1"}
+        """Variables with which `python -m` runs this version, whatever is installed; none: the installed checkout."""
+        return {} if self.folder == ROOT else {"PYTHONPATH": str(self.folder), "PYTHONSAFEPATH": "1"}
 
     def __str__(self) -> str:
         return self.version

@@ -1,9 +1,10 @@
-"""Distributes tests to workers (`-n 2 --dist loadfile`): whole files, the longest first."""
+"""Distributes tests to workers (`-n 2 --dist loadfile`): whole files or folders, the longest first."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -11,17 +12,23 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.support import durations
 
-FOLDERS_WITH_CLUSTERS = ("tests/chaos", "tests/clients", "tests/e2e", "tests/upgrade")
+SHARING_FOLDERS = (
+    "tests/chaos", "tests/clients", "tests/e2e", "tests/unit/drafting/role", "tests/unit/lossless",
+    "tests/unit/overlap", "tests/unit/rejection", "tests/unit/target_service", "tests/upgrade",
+)  # fmt: skip
+"""Folders whose files share clusters, or engines of a `conftest.py`."""
+_UNKNOWN_S = 20.0
+"""Processor seconds of a file without a record, which begins early."""
 
 
 def scope_of(test: str) -> str:
-    """Scope that one worker gets as a whole: a file, or a folder whose files share clusters."""
+    """Scope that one worker gets as a whole: a file, or a sharing folder."""
     file = test.partition("::")[0]
-    return next((folder for folder in FOLDERS_WITH_CLUSTERS if file.startswith(f"{folder}/")), file)
+    return next((folder for folder in SHARING_FOLDERS if file.startswith(f"{folder}/")), file)
 
 
-class TogetherByCluster(LoadScopeScheduling):
-    """Gives workers whole files, and whole folders whose files share clusters, so that each cluster starts once."""
+class TogetherByScope(LoadScopeScheduling):
+    """Gives workers whole files and whole sharing folders, so that each cluster and each shared engine starts once."""
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
@@ -49,18 +56,31 @@ class TogetherByCluster(LoadScopeScheduling):
             super()._reschedule(node)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByCluster | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByScope | None:
     if config.getoption("dist") != "loadfile":
         return None
     config.option.loadscopereorder = False  # pytest_collection_modifyitems has sorted them
-    return TogetherByCluster(config, log)
+    return TogetherByScope(config, log)
 
 
+def scope_seconds(tests: Iterable[str], recorded: Mapping[str, float]) -> dict[str, float]:
+    """Expected processor seconds of each scope of these tests."""
+    functions = {durations.function_of(test) for test in tests}
+    files = {function.partition("::")[0] for function in functions}
+    known = {name.partition("::")[0] for name in recorded}
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for name in functions | files:
+        seconds[scope_of(name)] += recorded.get(name, 0.0)
+    for file in files - known:
+        seconds[scope_of(file)] += _UNKNOWN_S
+    return seconds
+
+
+# Runs after -m has selected.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In workers, sort the longest scopes first, so that none of them runs alone at the end."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    recorded: defaultdict[str, float] = defaultdict(float)
-    for test, seconds in durations.read().items():
-        recorded[scope_of(test)] += seconds
-    items.sort(key=lambda item: (-recorded[scope_of(item.nodeid)], scope_of(item.nodeid)))
+    seconds = scope_seconds((item.nodeid for item in items), durations.read())
+    items.sort(key=lambda item: (-seconds[scope_of(item.nodeid)], scope_of(item.nodeid)))

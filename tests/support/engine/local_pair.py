@@ -47,6 +47,8 @@ from tests.support.engine.outcomes import Outcome
 
 MODELS = Path(__file__).parents[3] / "models"
 UNLIMITED = 1 << 30
+UNPROVED = {"self_test": False}
+"""What loads the models in a third of the time; tests/unit/engine has the self-test."""
 
 Propose = Callable[[str, list[int]], Iterable[bytes]]
 """From a session's id and tokens to the encoded proposals for the target's next turn."""
@@ -65,9 +67,10 @@ class LocalPair:
     ) -> None:
         self.limits = limits or ResponseLimits()
         options = {"num_threads": 1, "num_blocks": 256, "max_batch_tokens": 128, "adaptive_speculation": False}
+        options |= UNPROVED
         options |= target_options
         self.target_settings = TargetSettings(model=target or str(MODELS / "target"), **options)
-        options = {"num_threads": 1, "num_blocks": 256, **(draft_options or {})}
+        options = {"num_threads": 1, "num_blocks": 256, **UNPROVED, **(draft_options or {})}
         self.draft_settings = DraftSettings(model=draft or str(MODELS / "draft"), **options)
         self.target_port, self.draft_port = ListPort(), ListPort()
         heads = footprint(self.target_settings.drafters)

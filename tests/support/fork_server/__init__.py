@@ -4,5 +4,5 @@ A *template* is a process that has imported only third-party packages, and forks
 forked process is a child of the requester, with the arguments, environment, files and session that `subprocess.Popen`
 would have given it. It imports this repository's packages itself.
 
-Tests of users' commands (`specdec up`, packages, earlier releases) start processes without templates.
+Commands (`start_command`) are forked, too, with all that they start. Packages and what the chart renders are executed.
 """

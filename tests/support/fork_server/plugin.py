@@ -12,14 +12,12 @@ import pytest
 from specdec.commands.up import service_process
 from specdec.replica.bridge import engine_launch
 from tests.support.fork_server.popen import Forking, Template
+from tests.support.fork_server.template import COMMAND, ENGINE, PROBE, REPLICAS
 
 _KINDS = {
     "specdec.coordinator": "service",
     "specdec.gateway": "gateway",
-    "specdec.target_service": "engine",
-    "specdec.draft_service": "engine",
-    "tests.support.services.deadly_target": "engine",
-    "specdec.replica.bridge.engine_child": "engine",
+    **dict.fromkeys((*REPLICAS, ENGINE, COMMAND, PROBE), "engine"),
 }
 """Kind of the template for each module; other modules are executed."""
 

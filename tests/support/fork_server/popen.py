@@ -16,8 +16,15 @@ from tests.support.fork_server.jobs import STARTER, Job
 from tests.support.fork_server.wire import send_job
 
 _PR_SET_CHILD_SUBREAPER = 36
-_OWN_ENVIRONMENT = ("SPECDEC_", "PYTHONUNBUFFERED", "PROMETHEUS_MULTIPROC_DIR", "PYTHONPATH", "PYTEST_CURRENT_TEST")
-"""Prefixes of variables that a template's imports do not read; other differences rule out the template."""
+_OWN_ENVIRONMENT = (
+    "SPECDEC_",
+    "GRPC_VERBOSITY",
+    "PYTHONUNBUFFERED",
+    "PROMETHEUS_MULTIPROC_DIR",
+    "PYTHONPATH",
+    "PYTEST_CURRENT_TEST",
+)
+"""Prefixes of variables that a template's imports do not read, or for gRPC's log only; others rule it out."""
 _ARGUMENT_ROOM = 4096
 _spawning = threading.Lock()
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from specdec.service.process import die_with_parent
 from tests.support.fork_server import jobs
@@ -28,6 +29,9 @@ PACKAGES = {
 }
 """Packages that each kind of template imports; none reads the environment later, as prometheus_client does."""
 ENGINE = "specdec.replica.bridge.engine_child"
+REPLICAS = ("specdec.target_service", "specdec.draft_service", "tests.support.services.deadly_target")
+COMMAND = "specdec.commands.main"
+PROBE = "specdec.commands.tune.probe"
 
 
 def serve(connection: socket.socket) -> tuple[jobs.Job, list[int]] | None:
@@ -61,42 +65,48 @@ def main(argv: Sequence[str]) -> None:
         request = serve(connection)
         if request is None:
             return
-    job, files = request
+    _run(kind, *request)
+
+
+def _run(kind: str, job: jobs.Job, files: list[int]) -> None:
     jobs.become(job, files)
-    if kind == "engine" and ENGINE not in job.argv:
-        _start_engines_from_here()
+    if COMMAND in job.argv:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background shell's processes ignore
+    if kind == "engine" and not {COMMAND, *REPLICAS}.isdisjoint(job.argv):
+        _start_processes_from_here(is_command=COMMAND in job.argv)
     jobs.run(job.argv)
 
 
-def _start_engines_from_here() -> None:
-    """Fork a template of engines from the service, so that its engines are the service's children."""
+def _start_processes_from_here(*, is_command: bool) -> None:
+    """Fork a template from a command or service, so that its services or engines are its children."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    service = os.getpid()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         theirs.close()
         # Imported after the fork, because prometheus_client reads the environment at its import.
-        from specdec.replica.bridge import engine_launch
         from tests.support.fork_server.popen import Forking, Template
 
         template = Template(ours, dict(os.environ))
-        engine_launch.subprocess = Forking(lambda _: template)  # type: ignore[attr-defined]
+        of_command = "specdec.commands.up.service_process", "specdec.commands.tune.probe_processes"
+        for name in of_command if is_command else ["specdec.replica.bridge.engine_launch"]:
+            module: Any = importlib.import_module(name)
+            module.subprocess = Forking(lambda _: template)
         return
     ours.close()
-    die_with_parent(service)
+    die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends with the service, and must fork while the service drains
     for fd in (0, 1, 2):
         os.dup2(os.open(os.devnull, os.O_RDWR), fd)
-    jobs.show_arguments(["template of engines"])
+    jobs.show_arguments(["template of processes"])
     request = serve(theirs)
     theirs.detach()
     if request is None:
         os._exit(0)
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         signal.signal(number, handler)
-    jobs.become(*request)
-    jobs.run(request[0].argv)
+    _run("engine", *request)
     sys.stdout.flush()
     os._exit(0)
 

@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 
+from specdec.commands.up import service_process
 from tests.support.services.tiny_pair import ModelPair
 
 PATIENCE_S = 120.0
@@ -80,6 +82,20 @@ def _command_line(process: psutil.Process) -> list[str]:
         return []
 
 
+def start_command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Start `specdec` with pipes of texts, forked from a template where there is one, as are its services."""
+    # Tests in the background of a shell ignore SIGINT, and children would inherit that.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        maker: Any = service_process  # whose subprocess the fork server replaces
+        started: subprocess.Popen[str] = maker.subprocess.Popen(
+            [sys.executable, "-m", "specdec.commands.main", *arguments], stderr=subprocess.PIPE, text=True, **options
+        )
+        return started
+    finally:
+        signal.signal(signal.SIGINT, inherited)
+
+
 @contextmanager
 def running_up(
     pair: ModelPair, more: Sequence[str] = (), variables: Mapping[str, str] | None = None, *, gateway: bool = False
@@ -87,14 +103,8 @@ def running_up(
     """Run `specdec up`, with a gateway if `gateway`; yields it once it is ready."""
     more = more if gateway else (*more, "--no-gateway")
     arguments = ["up", "--target", str(pair.target), "--draft", str(pair.draft), "--device", "cpu", "--free-ports"]
-    command = [sys.executable, "-m", "specdec.commands.main", *arguments, *more]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "SPECDEC_UP_PLACEMENT": "apart", **(variables or {})}
-    # Tests in the background of a shell ignore SIGINT, and children would inherit that.
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    finally:
-        signal.signal(signal.SIGINT, inherited)
+    started = start_command(*arguments, *more, env=environment)
     up = UpCommand(started)
     try:
         up.wait_line("Ready at")

@@ -17,6 +17,7 @@ from specdec.engine.native.kernels import NativeKernels
 from specdec.engine.native.variants import UnsupportedIsa, choose_variant, variants_for
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.settings import EngineSettings
+from tests.support.engine.kernel_variants import fast_compiler
 from tests.support.engine.tiny_models import save_tiny_model
 
 AVX2 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
@@ -101,6 +102,7 @@ def test_the_kernels_that_run_are_those_that_were_chosen() -> None:
 
 def test_a_second_build_takes_the_first_ones_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECDEC_NATIVE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", fast_compiler(tmp_path))
     variant = variants_for(platform.machine())[-1]
     first = build.build_library(variant)
     built_at = first.stat().st_mtime_ns

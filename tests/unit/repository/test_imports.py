@@ -6,7 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,17 +28,18 @@ def modules_of(package: str) -> Iterator[Path]:
             yield path
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Yield the absolute names of all that a module imports, wherever the statement stands."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+@functools.cache
+def imports_of(path: Path) -> Sequence[str]:
+    """The absolute names of all that a module imports, wherever the statement stands."""
+    package, names = path.relative_to(ROOT).with_suffix("").parts[:-1], list[str]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return names
 
 
 def offences(package: str, *forbidden: str) -> list[str]:
@@ -50,15 +51,18 @@ def offences(package: str, *forbidden: str) -> list[str]:
     ]
 
 
-def tensor_libraries_loaded_by(module: str) -> str:
-    return libraries_loaded_by(module, TENSORS)
-
-
-def libraries_loaded_by(module: str, libraries: tuple[str, ...]) -> str:
-    program = f"import sys, {module}; print(*sorted({set(libraries)!r} & set(sys.modules)))"
+def loaded_by(modules: Sequence[str], libraries: Sequence[str]) -> dict[str, str]:
+    """Those of the libraries that are loaded after each module, imported one after the other in a process."""
+    program = f"""
+import importlib, sys
+for name in {list(modules)}:
+    importlib.import_module(name)
+    if found := sorted({set(libraries)!r} & set(sys.modules)):
+        print(name, *found)
+"""
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
+    return dict(line.split(" ", 1) for line in run.stdout.splitlines())
 
 
 @pytest.mark.smoke
@@ -87,53 +91,23 @@ def test_rpc_never_imports_the_engine() -> None:
     assert offences("specdec/service", *TENSORS, "specdec.engine") == []
 
 
-@pytest.mark.parametrize("module", ["sequence", "block_pool", "scheduler", "tree"])
-def test_bookkeeping_needs_no_tensors(module: str) -> None:
-    assert tensor_libraries_loaded_by(f"specdec.engine.{module}") == ""
+def test_bookkeeping_clients_and_processes_beside_an_engine_load_no_tensors() -> None:
+    """Only the engine process does: the others start fast and stay small. Exporters are loaded where tracing is on."""
+    modules = [f"specdec.engine.{name}" for name in ("sequence", "block_pool", "scheduler", "tree")]
+    modules += [f"specdec.{name}" for name in ("wire.sampling_params", "config", "client", "commands.app")]
+    modules += [f"specdec.{service}.__main__" for service in SERVICES]
+    assert loaded_by(modules, (*TENSORS, "opentelemetry.exporter")) == {}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "specdec.coordinator.__main__",
-        "specdec.gateway.__main__",
-        "specdec.commands.app",
-        "specdec.client",
-        "specdec.config",
-        "specdec.wire.sampling_params",
-    ],
-)
-def test_the_coordinators_side_loads_no_tensors(module: str) -> None:
-    assert tensor_libraries_loaded_by(module) == ""
+def test_a_draft_without_a_model_and_a_target_behind_an_endpoint_need_nothing_that_models_need() -> None:
+    modules = ["specdec.draft_service.modelless.process", "specdec.target_service.api.process"]
+    assert loaded_by(modules, (*TENSORS, "numpy", "llguidance", "accelerate")) == {}
 
 
-@pytest.mark.parametrize("service", ["draft_service", "target_service"])
-def test_servicer_processes_load_no_tensors(service: str) -> None:
-    """Only the engine process does: the servicer starts fast and stays small."""
-    assert tensor_libraries_loaded_by(f"{service}.__main__") == ""
-
-
-def test_a_draft_without_a_model_needs_nothing_that_models_need() -> None:
-    assert (
-        libraries_loaded_by("specdec.draft_service.modelless.process", (*TENSORS, "numpy", "llguidance", "accelerate"))
-        == ""
-    )
-
-
-def test_a_target_behind_an_endpoint_needs_nothing_that_models_need() -> None:
-    assert (
-        libraries_loaded_by("specdec.target_service.api.process", (*TENSORS, "numpy", "llguidance", "accelerate")) == ""
-    )
-
-
-@pytest.mark.parametrize("module", ["specdec.target_service.model_process", "specdec.draft_service.model_process"])
-def test_engine_processes_load_no_exporter(module: str) -> None:
+def test_engine_processes_load_no_exporter() -> None:
     """Its thread would slow every step; the servicer exports for them."""
-    assert libraries_loaded_by(module, ("opentelemetry.exporter", "grpc")) == ""
-
-
-def test_the_exporter_is_loaded_only_where_tracing_is_on() -> None:
-    assert libraries_loaded_by("specdec.coordinator.__main__", ("opentelemetry.exporter",)) == ""
+    modules = ["specdec.target_service.model_process", "specdec.draft_service.model_process"]
+    assert loaded_by(modules, ("opentelemetry.exporter", "grpc")) == {}
 
 
 @pytest.mark.smoke

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.native.build import find_compiler, library_name
+from specdec.engine.native.build import library_name
 from specdec.engine.native.variants import variants_for
+from tests.support.engine.kernel_variants import fast_compiler
 
 ROOT = Path(__file__).parents[3]
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "specdec", "coordinator", "draft_service")
@@ -32,15 +33,6 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def fast_compiler(tmp_path: Path) -> Path:
-    """The machine's own compiler, which optimises nothing here."""
-    wrapper = tmp_path / "fast-c++"
-    wrapper.write_text(f'#!/bin/sh\nexec {find_compiler()} "$@" -O0\n')
-    wrapper.chmod(0o755)
-    return wrapper
-
-
 def build(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", BUILD, str(checkout.parent)],
@@ -53,9 +45,9 @@ def build(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def test_a_wheel_brings_all_kernels_of_its_machine_and_they_load_without_a_compiler(
-    checkout: Path, fast_compiler: Path, tmp_path: Path
+    checkout: Path, tmp_path: Path
 ) -> None:
-    done = build(checkout, CXX=str(fast_compiler))
+    done = build(checkout, CXX=fast_compiler(tmp_path))
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     machine = platform.machine()

@@ -87,10 +87,15 @@ def reference(head: Head, taps: torch.Tensor, tokens: list[int], path: Sequence[
     return head._vocabulary.spread(head.model.logits(taps[-1])[0, len(path)][None])[0]
 
 
-def check(head: Any, model: PreTrainedModel, tokens: list[int], offer: Offer) -> int:
+def taps_of(head: Any, model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """Hidden states [n, layers, Ht] of a pass over a whole text; those of its beginnings are their own."""
+    states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return torch.stack([states[-1 if i == FINAL else i][0] for i in head.layer_ids], dim=1)
+
+
+def check(head: Any, all_taps: torch.Tensor, tokens: list[int], offer: Offer) -> int:
     """Hold every node of an offer against a pass over the whole text; returns after how many of them others follow."""
-    states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-    taps = torch.stack([states[-1 if i == FINAL else i][0] for i in head.layer_ids], dim=1)
+    taps = all_taps[: len(tokens) - 1]
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(offer.token_ids, offer.parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -155,7 +160,13 @@ def test_offers_are_those_of_the_whole_text_computed_afresh(
         for key, outcome in outcomes.items():
             assert outcome.token_ids == plain[key].token_ids
             assert outcome.num_of("prediction", "num_accepted") > 5
-    assert sum(check(head, model, tokens, offer) for tokens, offer in offered) > 60
+    texts = [[*body.token_ids, *plain[key].token_ids] for key, body in opens.items()]
+    taps = [taps_of(head, model, text) for text in texts]
+    num_checked = 0
+    for tokens, offer in offered:
+        [of_text] = [known for known, text in zip(taps, texts, strict=True) if text[: len(tokens)] == tokens]
+        num_checked += check(head, of_text, tokens, offer)
+    assert num_checked > 60
     if captures is not None:
         assert captures.num_replayed > 20
     assert all(outcome.verdicts[0].num_cached_tokens > 0 for key, outcome in outcomes.items() if key != "2")
