@@ -51,7 +51,7 @@ COMPOSE := .tools/docker-compose
 PROTO_ROOT ?= proto
 PROTOS := $(wildcard $(PROTO_ROOT)/specdec/v1/*.proto)
 RELEASED_PROTOS := $(wildcard releases/*/protos.binpb)
-PYTHON_SOURCES := specdec coordinator draft_service gateway target_service models bench tests
+PYTHON_SOURCES := specdec coordinator draft_service gateway target_service models vllm_plugin bench tests
 
 .PHONY: help
 help:  ## Show the targets.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the packages of this checkout: releases/packages.sh [FOLDER]
-# Puts an sdist and a wheel of specdec, and of the pair that ships, into FOLDER (default: dist). Wheels are built of what the
+# Puts an sdist and a wheel of specdec, of its plugin for vLLM and of the pair that ships, into FOLDER (default: dist). Wheels are built of what the
 # sdists hold. The same sources and tools give the same bytes; what setup.py reads of the environment counts here too.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,5 +33,6 @@ package() { # FOLDER NAME...: what of it is the source
 
 packages=(*/__init__.py)
 package . pyproject.toml setup.py README.md LICENSE proto "${packages[@]%/__init__.py}"
+package vllm_plugin pyproject.toml specdec_vllm
 package models pyproject.toml setup.py README.md target draft eagle3 prompts.json
 ls -l "$out"

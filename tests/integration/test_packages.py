@@ -52,6 +52,10 @@ class Packages:
     def pair(self) -> Path:
         return self.folder / f"specdec_shipped_models-{PAIR_VERSION}-py3-none-any.whl"
 
+    @property
+    def plugin(self) -> Path:
+        return next(self.folder.glob("specdec_vllm-*-py3-none-any.whl"))
+
 
 @dataclass(frozen=True)
 class Installation:
@@ -156,6 +160,26 @@ def test_the_package_of_the_pair_has_its_files_and_none_of_the_scripts_beside_th
         ROOT / "models/prompts.json",
     ]
     assert found == {f"specdec_shipped_models/{path.relative_to(ROOT / 'models')}" for path in data}
+
+
+def test_the_plugin_for_vllm_is_a_package_of_its_own_and_loads_no_torch(
+    packages: Packages, installation: Installation
+) -> None:
+    with zipfile.ZipFile(packages.plugin) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    sources = (ROOT / "vllm_plugin").rglob("*.py")
+    assert found == {str(path.relative_to(ROOT / "vllm_plugin")) for path in sources}
+    installation.install(packages.plugin)
+    told = subprocess.run(
+        [installation.python, "-c", "import specdec_vllm, sys; print(specdec_vllm.__file__, 'torch' in sys.modules)"],
+        cwd=installation.folder,
+        env=installation.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert told.startswith(str(installation.folder))
+    assert told.split()[-1] == "False"
 
 
 def test_the_sdist_gives_the_same_wheel_to_the_byte_wherever_it_is_built(packages: Packages, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ SETTINGS: dict[str, type[BaseModel]] = {
     "GATEWAY": GatewaySettings,
 }
 PACKAGES = ("coordinator", "draft_service", "gateway", "specdec", "target_service")
-SOURCES = (*PACKAGES, "bench", "deploy", "helm", "models", "proto", "tests")
+SOURCES = (*PACKAGES, "bench", "deploy", "helm", "models", "proto", "tests", "vllm_plugin")
 NAMING = {".py", ".proto", ".cpp", ".h", ".sh", ".yaml", ".yml", ".json"}
 _CODE_BLOCK = re.compile(r"(?ms)^```.*?^```")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

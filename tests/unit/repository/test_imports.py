@@ -117,14 +117,14 @@ def test_the_engine_knows_neither_role() -> None:
 
 @pytest.mark.smoke
 def test_no_module_is_named_after_nothing() -> None:
-    modules = [path for package in ("specdec", *SERVICES) for path in modules_of(package)]
+    modules = [path for package in ("specdec", "vllm_plugin", *SERVICES) for path in modules_of(package)]
     assert [str(path) for path in modules if path.stem in FORBIDDEN_NAMES] == []
 
 
 @pytest.mark.smoke
 def test_services_are_imported_by_the_name_that_the_wheel_gives_them() -> None:
     """In a checkout their folders could be imported beside `specdec`, as second modules that nobody else sees."""
-    folders = ("specdec", *SERVICES, "bench", "tests")
+    folders = ("specdec", *SERVICES, "bench", "tests", "vllm_plugin")
     assert {found for folder in folders for found in offences(folder, *SERVICES)} == set()
 
 
@@ -132,7 +132,7 @@ def test_no_test_file_or_conftest_is_imported() -> None:
     """What several of them use stands in tests/support, or beside them in a module that holds no tests."""
     imported = [
         f"{path.relative_to(ROOT)} imports {name}"
-        for folder in ("tests", "bench", "specdec", *SERVICES)
+        for folder in ("tests", "bench", "specdec", "vllm_plugin", *SERVICES)
         for path in modules_of(folder)
         for name in imports_of(path)
         if (parts := name.split("."))[0] == "tests"

@@ -1,0 +1,1 @@
+"""vLLM's side of its hook for proposers, played without vLLM."""
