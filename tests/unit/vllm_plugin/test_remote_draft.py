@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -100,6 +101,20 @@ def fill(played: PlayedEngine, num: int, seed: int, max_tokens: int = 40) -> dic
     return expected
 
 
+def until_answered(proposer: RemoteDraft) -> Callable[[int], None]:
+    """Waits before every third step until the draft has answered each row: a row without an answer yet is not waited
+    for, and steps of a played engine take no time.
+    """
+    drafts = proposer._drafts
+
+    def between(step: int) -> None:
+        if step % 3 == 0:
+            with drafts.lock:
+                assert drafts.lock.wait_for(lambda: all(session.is_answered for session in drafts.sessions), 20)
+
+    return between
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 async def test_every_proposal_is_the_drafts_for_its_rows_tokens_and_the_text_is_plain(
     monkeypatch: pytest.MonkeyPatch, seed: int
@@ -109,9 +124,9 @@ async def test_every_proposal_is_the_drafts_for_its_rows_tokens_and_the_text_is_
         await ready(proposer)
         played = engine(proposer, seed=seed)
         expected = fill(played, 12, seed)
-        assert await asyncio.to_thread(played.play) == expected
+        assert await asyncio.to_thread(played.play, until_answered(proposer)) == expected
         num_accepted = sum(request.num_accepted for request in played.ended)
-        assert num_accepted > 40
+        assert num_accepted > 100
         metrics = proposer.metrics.registry
         assert metrics.get_sample_value("specdec_vllm_accepted_tokens_total") == pytest.approx(num_accepted, rel=0.1)
         proposed = sum(request.num_proposed for request in played.ended)
@@ -129,6 +144,8 @@ async def test_a_draft_that_dies_leaves_its_rows_to_another_and_one_that_comes_b
     loop = asyncio.get_running_loop()
 
     def disturb(step: int) -> None:
+        if step < 20:
+            answered(step)
         if step == 20:
             asyncio.run_coroutine_threadsafe(first.stop(), loop).result(10)
         if step == 60:
@@ -137,7 +154,7 @@ async def test_a_draft_that_dies_leaves_its_rows_to_another_and_one_that_comes_b
     with caplog.at_level(logging.INFO, "vllm.specdec"):
         async with plugged(monkeypatch, first, second) as proposer:
             await ready(proposer, 2)
-            played = engine(proposer)
+            played, answered = engine(proposer), until_answered(proposer)
             expected = fill(played, 10, 5, max_tokens=120)
             assert await asyncio.to_thread(played.play, disturb) == expected
             await ready(proposer, 2)
@@ -157,7 +174,11 @@ async def test_a_draft_that_falls_silent_is_given_up_within_its_time(
         played = engine(proposer)
         expected = fill(played, 6, 3, max_tokens=60)
 
+        answered = until_answered(proposer)
+
         def disturb(step: int) -> None:
+            if step < 10:
+                answered(step)
             if step == 10:
                 silent.make_proposal = lambda session: None
 
@@ -257,12 +278,15 @@ async def test_a_draft_without_room_is_asked_again_later(monkeypatch: pytest.Mon
     draft.refuse = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message="full")
     async with plugged(monkeypatch, draft) as proposer:
         await ready(proposer)
-        played = engine(proposer)
+        played, answered = engine(proposer), until_answered(proposer)
         expected = fill(played, 3, 2, max_tokens=150)
 
         def disturb(step: int) -> None:
             if step == 30:
                 draft.refuse = None
+                time.sleep(0.1)  # beyond the time after which it is asked again
+            if step > 32:
+                answered(step)
 
         assert await asyncio.to_thread(played.play, disturb) == expected
         assert sum(request.num_accepted for request in played.ended) > 0
