@@ -18,7 +18,7 @@ from tests.support.engine.dense_reference import Reference
 from tests.support.services.faults import eventually
 from tests.support.services.model_pair import ModelPair
 from tests.support.services.one_service import running
-from tests.support.vllm.played_engine import PlayedEngine, vllm_config
+from tests.support.vllm.played_engine import PlayedEngine, until_answered, vllm_config
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 VOCAB = 256
@@ -93,7 +93,7 @@ async def test_proposals_of_a_real_draft_are_its_own_while_drafts_are_frozen_and
 
         await eventually(both, "both drafts are ready")
         engine, expected = await asyncio.to_thread(played, model, proposer[0], config, 5, 40)
-        assert await asyncio.to_thread(engine.play) == expected
+        assert await asyncio.to_thread(engine.play, until_answered(proposer[0])) == expected
         accepted = sum(request.num_accepted for request in engine.ended)
         assert accepted > 20
 
@@ -111,4 +111,8 @@ async def test_proposals_of_a_real_draft_are_its_own_while_drafts_are_frozen_and
         drafts[0].kill()
         engine, expected = await asyncio.to_thread(played, model, proposer[0], config, 2, 20)
         assert await asyncio.to_thread(engine.play) == expected
-        assert num_ready() == 0
+
+        async def neither() -> bool:
+            return num_ready() == 0
+
+        await eventually(neither, "the loss of both drafts is noticed")

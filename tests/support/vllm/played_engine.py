@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from specdec_vllm.remote_draft import RemoteDraft
+
 Propose = Callable[..., list[list[int]]]
 
 
@@ -134,3 +136,19 @@ class PlayedEngine:
         request.num_computed = len(request.tokens) - 1
         request.proposal = []
         return sampled
+
+
+def until_answered(proposer: RemoteDraft) -> Callable[[int], None]:
+    """Waits before every third step until the draft has answered each row: a row without an answer yet is not waited
+    for, and steps of a played engine take no time.
+    """
+    drafts = proposer._drafts
+
+    def between(step: int) -> None:
+        if step % 3 == 0:
+            with drafts.lock:
+                assert drafts.lock.wait_for(
+                    lambda: all(one.home is None or one.is_answered for one in drafts.sessions), 20
+                )
+
+    return between

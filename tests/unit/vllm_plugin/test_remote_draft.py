@@ -20,7 +20,7 @@ from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.model import identity, next_token
 from tests.support.scripted.replica import ScriptedSession
 from tests.support.services.faults import eventually
-from tests.support.vllm.played_engine import PlayedEngine, vllm_config
+from tests.support.vllm.played_engine import PlayedEngine, until_answered, vllm_config
 
 VOCAB = identity().vocab_size
 
@@ -99,20 +99,6 @@ def fill(played: PlayedEngine, num: int, seed: int, max_tokens: int = 40) -> dic
         played.add(str(index), prompt, max_tokens)
         expected[str(index)] = plain(prompt, max_tokens)
     return expected
-
-
-def until_answered(proposer: RemoteDraft) -> Callable[[int], None]:
-    """Waits before every third step until the draft has answered each row: a row without an answer yet is not waited
-    for, and steps of a played engine take no time.
-    """
-    drafts = proposer._drafts
-
-    def between(step: int) -> None:
-        if step % 3 == 0:
-            with drafts.lock:
-                assert drafts.lock.wait_for(lambda: all(session.is_answered for session in drafts.sessions), 20)
-
-    return between
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
