@@ -41,7 +41,7 @@ class WrongSettings(ValueError):
 def read_settings() -> PluginSettings:
     """The settings of this process's environment. Raises WrongSettings."""
     try:
-        return PluginSettings()
+        return PluginSettings.model_validate({})
     except ValidationError as error:
         first = error.errors()[0]
         name = PREFIX + "_".join(map(str, first["loc"][:1])).upper()
