@@ -110,7 +110,8 @@ class Commits:
             self._engine.accept(seq, walk.path)
         self._engine.append(seq, walk.token_ids[len(walk.path) :])
         self._engine.finalize(seq, len(seq.token_ids))
-        candidate.session.history.append(walk.token_ids)
+        if candidate.session.params.needs_history:
+            candidate.session.history.append(walk.token_ids)
         if not walk.finish_reason:
             self._costs.committed(candidate.session, walk.token_ids)
 

@@ -230,19 +230,26 @@ class _Rows:
 
 
 def _contexts(candidate: Candidate) -> list[RowContext]:
-    """Contexts of the last committed token's row, then of each verified node's. Cost: per node a tuple of its path."""
-    session, tree = candidate.session, candidate.tree
+    """Contexts of the last committed token's row, then of each verified node's.
+
+    Cost: per node a tuple of its path where the tokens before it count; else one context for each depth.
+    """
+    session, tree, num_nodes = candidate.session, candidate.tree, candidate.num_nodes
+    params, num_tokens, num_prompt_tokens = session.params, session.num_tokens, session.body.num_prompt_tokens
+    if not params.needs_history:
+        depths = tree.depths[:num_nodes]
+        end = num_tokens + 1 + max(depths, default=0)
+        by_depth = [RowContext(params, position, num_prompt_tokens) for position in range(num_tokens, end)]
+        return [by_depth[0], *map(by_depth.__getitem__, depths)]
     paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tree.token_ids[: candidate.num_nodes], tree.parents, strict=False):
+    for token, parent in zip(tree.token_ids[:num_nodes], tree.parents, strict=False):
         paths.append((*paths[parent + 1], token))
-    params, history = session.params, session.history
-    num_tokens, num_prompt_tokens = session.num_tokens, session.body.num_prompt_tokens
     return [
         RowContext(
             params=params,
             position=num_tokens + len(path),
             num_prompt_tokens=num_prompt_tokens,
-            history=history,
+            history=session.history,
             extra_tokens=path,
         )
         for path in paths

@@ -87,6 +87,8 @@ class Verifier(Role[TargetSession], PassObserver):
         self._recorder = recorder
         self._apart = FaultIsolation[TargetSession](lambda session: session.num_tokens)
         self._masks = MaskFilling(worth_a_thread_s(self._identity.device))
+        self._groups: list[list[TargetSession]] = []
+        """Sessions that may step in this turn, in groups that share a step; sessions under isolation form their own."""
         self._pass_keys: list[bytes] = []
         """Keys of the sessions of the last pass."""
         self._recording = DeferredStepMetrics(recorder)
@@ -232,10 +234,12 @@ class Verifier(Role[TargetSession], PassObserver):
         self._turn_times.due_at_s = now_s
         self._swap.poll()
         self._admission.poll()
-        self._proposals.draft(self._admission.ready(), self.pacing)
+        if self._own_draft.is_there:
+            self._proposals.draft(self._admission.ready(), self.pacing)
         self._turn_times.began_s = time.monotonic()
         self._proposals.gather(self._admission.ready(), self.pacing, now_s)
-        for group in self._groups():
+        self._groups = self._apart.groups(self._admission.ready())
+        for group in self._groups:
             try:
                 self.pacing.plan(group, now_s)
             except Exception as error:
@@ -243,7 +247,7 @@ class Verifier(Role[TargetSession], PassObserver):
 
     def wait_s(self, now_s: float) -> float | None:
         """Seconds until the next step or poll is due; None: not before a frame arrives."""
-        waits_s = [wait_s for group in self._groups() if (wait_s := self.pacing.wait_s(group, now_s)) is not None]
+        waits_s = [wait_s for group in self._groups if (wait_s := self.pacing.wait_s(group, now_s)) is not None]
         idle_s = POLL_S if self._admission.is_compiling or self._swap.is_under_way else None
         return min(waits_s, default=idle_s)
 
@@ -253,7 +257,7 @@ class Verifier(Role[TargetSession], PassObserver):
         While a GPU computes the pass, `_during_pass` runs.
         """
         started_s = time.monotonic()
-        groups = self._groups()
+        groups = self._groups
         group, only = groups[0], None
         if len(groups) > 1:
             group = next((each for each in groups if self.pacing.wait_s(each, self._turn_times.due_at_s) == 0), group)
@@ -334,7 +338,7 @@ class Verifier(Role[TargetSession], PassObserver):
         first."""
         if self._engine.launch_pass is None or self._own_draft.is_there or self.local_drafters.has_drafters:
             return False
-        return bool(self._admission.ready())
+        return any(session.seq.is_ready for session in self._admission.by_seq.values())
 
     def _fail_undecided(self, undecided: Undecided) -> None:
         """End a session that cannot be decided on; after NaN its KV is never shared."""
@@ -378,10 +382,6 @@ class Verifier(Role[TargetSession], PassObserver):
         return {}
 
     # --- details
-
-    def _groups(self) -> list[list[TargetSession]]:
-        """Sessions that may step, in groups that share a step; sessions under isolation form their own groups."""
-        return self._apart.groups(self._admission.ready())
 
     def pass_chosen(self, sequences: list[Sequence]) -> None:
         """Note the keys of the pass's sessions."""

@@ -7,7 +7,8 @@ position_ids[r]``, always in order of position: the first ``context_lens[r]`` of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
 from specdec.engine.states.plan import StatePlan, plan_of
 from specdec.engine.tap import HiddenTap
+from specdec.engine.tree import TokenTree
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -73,54 +75,65 @@ class ItemRows:
 def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str) -> tuple[Batch, list[ItemRows]]:
     """A non-empty step as tensors on `device`.
 
-    Cost: one host-to-device copy, and a number of array operations that does not depend on the number of sequences.
+    Cost: one host-to-device copy; for each item some extensions of lists, whatever its number of rows.
     """
     items = step.items
-    if _are_single(items):
-        return _build_single(items, block_size, device)
-    num_rows = np.array([item.num_new_tokens + item.num_tree_nodes for item in items], np.int64)
-    starts = np.array([item.start for item in items], np.int64)
-    row_ends = np.cumsum(num_rows)
-    total = int(row_ends[-1])
-
-    block_tables = _block_tables(items)
-    row_seq = np.repeat(np.arange(len(items)), num_rows)
-    # An item's rows write one run of logical slots, nodes after tokens.
-    logical_slots = np.arange(total) + np.repeat(starts - row_ends + num_rows, num_rows)
-    blocks = block_tables[row_seq, logical_slots // block_size].astype(np.int64)
-    slot_mapping = blocks * block_size + logical_slots % block_size
-    position_ids = logical_slots
-    context_lens = (logical_slots + 1).astype(np.int32)
-    path_offsets, path_slots = np.zeros(total + 1, np.int32), np.zeros(0, np.int32)
-    if any(item.num_tree_nodes and not _is_in_place(item) for item in items):
-        path_offsets, path_slots = _lay_out_paths(items, position_ids, context_lens, slot_mapping)
-
     input_ids: list[int] = []
-    logits_indices: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logits: list[int] = []
+    row_seq: list[int] = []
+    contexts: list[int] = []
+    path_ends = [0]
+    path_slots: list[int] = []
     item_rows: list[ItemRows] = []
+    for line, item in enumerate(items):
+        seq, start, num_new, num_nodes = item.seq, item.start, item.num_new_tokens, item.num_tree_nodes
+        first_row, first_logits, end = len(input_ids), len(logits), start + num_new + num_nodes
+        logits += _rows_with_logits(item, first_row)
+        item_rows.append(ItemRows(item, first_logits, len(logits) - first_logits))
+        # An item's rows write one run of logical slots, nodes after tokens.
+        slots += _physical_slots(seq.block_ids, start, end, block_size)
+        row_seq += [line] * (end - start)
+        input_ids += seq.token_ids[start : start + num_new]
+        tree, num_in_place = seq.tree, 0
+        if num_nodes and tree is not None:
+            input_ids += tree.token_ids[:num_nodes]
+            num_in_place = min(num_nodes, tree.num_in_place)
+        num_flat = num_new + num_in_place
+        positions += range(start, start + num_flat)
+        contexts += range(start + 1, start + num_flat + 1)
+        path_ends += [len(path_slots)] * num_flat
+        if num_in_place < num_nodes and tree is not None:
+            contexts += [len(seq.token_ids)] * (num_nodes - num_in_place)
+            for path in _paths(tree, num_in_place, slots[first_row + num_new :]):
+                positions.append(len(seq.token_ids) - 1 + len(path))
+                path_slots += path
+                path_ends.append(len(path_slots))
+    num_rows, width = len(input_ids), max([len(item.seq.block_ids) for item in items])
+    narrow = array("i", [*row_seq, *contexts, *path_ends, *path_slots])
     for item in items:
-        first_logits = len(logits_indices)
-        logits_indices += _rows_with_logits(item, len(input_ids))
-        item_rows.append(ItemRows(item, first_logits, len(logits_indices) - first_logits))
-        input_ids += item.seq.token_ids[item.start : item.start + item.num_new_tokens]
-        if item.num_tree_nodes and item.seq.tree is not None:
-            input_ids += item.seq.tree.token_ids[: item.num_tree_nodes]
-
-    (ids, positions, slots, logits), (seqs, contexts, offsets, paths, tables) = to_device(
-        [np.array(input_ids, np.int64), position_ids, slot_mapping, np.array(logits_indices, np.int64)],
-        [row_seq.astype(np.int32), context_lens, path_offsets, path_slots, block_tables.reshape(-1)],
+        narrow += item.seq.block_ids
+        narrow.frombytes(bytes(narrow.itemsize * (width - len(item.seq.block_ids))))
+    [wide_words], [narrow_words] = to_device(
+        [np.frombuffer(array("q", [*input_ids, *positions, *slots, *logits]), np.int64)],
+        [np.frombuffer(narrow, np.int32)],
         device,
+    )
+    ids, position_ids, slot_mapping, logits_indices = wide_words.split([num_rows, num_rows, num_rows, len(logits)])
+    seqs, context_lens, path_offsets, paths, tables = narrow_words.split(
+        [num_rows, num_rows, num_rows + 1, len(path_slots), len(items) * width]
     )
     batch = Batch(
         input_ids=ids,
-        position_ids=positions,
-        slot_mapping=slots,
+        position_ids=position_ids,
+        slot_mapping=slot_mapping,
         row_seq=seqs,
-        context_lens=contexts,
-        path_offsets=offsets,
+        context_lens=context_lens,
+        path_offsets=path_offsets,
         path_slots=paths,
-        block_tables=tables.view(block_tables.shape),
-        logits_indices=logits,
+        block_tables=tables.view(len(items), width),
+        logits_indices=logits_indices,
         num_seqs=len(items),
         states=_states(items),
     )
@@ -130,57 +143,6 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
 def _states(items: list[ScheduledItem]) -> StatePlan | None:
     states = [item.states for item in items if item.states is not None]
     return plan_of(states) if states else None
-
-
-def _are_single(items: list[ScheduledItem]) -> bool:
-    """Whether each item is one token with logits, as in plain decoding and most steps of a draft."""
-    return all(
-        item.num_new_tokens == 1 and item.num_tree_nodes == 0 and item.completes and item.seq.wants_logits
-        for item in items
-    )
-
-
-def _build_single(
-    items: list[ScheduledItem], block_size: int, device: torch.device | str
-) -> tuple[Batch, list[ItemRows]]:
-    """`build_batch` of single-token items with fewer array operations, which matter beside a small model."""
-    num_rows = len(items)
-    rows = range(num_rows)
-    tokens, positions, slots = [], [], []
-    for item in items:
-        position = item.start
-        tokens.append(item.seq.token_ids[position])
-        positions.append(position)
-        slots.append(item.seq.block_ids[position // block_size] * block_size + position % block_size)
-    contexts = [position + 1 for position in positions]
-    tables = _block_tables(items)
-    [wide], [narrow] = to_device(
-        [np.array([*tokens, *positions, *slots, *rows], np.int64)],
-        [np.concatenate([np.array([*rows, *contexts, *([0] * (num_rows + 1))], np.int32), tables.reshape(-1)])],
-        device,
-    )
-    ids, position_ids, slot_mapping, logits_indices = wide.view(4, num_rows).unbind()
-    seqs, context_lens, path_offsets, table = narrow.split([num_rows, num_rows, num_rows + 1, tables.size])
-    batch = Batch(
-        input_ids=ids,
-        position_ids=position_ids,
-        slot_mapping=slot_mapping,
-        row_seq=seqs,
-        context_lens=context_lens,
-        path_offsets=path_offsets,
-        path_slots=narrow[:0],
-        block_tables=table.view(tables.shape),
-        logits_indices=logits_indices,
-        num_seqs=num_rows,
-        states=_states(items),
-    )
-    return batch, [ItemRows(item, row, 1) for row, item in zip(rows, items, strict=True)]
-
-
-def _is_in_place(item: ScheduledItem) -> bool:
-    """Whether the scheduled nodes form a chain, which is read through the block table."""
-    tree = item.seq.tree
-    return tree is None or item.num_tree_nodes <= tree.num_in_place
 
 
 def _rows_with_logits(item: ScheduledItem, first_row: int) -> range:
@@ -195,32 +157,26 @@ def _rows_with_logits(item: ScheduledItem, first_row: int) -> range:
     return range(last_token, end)
 
 
-def _block_tables(items: list[ScheduledItem]) -> Int32Array:
-    tables = np.zeros((len(items), max(len(item.seq.block_ids) for item in items)), np.int32)
-    for line, item in zip(tables, items, strict=True):
-        line[: len(item.seq.block_ids)] = item.seq.block_ids
-    return tables
+def _physical_slots(block_ids: array[int], start: int, end: int, block_size: int) -> Iterable[int]:
+    """Physical slots of the logical slots `start` to `end`: one range for each block."""
+    index, offset = divmod(start, block_size)
+    first = block_ids[index] * block_size + offset
+    if offset + end - start <= block_size:
+        return range(first, first + end - start)
+    slots = list(range(first, first + block_size - offset))
+    for block in block_ids[index + 1 : (end - 1) // block_size + 1]:
+        slots += range(block * block_size, (block + 1) * block_size)
+    return slots[: end - start]
 
 
-def _lay_out_paths(
-    items: list[ScheduledItem], position_ids: Int64Array, context_lens: Int32Array, slot_mapping: Int64Array
-) -> tuple[Int32Array, Int32Array]:
-    """Set positions, by depth, of nodes off the leading chain. Returns their paths as offsets and slots."""
-    path_lens = np.zeros(len(position_ids) + 1, np.int32)
-    path_rows: list[int] = []
-    row = 0
-    for item in items:
-        row += item.num_new_tokens
-        tree, length = item.seq.tree, len(item.seq.token_ids)
-        if tree is not None and not _is_in_place(item):
-            for node in range(tree.num_in_place, item.num_tree_nodes):
-                depth = tree.depths[node]
-                position_ids[row + node] = length - 1 + depth
-                context_lens[row + node] = length
-                path_lens[row + node + 1] = depth
-                path_rows += [row + ancestor for ancestor in tree.path(node)]
-        row += item.num_tree_nodes
-    return np.cumsum(path_lens, dtype=np.int32), slot_mapping[path_rows].astype(np.int32)
+def _paths(tree: TokenTree, num_in_place: int, slots: list[int]) -> list[list[int]]:
+    """Slots of the path to each node off the leading chain; `slots`: of all nodes."""
+    paths: list[list[int]] = []
+    for node in range(num_in_place, len(slots)):
+        parent = tree.parents[node]
+        above = slots[: parent + 1] if parent < num_in_place else paths[parent - num_in_place]
+        paths.append([*above, slots[node]])
+    return paths
 
 
 def to_device(
@@ -228,8 +184,8 @@ def to_device(
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Arrays as tensors on a device, by a single copy unless the device is the CPU."""
     if torch.device(device).type == "cpu":
-        return [torch.from_numpy(array) for array in wide], [torch.from_numpy(array) for array in narrow]
-    packed = torch.from_numpy(np.concatenate([*(array.view(np.int32) for array in wide), *narrow]))
+        return [torch.from_numpy(each) for each in wide], [torch.from_numpy(each) for each in narrow]
+    packed = torch.from_numpy(np.concatenate([*(each.view(np.int32) for each in wide), *narrow]))
     return unpacked(packed.to(device, non_blocking=True), [len(each) for each in wide], [len(each) for each in narrow])
 
 

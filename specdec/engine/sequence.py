@@ -98,7 +98,7 @@ class Sequence:
     @property
     def is_ready(self) -> bool:
         """Whether a step can compute something for this sequence."""
-        return not self.paused and not self.is_idle
+        return not self.paused and (len(self.token_ids) > self.num_served_tokens or bool(self.tree))
 
     @property
     def is_idle(self) -> bool:

@@ -102,6 +102,11 @@ class TokenTree:
         existing = self._children.get((parent, token_id))
         return self._append(parent, token_id) if existing is None else existing
 
+    @property
+    def is_set(self) -> bool:
+        """Whether children of one parent have different tokens."""
+        return len(self._children) == len(self.token_ids)
+
     def subtree(self, root: int) -> tuple[TokenTree, dict[int, int]]:
         """The tree below `root`, with `ROOT` in its place, and the new index of each node."""
         below, mapping = TokenTree(), {root: ROOT}

@@ -32,10 +32,17 @@ class Expectations:
 
     def path_scores(self, session: TargetSession, max_depth: int) -> list[float]:
         """Estimated probability that each node is reached and accepted; 0 for nodes deeper than `max_depth`."""
-        tokens = session.tree.tokens
+        tokens, nodes = session.tree.tokens, session.tree.nodes
         is_rejection = session.mode is VerifyMode.REJECTION
         scores: list[float] = []
-        for node, parent, depth in zip(session.tree.nodes, tokens.parents, tokens.depths, strict=True):
+        if not (is_rejection or session.tree.has_offers):
+            own = session.own_records.get(DRAFT_MODEL)
+            rates = self.acceptance[DRAFT_MODEL].rates([node.score for node in nodes], tokens.depths, own)
+            for rate, parent, depth in zip(rates, tokens.parents, tokens.depths, strict=True):
+                above = scores[parent] if parent >= 0 else 1.0
+                scores.append(rate * above if depth <= max_depth else 0.0)
+            return scores
+        for node, parent, depth in zip(nodes, tokens.parents, tokens.depths, strict=True):
             if depth > max_depth or (is_rejection and not node.is_drawn):
                 rate = 0.0
             elif is_rejection and not node.is_local:
@@ -108,14 +115,18 @@ class Expectations:
 
     def _observe_offers(self, session: TargetSession, token_ids: Sequence[int]) -> None:
         """Learn from all nodes below a committed token, verified or not; `token_ids`: the tokens committed now."""
-        if not session.tree.nodes:
+        tree = session.tree
+        if not tree.nodes:
             return
-        tokens, is_rejection = session.tree.tokens, session.mode is VerifyMode.REJECTION
+        tokens, is_rejection = tree.tokens, session.mode is VerifyMode.REJECTION
+        if is_rejection and not tree.has_offers:
+            return
         depths = {ROOT: 0}
-        for node, (payload, parent) in enumerate(zip(session.tree.nodes, tokens.parents, strict=True)):
+        for node, parent in enumerate(tokens.parents):
             depth = depths.get(parent, len(token_ids))
             if depth == len(token_ids):
                 continue
+            payload = tree.nodes[node]
             is_next = tokens.token_ids[node] == token_ids[depth]
             if is_next:
                 depths[node] = depth + 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specdec.target_service.policy.means import PRIOR_WEIGHT, SLOW_WEIGHT, WEIGHT
@@ -64,6 +65,19 @@ class SourceRecord:
         self.bands[bisect(_DEPTHS, depth) - 1][band].observe(accepted)
         if own is not None:
             own.bands[band].observe(accepted, WEIGHT)
+
+    def rates(self, scores: Sequence[float], depths: Sequence[int], own: OwnRecord | None) -> list[float]:
+        """`rate` of many nodes, whose scores are from 0 to 1."""
+        found: list[float] = []
+        for score, depth in zip(scores, depths, strict=True):
+            band = min(int(score * NUM_BANDS), NUM_BANDS - 1)
+            counts = self.bands[bisect(_DEPTHS, depth) - 1][band]
+            rate = (counts.accepted + PRIOR_WEIGHT * score) / (counts.reached + PRIOR_WEIGHT)
+            if own is not None:
+                counts = own.bands[band]
+                rate = (counts.accepted + PRIOR_WEIGHT * rate) / (counts.reached + PRIOR_WEIGHT)
+            found.append(rate)
+        return found
 
     def rate(self, score: float, depth: int, own: OwnRecord | None) -> float:
         """Estimated probability that a node of this score is accepted when its parent is."""

@@ -42,14 +42,12 @@ class Gathering:
         self._fault = fault
 
     def draft(self, ready: Sequence[TargetSession], pacing: Pacing) -> None:
-        """Ask the draft in this process, if there is one and a call is worth its time.
+        """Ask the draft in this process, which is there, if a call is worth its time.
 
         Drafters that gain more tokens per second are asked before it, which lowers its headroom; `gather` asks the
         others after it.
         """
         draft = self._own_draft
-        if not draft.is_there:
-            return
         due = [session for session in ready if session.state is SessionState.DECIDED]
         if not due:
             return

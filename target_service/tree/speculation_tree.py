@@ -46,6 +46,8 @@ class SpeculationTree:
     """Microseconds of drafting the nodes on the deepest path, since the last verdict."""
     num_hung: dict[str, int] = field(default_factory=dict)
     """Number of nodes that drafts proposed first among drafts, by `Node.draft`, since the last verdict."""
+    has_offers: bool = False
+    """Whether the target's own drafters have offered nodes for the next step."""
     has_window: bool = False
     """Whether some nodes belong to a drafter's window, for the next step only."""
 
@@ -61,13 +63,15 @@ class SpeculationTree:
                 if parent == above and self.nodes[node].is_drawn and not self.nodes[node].is_local:
                     above, depth = node, depth + 1
             return depth
+        if not self.has_offers:
+            return max(self.tokens.depths, default=0)
         depths = zip(self.tokens.depths, self.nodes, strict=True)
         return max([depth for depth, node in depths if node.source == DRAFT_MODEL], default=0)
 
     @property
     def is_local(self) -> bool:
         """Whether no draft has proposed any node."""
-        return all(node.is_local for node in self.nodes)
+        return all(node.is_local for node in self.nodes) if self.has_offers else not self.nodes
 
     def merge(
         self, proposal: pb.Proposal, committed: list[int], nodes: tuple[list[int], list[int]] | None = None
@@ -124,6 +128,7 @@ class SpeculationTree:
         check_tree(token_ids, parents, self.vocab_size)
         if len(scores) != len(token_ids) or not all(0.0 <= score <= 1.0 for score in scores):
             raise TreeError("scores", f"{scores} are not one for each of {len(token_ids)} nodes, from 0 to 1")
+        self.has_offers = True
         places: list[int | None] = []
         first_window_node = len(token_ids) if first_window_node is None else first_window_node
         for index, (token, parent, score) in enumerate(zip(token_ids, parents, scores, strict=True)):
@@ -142,6 +147,9 @@ class SpeculationTree:
 
     def drop_local(self) -> int:
         """Drop nodes that no draft has proposed, and end windows; returns the number of dropped nodes."""
+        if not self.has_offers:
+            return 0
+        self.has_offers = False
         if self.has_window:
             self.nodes = [replace(node, is_window=False) if node.is_window else node for node in self.nodes]
             self.has_window = False
@@ -172,7 +180,7 @@ class SpeculationTree:
 
     def clear(self) -> int:
         """Drop all nodes; returns their number."""
-        dropped = len(self.nodes)
+        dropped, self.has_offers = len(self.nodes), False
         if dropped:
             self.tokens, self.nodes = TokenTree(), []
         return dropped
@@ -230,6 +238,8 @@ class SpeculationTree:
         with the payload of the first.
         """
         payload_of = payloads(proposal)
+        if self._replace(proposal, payload_of, token_ids, parents, walked):
+            return
         num_walked, num_below, is_full = len(walked), 0, False
         # The place of each node. Up to num_walked: the number of walked tokens that it and its ancestors repeat, where
         # num_walked is the root. Above: num_walked + 1 + its index in the tree.
@@ -248,6 +258,43 @@ class SpeculationTree:
                 place = above + 1
             places.append(place)
         self.num_stale += len(token_ids) - num_below
+
+    def _replace(
+        self,
+        proposal: pb.Proposal,
+        payload_of: Callable[[int], Node],
+        token_ids: list[int],
+        parents: list[int],
+        walked: list[int],
+    ) -> bool:
+        """Merge the usual proposal at once: a draft model's whole tree, which begins with this tree's nodes.
+
+        Returns False, and changes nothing, if it is another proposal.
+        """
+        if self.is_chain or self.has_offers or proposal.drafters or proposal.distributions:
+            return False
+        grown, root = TokenTree(token_ids, parents), ROOT
+        if not grown.is_set:
+            return False
+        indices = list(range(len(token_ids)))
+        for token in walked:
+            child = grown.child(root, token)
+            if child is None:
+                self.num_stale += len(token_ids)
+                return True
+            root = child
+        if walked:
+            grown, moved = grown.subtree(root)
+            indices = list(moved)
+        known, present = len(self.nodes), self.tokens
+        if grown.token_ids[:known] != present.token_ids or grown.parents[:known] != present.parents:
+            return False
+        self.tokens = grown
+        self.nodes += map(payload_of, indices[known:])
+        self.num_stale += len(token_ids) - len(grown)
+        if num_new := len(grown) - known:
+            self.num_hung[DRAFT_MODEL] = self.num_hung.get(DRAFT_MODEL, 0) + num_new
+        return True
 
     def _place_proposed(self, payload_of: Callable[[int], Node], index: int, above: int, token: int) -> int | None:
         """Index of a draft's node in the tree; None: there is no room. Counts a node that no draft proposed before."""

@@ -180,7 +180,8 @@ class ModelDrafter(Role[DraftSession]):
         except EngineError as error:
             raise context_end(error, session.num_committed) from error
         self._work.committed(session, len(new), num_found, num_nodes - num_found - len(session.tree))
-        session.history.append(new)
+        if session.params.needs_history:
+            session.history.append(new)
         self._follow_grammar(session, new)
         self._engine.finalize(session.heads[0].seq, session.num_committed)
         if not len(session.tree):

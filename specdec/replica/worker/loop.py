@@ -58,7 +58,7 @@ class EngineWorker(Generic[SessionT]):
     """Runs one role over one engine port until the servicer goes or stops it."""
 
     most_taking_s = 0.1
-    """Seconds of processor time per turn for arrived frames, so that steps go on and no turn looks stuck."""
+    """Seconds per turn for arrived frames, so that steps go on and no turn looks stuck."""
 
     def __init__(
         self,
@@ -141,9 +141,9 @@ class EngineWorker(Generic[SessionT]):
     def _take(self, frames: Iterable[Frame], is_over: Callable[[], bool] | None = None) -> None:
         """Handle left-over frames, or else `frames`, until `is_over` or the turn's time is used up."""
         rest = self._rest = self._rest or self._handled(frames)
-        until_s = time.thread_time() + self.most_taking_s
+        until_s = time.monotonic() + self.most_taking_s
         for _ in rest:
-            if time.thread_time() >= until_s if is_over is None else is_over():
+            if time.monotonic() >= until_s if is_over is None else is_over():
                 return
         self._rest = None
 

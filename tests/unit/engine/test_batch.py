@@ -6,8 +6,9 @@ from dataclasses import fields
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from specdec.engine import batch as batch_module
 from specdec.engine.batch import build_batch
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
 from specdec.engine.sequence import Sequence
@@ -135,24 +136,56 @@ def test_a_step_goes_to_another_device_in_one_copy_and_arrives_as_it_was(
         assert same, field.name
 
 
-@pytest.mark.parametrize("num_seqs", [1, 2, 7])
-def test_a_step_of_single_tokens_is_laid_out_like_any_other(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = [1, 4, 5, 30, 8, 17, 2][:num_seqs]
-    seqs = [sequence(length, list(range(i, i + 1 + length // BLOCK_SIZE))) for i, length in enumerate(lengths)]
-    step = ScheduledStep([item(seq, length - 1, 1) for seq, length in zip(seqs, lengths, strict=True)])
+def a_tree(parents: list[int]) -> TokenTree:
+    return TokenTree([50 + node for node in range(len(parents))], parents)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> ScheduledStep:
+    """Items with blocks in any order: chunks, single tokens, and whole or cut trees below a token that is computed."""
+    items = []
+    free = draw(st.permutations(range(60)))
+    for _ in range(draw(st.integers(1, 4))):
+        length = draw(st.integers(1, 20))
+        parents = [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(0, 7)))]
+        completes = draw(st.booleans())
+        start = draw(st.integers(0, length - 1))
+        num_new = length - start if completes else draw(st.integers(1, length - start))
+        num_nodes = draw(st.integers(0, len(parents))) if start + num_new == length else 0
+        num_blocks = -(-(length + num_nodes) // BLOCK_SIZE)
+        seq = sequence(length, free[:num_blocks], a_tree(parents) if parents else None)
+        seq.prompt_logits, seq.wants_logits = draw(st.booleans()), draw(st.booleans())
+        free = free[num_blocks:]
+        items.append(item(seq, start, num_new, num_nodes))
+    return ScheduledStep(items)
+
+
+@given(step=steps())
+def test_each_row_has_its_token_place_and_path(step: ScheduledStep) -> None:
     batch, rows = build_batch(step, BLOCK_SIZE, "cpu")
-    monkeypatch.setattr(batch_module, "_are_single", lambda items: False)
-    expected, expected_rows = build_batch(step, BLOCK_SIZE, "cpu")
     check_batch(batch)
-    assert rows == expected_rows
-    for field in fields(batch):
-        ours, theirs = getattr(batch, field.name), getattr(expected, field.name)
-        if isinstance(ours, torch.Tensor):
-            assert ours.is_contiguous()
-            assert ours.dtype == theirs.dtype
-            assert torch.equal(ours, theirs), field.name
-        else:
-            assert ours == theirs
+    row, with_logits = 0, []
+    for line, (each, of_item) in enumerate(zip(step.items, rows, strict=True)):
+        seq, length = each.seq, len(each.seq.token_ids)
+        slots = [block * BLOCK_SIZE + offset for block in seq.block_ids for offset in range(BLOCK_SIZE)]
+        first_logits = len(with_logits)
+        for place in range(each.start, each.start + each.num_new_tokens + each.num_tree_nodes):
+            node = place - length
+            tree = seq.tree if node >= 0 else None
+            path = [] if tree is None else [slots[length + above] for above in tree.path(node)]
+            assert batch.row_seq[row] == line
+            assert batch.input_ids[row] == (seq.token_ids[place] if tree is None else tree.token_ids[node])
+            assert batch.position_ids[row] == (place if tree is None else length - 1 + len(path))
+            assert batch.slot_mapping[row] == slots[place]
+            assert attended_slots(batch, row, BLOCK_SIZE) == [*slots[: place + 1 if tree is None else length], *path]
+            if seq.prompt_logits or (
+                each.completes and place >= length - 1 and (seq.wants_logits or each.num_tree_nodes)
+            ):
+                with_logits.append(row)
+            row += 1
+        assert (of_item.row_start, of_item.num_rows) == (first_logits, len(with_logits) - first_logits)
+    assert batch.logits_indices.tolist() == with_logits
+    assert len(batch.input_ids) == row
 
 
 @pytest.mark.parametrize("change", ["chunk", "not its last", "no logits", "nodes"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from specdec.target_service.policy.acceptance import Acceptance, SourceRecord
+from specdec.target_service.policy.acceptance import Acceptance, OwnRecord, SourceRecord
 from specdec.target_service.policy.step_time import StepTimeModel
 from specdec.target_service.policy.urgency import urgency
 from specdec.target_service.policy.verify_policy import select_nodes
@@ -153,3 +155,14 @@ def test_what_a_token_is_worth_follows_the_wish() -> None:
     assert urgency(0.01, 0.5, 100) < 0.4
     assert urgency(1e-6, 1e6, 1) == 16.0
     assert urgency(4294.0, 0.0, 10_000_000) == 1 / 16
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_the_rates_of_many_nodes_are_those_of_each(has_own: bool) -> None:
+    record, own = SourceRecord(), OwnRecord() if has_own else None
+    draws = random.Random(5)
+    for _ in range(400):
+        record.observe(draws.random(), draws.randint(1, 64), draws.random() < 0.6, own)
+    scores = [number / 255 for number in range(256)]
+    depths = [1 + number % 64 for number in range(256)]
+    assert record.rates(scores, depths, own) == [record.rate(*each, own) for each in zip(scores, depths, strict=True)]

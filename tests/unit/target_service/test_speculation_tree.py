@@ -354,6 +354,55 @@ def test_a_tree_has_the_paths_of_all_proposals_that_go_on_from_what_is_committed
     assert tree.num_stale == num_stale
 
 
+class OneByOne(SpeculationTree):
+    """Places every node for itself."""
+
+    def _replace(self, *_proposal: object) -> bool:
+        return False
+
+
+@st.composite
+def growing(draw: st.DrawFn) -> list[tuple[int, list[int], list[int], bytes]]:
+    """Proposals of a draft that adds to its tree, and begins anew now and then; some have equal siblings."""
+    found: list[tuple[int, list[int], list[int], bytes]] = []
+    token_ids: list[int] = []
+    parents: list[int] = []
+    start = draw(st.integers(1, 4))
+    for _ in range(draw(st.integers(1, 4))):
+        if draw(st.integers(0, 3)) == 0:
+            start, token_ids, parents = draw(st.integers(1, 4)), [], []
+        for _ in range(draw(st.integers(0, 8))):
+            parents = [*parents, draw(st.integers(-1, len(parents) - 1))]
+            token_ids = [*token_ids, draw(st.integers(0, 3))]
+        has_scores = draw(st.booleans())
+        found.append((start, token_ids, parents, draw(st.binary(min_size=len(parents), max_size=len(parents)))))
+        if not has_scores:
+            found[-1] = (*found[-1][:3], b"")
+    return found
+
+
+@given(committed=st.lists(st.integers(0, 3), min_size=4, max_size=7), proposals=growing(), offers=st.booleans())
+def test_a_tree_that_is_taken_over_whole_is_the_one_merged_node_by_node(
+    committed: list[int], proposals: list[tuple[int, list[int], list[int], bytes]], offers: bool
+) -> None:
+    trees = SpeculationTree(vocab_size=4), OneByOne(vocab_size=4)
+    for number, (start, token_ids, parents, scores) in enumerate(proposals):
+        known = committed[: 4 + number]
+        for tree in trees:
+            if offers and number == 1:
+                tree.hang("ngram", [1, 2], [-1, 0], [0.5, 0.25])
+            tree.merge(proposal(token_ids, parents, start, scores=scores), known)
+            if number % 2:
+                tree.advance(committed[4 + number : 5 + number])
+                tree.drop_local()
+        whole, single = trees
+        assert shape(whole) == shape(single)
+        assert whole.nodes == single.nodes
+        assert (whole.num_stale, whole.num_hung) == (single.num_stale, single.num_hung)
+        assert (whole.lasting_depth, whole.is_local) == (single.lasting_depth, single.is_local)
+        assert whole.tokens.depths == [len(whole.tokens.path(node)) for node in range(len(whole))]
+
+
 def test_a_window_is_for_one_step_and_what_a_draft_proposed_of_it_stays_as_any_node() -> None:
     tree = tree_of(proposal([5, 6]))
     tree.hang("lookahead", [5, 7], [-1, -1], [0.5, 0.5], 0)
