@@ -89,7 +89,7 @@ def test_chains_that_are_late_lost_repeated_or_verified_in_part_leave_the_distri
 # --- chains that a draft prepares below likely corrections
 
 
-@pytest.mark.parametrize("method", [pb.REJECTION_SAMPLE_METHOD_STANDARD, BLOCK])
+@pytest.mark.parametrize("method", [pb.REJECTION_SAMPLE_METHOD_STANDARD, pytest.param(BLOCK, marks=pytest.mark.long)])
 def test_chains_prepared_below_corrections_leave_the_distribution(
     method: pb.RejectionSampleMethod.ValueType, pair: LocalPair
 ) -> None:
