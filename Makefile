@@ -295,14 +295,15 @@ images:  ## Build the images.
 metrics-doc: $(STAMP)  ## Write docs/metrics.md from the definitions.
 	@$(BIN)/python -m specdec.telemetry.catalogue > docs/metrics.md
 
-# In an environment of its own: the locks are written by no version of what they pin.
+# In an environment of its own: the locks are written by no version of what they pin. Tokenizers ask for huggingface-hub, with
+# which they download; here they read what targets and files have.
 .PHONY: locks
 locks: $(STAMP)  ## Write deploy/locks: what the coordinator's and the gateway's images install, by hash.
 	@test -x .tools/uv/bin/uv || { "$(PYTHON)" -m venv .tools/uv && .tools/uv/bin/pip install --quiet uv==$(UV_VERSION); }
 	for image in coordinator gateway; do
 	    { echo '# Written by `make locks`: what the image installs, each file by its hash.'
 	      .tools/uv/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
-	          --no-annotate --no-header --upgrade $$([ $$image = coordinator ] || echo --extra $$image); } > deploy/locks/$$image.txt
+	          --overrides <(echo 'huggingface-hub ; sys_platform == "never"') --no-annotate --no-header --upgrade $$([ $$image = coordinator ] || echo --extra $$image); } > deploy/locks/$$image.txt
 	done
 
 .PHONY: audit-dependencies

@@ -51,6 +51,8 @@ def fetch(
             folder, _ = fetch_model(model, revision, tell, _TERMINAL_S if is_terminal else _LOG_S)
         except ModelLoadError as error:
             raise ClusterFailed(str(error)) from None
+        except ModuleNotFoundError as error:  # Images without an engine leave the hub's client out.
+            raise ClusterFailed(f"this needs {error.name}: pip install 'specdec[engine]'") from None
         finally:
             timer.cancel()
     if is_terminal:

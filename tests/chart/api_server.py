@@ -1,4 +1,4 @@
-"""As much of a Kubernetes API server as helm needs in the life of a release: objects, patches, Jobs."""
+"""As much of a Kubernetes API server as helm needs in the life of a release: objects, patches, Jobs, test pods."""
 
 from __future__ import annotations
 
@@ -80,17 +80,15 @@ def api_server(folder: Path) -> Iterator[Cluster]:
             if url.path == "/openapi/v2":  # Encoded; of kinds without a schema helm checks nothing.
                 return self._answer(200, None)
             found = _discovery(url.path) or cluster.objects.get(url.path)
-            if found is None and url.path.endswith("/jobs"):  # helm watches hooks.
+            if found is None and url.path.endswith(("/jobs", "/pods")):  # helm watches hooks.
                 if "watch" in query:
                     return self._answer(200, None)
                 name = query["fieldSelector"][0].removeprefix("metadata.name=")
                 items = [o for p, o in cluster.objects.items() if p == f"{url.path}/{name}"]
-                found = {
-                    "apiVersion": "batch/v1",
-                    "kind": "JobList",
-                    "metadata": {"resourceVersion": "1"},
-                    "items": items,
-                }
+                version, kind = ("batch/v1", "JobList") if url.path.endswith("/jobs") else ("v1", "PodList")
+                found = {"apiVersion": version, "kind": kind, "metadata": {"resourceVersion": "1"}, "items": items}
+            if url.path.endswith("/log") and url.path.removesuffix("/log") in cluster.objects:
+                return self._answer(200, {"ended": url.path.split("/")[-2]})
             if found is None and url.path.endswith("/secrets"):  # Where helm keeps its releases.
                 items = cluster.listed(url.path, query.get("labelSelector", [""])[0])
                 found = {"apiVersion": "v1", "kind": "SecretList", "metadata": {}, "items": items}
@@ -101,6 +99,8 @@ def api_server(folder: Path) -> Iterator[Cluster]:
             cluster.objects[f"{urlsplit(self.path).path}/{document['metadata']['name']}"] = document
             if document["kind"] == "Job":
                 document["status"] = cluster.jobs.run(document, f"http://127.0.0.1:{server.server_port}")
+            if document["kind"] == "Pod":  # Its script has tests of its own.
+                document["status"] = {"phase": "Succeeded"}
             self._answer(201, document)
 
         def do_PUT(self) -> None:
@@ -151,9 +151,9 @@ def api_server(folder: Path) -> Iterator[Cluster]:
 
 
 def _merged(document: Any, patch: Any) -> Any:
-    """A strategic merge patch applied: null removes a field, items of lists with names are merged by name."""
+    """A strategic merge patch applied: null removes a field, items of lists by path or name."""
     if isinstance(document, dict) and isinstance(patch, dict):
-        merged = {**document}
+        merged = {key: value for key, value in document.items() if key in patch.get("$retainKeys", document)}
         for key, value in patch.items():
             if key.startswith("$"):
                 continue
@@ -162,11 +162,14 @@ def _merged(document: Any, patch: Any) -> Any:
             else:
                 merged[key] = _merged(document.get(key), value)
         return merged
-    if isinstance(patch, list) and isinstance(document, list) and all("name" in each for each in patch if each):
-        named = {each["name"]: each for each in document if isinstance(each, dict) and "name" in each}
-        if named:
-            named |= {each["name"]: _merged(named.get(each["name"]), each) for each in patch}
-            return list(named.values())
+    if isinstance(patch, list) and isinstance(document, list):
+        both = [*document, *patch]
+        keys = [key for key in ("mountPath", "name") if all(isinstance(each, dict) and key in each for each in both)]
+        if document and keys:
+            by_key = {each[keys[0]]: each for each in document}
+            by_key |= {each[keys[0]]: _merged(by_key.get(each[keys[0]], {}), each) for each in patch}
+            deleted = {each[keys[0]] for each in patch if each.get("$patch") == "delete"}
+            return [each for key, each in by_key.items() if key not in deleted]
     return patch
 
 

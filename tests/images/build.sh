@@ -2,8 +2,10 @@
 # Builds the images from the unchanged Dockerfile, with the made base image under the name of the Dockerfile's.
 set -euo pipefail
 cd /work
-docker image inspect python:3.11-slim-bookworm > /dev/null 2>&1 ||
-    docker import --change 'CMD ["python3"]' base.tar python:3.11-slim-bookworm > /dev/null
+label='{{index .Config.Labels "specdec.base"}}'
+if [[ $(docker image inspect --format "$label" python:3.11-slim-bookworm 2> /dev/null) != "$BASE_KEY" ]]; then
+    docker import --change 'CMD ["python3"]' --change "LABEL specdec.base=$BASE_KEY" base.tar python:3.11-slim-bookworm > /dev/null
+fi
 if [[ -n $(ls wheels) ]]; then
     # Builds see no files but the context's: wheels come over loopback.
     docker run --detach --rm --name wheels --network host --volume /work/wheels:/wheels:ro --workdir /wheels \

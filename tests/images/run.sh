@@ -14,14 +14,17 @@ python="$(.venv/bin/python -c 'import sys; print(sys.base_prefix)')"
 mkdir -p "$folder"
 command -v debootstrap >/dev/null || { apt-get -qq update && apt-get -qq install --yes --no-install-recommends debootstrap; }
 
-if [[ ! -e $root/.complete ]]; then
+packages=docker.io,docker-cli,docker-buildx,docker-compose,iptables,iproute2,ca-certificates,procps,curl
+if [[ $(cat "$root/.complete" 2>/dev/null) != "$packages" ]]; then
     rm -rf "$root"
-    packages=docker.io,docker-cli,docker-buildx,docker-compose,iptables,iproute2,ca-certificates,procps,curl
     debootstrap --variant=minbase --include="$packages" trixie "$root" "$mirror" > "$folder/root.log"
-    touch "$root/.complete"
+    echo "$packages" > "$root/.complete"
 fi
-if [[ ! -e $folder/base.tar ]]; then
-    rm -rf "$base"
+# A base is used again as long as it would be made in the same way of the same Python: an older one once had pip's commands
+# without pip.
+key="$(cat tests/images/run.sh "$python/bin/python3.11" /etc/ssl/certs/ca-certificates.crt | sha256sum | cut -c 1-16)"
+if [[ $(cat "$folder/base.key" 2>/dev/null) != "$key" ]]; then
+    rm -rf "$base" "$folder/base.tar" "$folder/base.key"
     packages=ca-certificates,libssl3,libsqlite3-0,libffi8,zlib1g,libbz2-1.0,liblzma5,libreadline8,libncursesw6,libexpat1,libuuid1
     debootstrap --variant=minbase --include="$packages" bookworm "$base" "$mirror" > "$folder/base.log"
     # What an official Python image has at this place, without tests and installed packages.
@@ -37,6 +40,7 @@ if [[ ! -e $folder/base.tar ]]; then
     chroot "$base" python3 -m ensurepip > /dev/null  # Official images bring pip, too.
     chroot "$base" python3 -c 'import ssl, sqlite3, ctypes, bz2, lzma, zlib, readline, uuid'
     tar -C "$base" -cf "$folder/base.tar" .
+    echo "$key" > "$folder/base.key"
 fi
 
 # Torch's CPU wheel: from a folder that pip is told of, or else from an index.
@@ -51,6 +55,7 @@ cp -r "$folder/wheels" "$folder/base.tar" "$root/work/"
 cp models/target/model.safetensors "$root/work/models/target/"
 cp /etc/resolv.conf "$root/etc/resolv.conf"
 cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/ca-certificates.crt"
+export BASE_KEY="$key"
 export TORCH_CPU_PIP_ARGS="${TORCH_CPU_PIP_ARGS:-}"
 for part in build try; do
     # Builds use this machine's network for the mirrors; what is tried has a network of its own.

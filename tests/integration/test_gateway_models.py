@@ -109,6 +109,34 @@ async def test_a_key_is_good_for_the_models_whose_coordinators_know_it(tmp_path:
             assert status == expected, answer
 
 
+async def test_a_keys_quota_is_that_of_each_model_and_spent_for_each_alone(tmp_path: Path) -> None:
+    quotas: dict[str, dict[str, float]] = {
+        "scripted": {"tokens_per_s": 0.001, "burst_tokens": 10},
+        "org/coder": {"tokens_per_s": 0.001, "burst_tokens": 20},
+        "org/free": {},
+    }
+    addresses = {}
+    async with AsyncExitStack() as stack:
+        for number, (name, quota) in enumerate(quotas.items()):
+            keys = tmp_path / f"{number}.json"
+            entry = {"id": "mine", "tenant": "mine", "sha256": hash_key("key"), **quota}
+            keys.write_text(json.dumps({"keys": [entry]}))
+            (harness,) = await stack.enter_async_context(serving(name, api_keys_file=keys))
+            addresses[name] = harness.address
+        models = [f"{name}={addresses[name]}" for name in ("org/coder", "org/free")]
+        one = await stack.enter_async_context(gateway(addresses["scripted"], models=models))
+        # Each request takes 11 tokens: 3 of its prompt and 8 new ones.
+        for model, statuses in (
+            ("scripted", [200, 429]),
+            ("org/coder", [200, 200, 429]),
+            ("org/free", [200, 200, 200]),
+            ("scripted", [429]),
+        ):
+            for expected in statuses:
+                status, answer = await asked(one, "/v1/completions", {**PROMPT, "model": model}, "key")
+                assert status == expected, (model, answer)
+
+
 async def test_a_model_may_have_several_coordinators() -> None:
     async with serving("org/coder") as (only,):
         models = [f"org/coder={NOBODY}", f"org/coder={only.address}"]

@@ -16,6 +16,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from typer.main import get_command
 
 from specdec.commands.app import app
@@ -92,7 +93,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Installed]
         extras = name.split("+") if of == "extra" else []
         extra = [line for each in extras for line in PROJECT["optional-dependencies"][each]]
         wanted = requirements_of_image(name, folder) if of == "image" else [*PROJECT["dependencies"], *extra]
-        return without(modules_without(distributions_of(wanted)), folder)
+        # A lock is installed without what it does not name.
+        is_locked = of == "image" and name in ("coordinator", "gateway")
+        there = frozenset(Requirement(line).name for line in wanted) if is_locked else distributions_of(wanted)
+        return without(modules_without(there), folder)
 
     return make
 
@@ -222,6 +226,15 @@ def test_a_command_that_runs_a_model_says_first_and_in_a_line_that_it_needs_the_
         said = errors.removeprefix("doctor: starting\n")
         assert (code, output) == (1, ""), line
         assert re.fullmatch(r"error: this needs \w+: pip install 'specdec\[engine\]'\n", said), f"{line}: {errors}"
+
+
+@pytest.mark.parametrize("stage", ["coordinator", "gateway"])
+def test_an_image_without_the_hubs_client_says_in_a_line_that_it_downloads_nothing(
+    stage: str, made: Callable[[str], Installed]
+) -> None:
+    ((code, output, errors),) = made(f"image {stage}").tell(["fetch org/name"]).values()
+    assert (code, output) == (1, "")
+    assert re.fullmatch(r"error: this needs huggingface_hub: pip install 'specdec\[engine\]'\n", errors), errors
 
 
 @pytest.mark.parametrize(

