@@ -69,11 +69,20 @@ def make_drafter(kind: str, cache: Path | None = None) -> Path:
     if kind == "draft_model":
         write_first_layers(target, _LAYERS, work / "initial")
         more = ("--initial-draft", str(work / "initial"))
+    _forget_other_recipe(work, kind, folder.name)
     command = [sys.executable, "-m", "specdec.commands.main", "train", kind, "--target", str(target)]
     command += ["--prompts", str(work / "prompts.jsonl"), "--held-out", str(work / "held-out.jsonl")]
     command += ["--out", str(folder), "--work", str(work), *RECIPES[kind], *more]
     subprocess.run(command, check=True, stdout=sys.stderr)
     return folder
+
+
+def _forget_other_recipe(work: Path, kind: str, name: str) -> None:
+    """Drop the state of a training run by another recipe, which `specdec train` would refuse."""
+    owner = work / f"owner-{kind}.txt"
+    if owner.is_file() and owner.read_text(encoding="utf-8") != name:
+        (work / f"state-{kind}.pt").unlink(missing_ok=True)
+    owner.write_text(name, encoding="utf-8")
 
 
 def write_first_layers(source: Path, layers: tuple[int, ...], folder: Path) -> None:

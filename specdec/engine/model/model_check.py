@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from specdec.engine.attention.kv_cache import LayerGeometry
     from specdec.engine.states.memory import CellShape
 
-_FAULTS = (ValueError, OSError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
+_FAULTS = (ValueError, OSError, LookupError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
 """Errors of transformers over a config with missing or odd values."""
 _MOST_REASON = 300  # characters of transformers' errors
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
@@ -56,6 +56,8 @@ _MOST = {
     "n_routed_experts": 2**14,
 }
 """Largest sizes of a config, above any known model: a larger one would be allocated before it fails."""
+_LEAST = {"max_position_embeddings": -1, "vocab_size": 1, "hidden_size": 1}
+"""Smallest sizes, other than 0. -1 positions: XLNet has no limit."""
 _RECURRENT_HINTS = (
     "ssm_state_size",
     "state_size",
@@ -127,9 +129,9 @@ def _check_one(config: PreTrainedConfig) -> None:
     name = config.model_type
     for field, most in _MOST.items():
         size = _size(config, field)
-        least = -1 if field == "max_position_embeddings" else 0  # XLNet: no limit
+        least = _LEAST.get(field, 0)
         if isinstance(size, int | float) and not least <= size <= most:
-            raise ModelNotSupported(name, f"its config's {field} is {size}; sizes from 0 to {most} are supported")
+            raise ModelNotSupported(name, f"its config's {field} is {size}; sizes from {least} to {most} are supported")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelNotSupported(name, "it is an encoder-decoder model; only decoder-only models are paged")
     recurrent = _recurrent_parts(config)
@@ -189,5 +191,5 @@ def refusing(model_type: str) -> Iterator[None]:
         raise
     except (AttentionError, RecurrenceError) as error:
         raise ModelNotSupported(model_type, str(error)) from error
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, ArithmeticError) as error:
         raise ModelNotSupported(model_type, f"its forward pass fails on a ragged batch: {error}") from error

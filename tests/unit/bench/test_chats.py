@@ -76,6 +76,23 @@ def test_a_chat_model_is_measured_with_chats_in_its_own_template(chat_model: Pat
     assert set(workloads(pair / "target", 2)) == {"code", "edit", "quote"}
 
 
+def test_another_recipe_does_not_continue_the_run_of_the_former(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_drafters, "packaged_model", lambda name, cache: chat_model)
+    monkeypatch.setattr(chat_drafters, "NUM_PROMPTS", 4)
+    monkeypatch.setattr(chat_drafters, "NUM_HELD_OUT", 4)
+    state = tmp_path / "smollm2-work-4-4" / "state-eagle3.pt"
+    monkeypatch.setattr("subprocess.run", lambda command, **_: state.write_bytes(b"state"))
+    chat_drafters.make_drafter("eagle3", tmp_path)
+    found: list[bool] = []
+    monkeypatch.setattr("subprocess.run", lambda command, **_: found.append(state.is_file()))
+    chat_drafters.make_drafter("eagle3", tmp_path)
+    monkeypatch.setattr(chat_drafters, "RECIPES", {"eagle3": ("--steps", "1")})
+    chat_drafters.make_drafter("eagle3", tmp_path)
+    assert found == [True, False]
+
+
 def test_a_draft_begins_with_layers_of_its_target(tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=5, num_attention_heads=2,

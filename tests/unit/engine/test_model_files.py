@@ -213,6 +213,8 @@ FAULTS: list[tuple[Callable[[Path], Path], str]] = [
     (configured(model_type=None), r"has no usable config.json: "),
     (configured(hidden_size="64"), r"has no usable config.json: .*hidden_size"),
     (configured(num_attention_heads=0), r"transformers cannot build it from its config|no usable config.json"),
+    (configured(dtype=[]), r"has no usable config.json"),
+    (configured(vocab_size=0), r"its config's vocab_size is 0; sizes from 1 to"),
     (other_shape, r"has model.norm.weight of shape \[7\], and its config.json means \[64\]"),
 ]
 
