@@ -117,11 +117,12 @@ def _sizes(whole: PreTrainedConfig, given: Mapping[str, Mapping[str, Any]]) -> d
 
 
 def _not_default(whole: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
+    """Values of its own, without those of nested configurations."""
     try:
         default = vars(type(whole)())
     except StrictDataclassClassValidationError:
         return {}
-    found = {name: vars(whole).get(name) for name in names}
+    found = {name: value for name in names if not isinstance(value := vars(whole).get(name), PreTrainedConfig)}
     return {name: value for name, value in found.items() if value is not None and value != default.get(name)}
 
 

@@ -56,6 +56,7 @@ def test_the_page_of_models_is_up_to_date(found: Outcomes) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("settings", [{"fused": "off"}, {"native": "off"}, {"num_threads": 2}], ids=str)
 def test_each_class_is_exact_over_more_prompts_and_on_other_paths(settings: dict[str, object]) -> None:
     assert unexpected(outcomes(cases(), num_seeds=6, **settings)) == {}
