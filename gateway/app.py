@@ -43,7 +43,7 @@ _DESCRIBED: tuple[type[BaseModel], ...] = (
 _MOST_SHOWN_CHARS = 200
 _API_PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
-    *("/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses/input_tokens"),
 )
 """Paths that clients put together from a base URL."""
 _COMPONENT = "#/components/schemas/{model}"

@@ -115,7 +115,9 @@ class _Compiled:
         self.formats = ContentFormats(self._probe, lambda: self.calls.called())
         self.calls = CallFormats(self._probe, lambda message: fit_content(0, message, self.formats.of_role("user")))
         self.systems = SystemPlaces(
-            self._probe, lambda message: fit_content(0, message, self.formats.of_role(message["role"]))
+            self._probe,
+            lambda message: fit_content(0, message, self.formats.of_role(message["role"])),
+            lambda: self.calls.called(),
         )
 
     def render(self, variables: Mapping[str, Any], most_bytes: int) -> str:

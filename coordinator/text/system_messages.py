@@ -20,16 +20,29 @@ _NEIGHBOURS = ("user", "tool")
 class SystemPlaces:
     """The places of one template. Each is found when the first conversation needs it."""
 
-    def __init__(self, probe: Callable[[list[Message]], str | None], fit_content: Callable[[Message], Message]) -> None:
-        """`probe` renders messages; None if the template refuses them. `fit_content` puts texts into its form."""
+    def __init__(
+        self,
+        probe: Callable[[list[Message]], str | None],
+        fit_content: Callable[[Message], Message],
+        called: Callable[[], Message],
+    ) -> None:
+        """Find no place yet.
+
+        Args:
+            probe: renders messages; None if the template refuses them.
+            fit_content: puts a message's text into the template's form.
+            called: returns a message with a call in the template's form.
+        """
         self._probe = probe
         self._fit_content = fit_content
+        self._called = called
 
     def place(self, messages: Sequence[Message]) -> list[tuple[int, Message]]:
         """The messages as the template takes them, each with its former index."""
         given = list(enumerate(messages))
         where = [index for index, message in given if message["role"] == "system"]
-        if where and not self._takes_first:
+        ends_with_result = messages[-1]["role"] == "tool"
+        if where and not (self._takes_first and (not ends_with_result or self._takes_first_before_results)):
             return _moved(given)
         if any(where) and not self._takes_later:
             num_first = next((index for index, (_, m) in enumerate(given) if m["role"] != "system"), len(given))
@@ -48,9 +61,16 @@ class SystemPlaces:
             ("system", _FIRST), ("user", _ASKED), ("assistant", _SAID), ("system", _LATER), ("user", _ASKED)
         )
 
-    def _takes(self, *told: tuple[str, str]) -> bool:
+    @cached_property
+    def _takes_first_before_results(self) -> bool:
+        # Mistral Nemo's shows it only if the last message is the user's.
+        called = self._called()
+        result = {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": _SAID}
+        return self._takes(("system", _FIRST), ("user", _ASKED), after=[called, self._fit_content(result)])
+
+    def _takes(self, *told: tuple[str, str], after: Sequence[Message] = ()) -> bool:
         """Whether all system messages are rendered; also if the conversation is refused without them."""
-        messages = [self._fit_content({"role": role, "content": text}) for role, text in told]
+        messages = [*(self._fit_content({"role": role, "content": text}) for role, text in told), *after]
         if self._probe([message for message in messages if message["role"] != "system"]) is None:
             return True
         shown = self._probe(messages) or ""

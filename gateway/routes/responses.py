@@ -1,12 +1,14 @@
-"""POST /v1/responses."""
+"""POST /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Literal
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,8 +25,10 @@ from specdec.gateway.routes.answers import JsonResponse, body_of, errors, stream
 from specdec.gateway.routes.conversations import generate_request, named_events
 from specdec.gateway.routes.output import kept, output
 from specdec.gateway.routes.shortened import shortened_output
+from specdec.gateway.translation.chat_request import chat_to_generate
 from specdec.gateway.translation.head import AnswerHead
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 
 
 def response_routes(parts: Parts) -> APIRouter:
@@ -64,7 +68,35 @@ def response_routes(parts: Parts) -> APIRouter:
 
         return await named_events(parts, request, batches, framed_error)
 
+    @router.post(
+        "/v1/responses/input_tokens",
+        responses={200: {"model": InputTokens}, **errors(has_body=True)},
+        openapi_extra=body_of(ResponsesRequest),
+    )
+    async def count_input_tokens(request: Request) -> Response:
+        """Length of the prompt of a response in tokens."""
+
+        def translated(asked: ResponsesRequest) -> api.TokenizeRequest:
+            chat, _ = to_chat(asked, request.state.ignored)
+            request.state.field_names = chat.field_names("none")
+            try:
+                messages = chat_to_generate(chat.request).messages
+            except InvalidRequest as error:
+                raise chat.as_written(error) from None
+            return api.TokenizeRequest(model=asked.model or "", messages=messages)
+
+        asked, body = await parts.reader.read(request, ResponsesRequest, translated)
+        answer = await while_connected(request.receive, parts.caller(request, asked.model).call("Tokenize", body))
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(answer.token_ids)})
+
     return router
+
+
+class InputTokens(BaseModel):
+    """The length of a prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 async def _last(batches: AsyncGenerator[Sequence[Event], None]) -> object:

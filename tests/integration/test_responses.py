@@ -56,6 +56,8 @@ async def test_a_response_has_the_text_of_a_chat_whole_and_streamed() -> None:
         messages: Any = [{"role": "system", "content": "w7"}, {"role": "user", "content": "w5 w6"}]
         chat = await client.chat.completions.create(model="scripted", messages=messages, max_tokens=20, seed=11)
         whole = await client.responses.create(**asked, extra_body=extra)
+        counted = await client.responses.input_tokens.count(model="scripted", input="w5 w6", instructions="w7")
+        assert whole.usage is not None and counted.input_tokens == whole.usage.input_tokens
         async with client.responses.stream(**asked, extra_body=extra) as stream:
             events = [event async for event in stream]
     said = chat.choices[0].message.content

@@ -19,6 +19,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
 from tests.support.services.clusters import TIMEOUTS
+from tests.support.services.gateways import gateway
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -257,6 +258,31 @@ def test_a_call_that_is_required_streams(client: openai.OpenAI) -> None:
     assert name in ("paint", "wash")
     assert isinstance(json.loads(arguments), dict)
     assert (content, reason) == ("", "tool_calls")
+
+
+FAMILIES = ("hermes", "glm45", "kimi_k2", "deepseek", "mistral", "gemma4", "llama3_json", "pythonic", "harmony")
+
+
+async def test_beside_tools_the_output_fits_the_format_or_calls_alike_with_and_without_speculation(
+    shipped_cluster: Cluster,
+) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "paint", "schema": SCHEMA}}
+    for family in FAMILIES:
+        parsers = {"tool_parser": family, "reasoning_parser": "harmony" if family == "harmony" else "none"}
+        async with gateway(shipped_cluster.address, **parsers) as one, one.openai() as client:
+            asked: Any = {"messages": CHAT, "tools": TOOLS, "response_format": form, "seed": 3, "max_tokens": 40}
+            told = [
+                await client.chat.completions.create(
+                    model="target", **asked, extra_body={"speculation": {"enabled": enabled}}
+                )
+                for enabled in (True, False)
+            ]
+            choices = [answer.choices[0] for answer in told]
+            messages = [choice.message for choice in choices]
+            functions = [[call.function for call in message.tool_calls or []] for message in messages]
+            assert functions[0] == functions[1] and messages[0].content == messages[1].content, family
+            if choices[0].finish_reason == "stop" and not functions[0]:
+                Paint.model_validate_json(messages[0].content or "")
 
 
 def test_a_function_whose_schema_cannot_be_compiled_is_named(client: openai.OpenAI) -> None:

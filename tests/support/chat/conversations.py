@@ -163,6 +163,7 @@ def _as_lines(message: Message) -> Message:
 
 
 CHANGES: dict[str, tuple[Change, ...]] = {
+    "what the system says as the user's": (_said_by_users(keeps_first=True), _said_by_users(keeps_first=False)),
     "content of a call without text": tuple(map(_content_of_calls, (NULL, "", ...))),
     "arguments as an object": (_each(_objects),),
     "names of thoughts": (
@@ -173,7 +174,6 @@ CHANGES: dict[str, tuple[Change, ...]] = {
     ),
     "texts as parts": (_each(_as_parts),),
     "parts as lines of text": (_each(_as_lines),),
-    "what the system says as the user's": (_said_by_users(keeps_first=True), _said_by_users(keeps_first=False)),
 }
 """What may be said in another form, and its forms. docs/openai-clients.md has the reasons."""
 

@@ -87,6 +87,17 @@ def test_templates_that_keep_the_last_of_several_and_those_in_which_roles_take_t
     assert render(GEMMA, chat_messages(told)) == render_there(GEMMA, moved, add_generation_prompt=True)
 
 
+def test_a_template_that_shows_it_only_before_the_users_last_message_loses_none_before_a_result() -> None:
+    nemo = (
+        "{% if messages[0].role == 'system' %}{% set s = messages[0].content %}{% endif %}"
+        "{% for m in messages if m.role != 'system' %}"
+        "{% if s and loop.last and m.role == 'user' %}[system]{{ s }}{% endif %}"
+        "[{{ m.role }}]{{ m.content or '' }}{{ m.tool_calls or '' }}{% endfor %}"
+    )
+    assert render(nemo, chat_messages(said("s1", "u1"))) == "[system]s1[user]u1"
+    assert render(nemo, chat_messages(said("s1", "u1", "c1", "t1"))).startswith("[user]s1\n\nu1[assistant]c1")
+
+
 def test_texts_and_parts_join_and_a_fault_names_the_message_that_was_sent() -> None:
     parts = [{"type": "text", "text": "p1"}, {"type": "text", "text": "p2"}]
     told = [*said("u1", "a1", "s1"), {"role": "system", "content": parts}, *said("u2")]
