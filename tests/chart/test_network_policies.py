@@ -69,6 +69,40 @@ def test_only_coordinators_reach_replicas_and_only_prometheus_reaches_metrics(ca
 
 
 @every_case
+def test_whom_no_key_and_no_certificate_names_is_named_by_the_policy(case: str, render: Render) -> None:
+    documents = render(case)
+    policies = _policies(documents)
+    flags = {role: container["args"] for role, _, container in containers(documents)}
+    has_keys = any(flag.startswith("--api-keys-file=") for flag in flags["coordinator"])
+    for role in policies.keys() & {"coordinator", "gateway"}:
+        *_, calls = policies[role]["ingress"]
+        assert "from" in calls or has_keys or "--tls-verify-clients" in flags[role], role
+
+
+def test_by_default_only_pods_with_the_label_of_clients_call_coordinators_and_gateways(render: Render) -> None:
+    policies = _policies(render("defaults"))
+    for role, others in (("coordinator", ["gateway", "test"]), ("gateway", ["test"])):
+        *_, calls = policies[role]["ingress"]
+        assert calls["from"][0] == {"podSelector": {"matchLabels": {"demo-specdec-client": "true"}}}
+        assert _peers({"from": calls["from"][1:]}, "from") == others
+
+
+@for_each(
+    "role, told", [(role, told) for role in ("coordinator", "gateway") for told in ("key", "setting", "argument")]
+)
+def test_with_keys_or_where_the_user_says_so_every_pod_calls(role: str, told: str, helm: Helm) -> None:
+    values = {
+        "key": {"apiKeys": {"existingSecret": "keys"}},
+        "setting": {role: {"settings": {"allow_unauthenticated": True}}},
+        "argument": {role: {"extraArgs": ["--allow-unauthenticated"]}},
+    }[told]
+    done = helm("template", "demo", str(CHART), "--kube-version", "1.31.0", values=values)
+    policies = _policies([document for document in yaml.safe_load_all(done.stdout) if document])
+    *_, calls = policies[role]["ingress"]
+    assert "from" not in calls
+
+
+@every_case
 def test_only_the_services_reach_the_bundled_redis_and_it_calls_nobody(case: str, render: Render) -> None:
     documents = render(case)
     policies = _policies(documents)

@@ -98,7 +98,12 @@ def test_todays_templates_render_with_the_values_of_the_last_release(case: str, 
     [
         # Parts of a block that the last release had not.
         ({"gateway": {"replicas": 3}}, "Deployment", ("spec", "replicas"), 3),
-        ({"gateway": {"service": {"type": "NodePort"}}}, "Service", ("spec", "type"), "NodePort"),
+        (
+            {"gateway": {"service": {"type": "NodePort"}, "settings": {"allow_unauthenticated": True}}},
+            "Service",
+            ("spec", "type"),
+            "NodePort",
+        ),
         # false is not absent.
         ({"gateway": {"podDisruptionBudget": {"enabled": False}}}, "PodDisruptionBudget", (), None),
     ],

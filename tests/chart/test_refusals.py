@@ -34,6 +34,16 @@ from tests.support.for_each import for_each
         ({"gateway": {"ingress": {"hosts": ["HTTP://x"]}}}, "gateway.ingress.hosts.0"),
         ({"gateway": {"enabled": False, "ingress": {"enabled": True}}}, "gateway.enabled is needed"),
         ({"networkPolicy": {"enabled": False}}, "gateway.settings.allow_unauthenticated is needed"),
+        ({"gateway": {"ingress": {"enabled": True}}}, "networkPolicy.httpClients, apiKeys.existingSecret or"),
+        ({"gateway": {"service": {"type": "NodePort"}}}, "networkPolicy.httpClients, apiKeys.existingSecret or"),
+        (
+            {"coordinator": {"service": {"type": "LoadBalancer"}}},
+            "coordinator.settings.allow_unauthenticated is needed",
+        ),
+        (
+            {"coordinator": {"grpcRoute": {"enabled": True, "parentRefs": [{"name": "a"}]}}},
+            "networkPolicy.clients, apiKeys.existingSecret or",
+        ),
         ({"gateway": {"httpRoute": {"enabled": True}}}, "gateway.httpRoute.parentRefs is needed"),
         ({"gateway": {"httpRoute": {"requestTimeout": "1 day"}}}, "gateway.httpRoute.requestTimeout"),
         ({"coordinator": {"service": {"type": "Ingress"}}}, "coordinator.service.type"),

@@ -175,6 +175,31 @@ seccompProfile:
 {{- if and .root.Values.networkPolicy.enabled (not $hasKeys) }}true{{ end -}}
 {{- end -}}
 
+{{/* Not empty when a coordinator or gateway knows its callers by key or certificate, or its user lets everyone call. Argument: {root, name}. */}}
+{{- define "specdec.knowsCallers" -}}
+{{- $values := index .root.Values .name -}}
+{{- $told := or (get $values.settings "allow_unauthenticated") (has "--allow-unauthenticated" $values.extraArgs) -}}
+{{- if or $told .root.Values.apiKeys.existingSecret (include "specdec.demandsCertificate" .) }}true{{ end -}}
+{{- end -}}
+
+{{/* Label of pods of this namespace that may call coordinators and gateways which do not know their callers. */}}
+{{- define "specdec.clientLabel" -}}
+{{ include "specdec.fullname" . }}-client
+{{- end -}}
+
+{{/* Peers in a policy that may call a coordinator or gateway, as a YAML list; empty: everyone. Argument: {root, name}. */}}
+{{- define "specdec.callers" -}}
+{{- $policy := .root.Values.networkPolicy -}}
+{{- with ternary $policy.httpClients $policy.clients (eq .name "gateway") -}}
+{{ toYaml . }}
+{{- else -}}
+{{- if not (include "specdec.knowsCallers" .) -}}
+- podSelector:
+    matchLabels: {{ printf "{%s: \"true\"}" (include "specdec.clientLabel" .root) }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The name in coordinators' certificates that targets and drafts check; empty: any certificate of the authority. */}}
 {{- define "specdec.coordinatorName" -}}
 {{- $fromManager := printf "%s.%s.svc" (include "specdec.serviceName" (dict "root" . "name" "coordinator")) .Release.Namespace -}}
