@@ -13,7 +13,8 @@ from grpc import StatusCode
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.coordinator.decode_loop import DecodeLoop
 from specdec.coordinator.finishing import Finisher
-from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding, Place
+from specdec.coordinator.intake.admission import AdmissionQueue, Place
+from specdec.coordinator.intake.load_shedding import LoadShedding
 from specdec.coordinator.intake.planning import Planner, RequestCaller, RequestPlan
 from specdec.coordinator.journal import Journal
 from specdec.coordinator.observer import Observer

@@ -1,15 +1,15 @@
-"""Admission: which choices run, which wait for a place, and when a long queue stops speculation."""
+"""Admission: which choices run, and which wait for a place."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specdec.coordinator.intake.fair_queue import FairQueue
 from specdec.coordinator.intake.line import Claim, Waiter
+from specdec.coordinator.intake.shares import PlaceShares
 from specdec.wire.errors import Overloaded
 
 _LEAST_RETRY_S = 0.1
@@ -22,12 +22,6 @@ _SMOOTHING = 0.1
 """Weight of the latest place in the mean holding time: about ten places count."""
 _LEAST_RETURNED = 10
 """Places given back before the mean holding time may refuse a request by its deadline."""
-_LEAST_SHARED = 8
-"""Places, at least, of which one tenant cannot take all; of fewer, each returns when its choice ends."""
-_RESERVED_SHARE = 16
-"""Every sixteenth place, at least one, is for other tenants than the one that holds most."""
-_RECOVERED_S = 5.0
-"""Seconds of an empty queue before speculation resumes: the queue may be empty only because nobody speculates."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,9 +66,10 @@ class AdmissionQueue:
     """A bounded waiting room, fair to tenants, in front of a bounded number of places.
 
     `FairQueue` decides who is next. A claim of n places takes n, at most all of them, and nobody overtakes it while it
-    waits for the last of them. A divisible claim begins with one, gets more while nobody else waits, before those of
-    tenants that hold more, and its tenant cannot hold all places. When the room is full, the tenant that has most in it
-    gives up its last claim: a tenant with fewer claims is never refused for another's crowd.
+    waits for the last of them. A divisible claim begins with one and gets more as places come free; its tenant cannot
+    hold all. Of divisible claims, those whose tenants are below their share of the places (`PlaceShares`) come first.
+    When the room is full, the tenant that has most in it gives up its last claim: a tenant with fewer claims is never
+    refused for another's crowd.
     """
 
     def __init__(
@@ -98,9 +93,9 @@ class AdmissionQueue:
         self.num_taken = 0
         """Places that they hold."""
         self._queue_timeout_s = queue_timeout_s
-        self._held_by: Counter[str] = Counter()
         self._growing: dict[Place, None] = {}
         self._queue = FairQueue()
+        self._shares = PlaceShares(self._queue)
         self._mean_held_s = _FIRST_GUESS_S
         self._num_returned = 0
         self._on_change = on_change
@@ -123,6 +118,7 @@ class AdmissionQueue:
             Overloaded: the room is full (OVERLOADED), the wait was too long (QUEUE_TIMEOUT), or would end after the
                 deadline (DEADLINE_UNREACHABLE); says when to retry.
         """
+        self._shares.came(claim)
         if not self._is_next(claim):
             self._check_deadline(claim)
             return await self._wait(claim)
@@ -213,19 +209,25 @@ class AdmissionQueue:
         self._changed()
 
     def _grant(self) -> None:
-        while (waiter := self._next()) is not None:
-            if waiter.admitted.done():  # cancelled this turn
+        while True:
+            share = self._shares.per_weight(self._limit)
+            waiter, place = self._next(share), self._next_to_grow()
+            if waiter is not None and waiter.admitted.done():  # cancelled this turn
                 self._queue.remove(waiter)
-            elif self._fits(waiter.claim):
+            elif place is not None and (waiter is None or self._is_before(place.claim, waiter.claim, share)):
+                place.num_held += 1
+                place.num_missing -= 1
+                self._count(place.claim, 1)
+                place.on_more()
+            elif waiter is not None and self._fits(waiter.claim):
                 self._queue.pop(waiter)
                 waiter.admitted.set_result(self._take(waiter.claim))
             else:
                 return
-        while (place := self._next_to_grow()) is not None:
-            place.num_held += 1
-            place.num_missing -= 1
-            self._count(place.claim, 1)
-            place.on_more()
+
+    def _is_before(self, growing: Claim, waiting: Claim, share: float) -> bool:
+        """Whether a claim gets one more place before another begins: only its own tenant is below its share."""
+        return self._shares.is_below(growing, share) and not self._shares.is_below(waiting, share)
 
     def _next_to_grow(self) -> Place | None:
         """Of the claims that may have one more place, the first of the tenant with the fewest places per weight."""
@@ -233,14 +235,20 @@ class AdmissionQueue:
         if self.num_taken >= self._limit:
             return None
         may_grow = (place for place in self._growing if self._share_left(place.claim) > 0)
-        return min(may_grow, key=lambda place: self._held_by[place.claim.tenant] / place.claim.weight, default=None)
+        held = self._shares.num_held
+        return min(may_grow, key=lambda place: held(place.claim.tenant) / place.claim.weight, default=None)
 
-    def _next(self) -> Waiter | None:
-        """The next in line, of those whose tenants may have more places; None: all that may have got theirs."""
-        head = self._queue.head()
-        if head is None or not head.claim.is_divisible or self._share_left(head.claim) > 0 or not self.num_taken:
-            return head
-        return self._queue.head(besides=head.claim.tenant)
+    def _next(self, share: float | None = None) -> Waiter | None:
+        """The next in line, of those whose tenants may have more places, first of those below their share."""
+        per_weight = self._shares.per_weight(self._limit) if share is None else share
+
+        def may_have(claim: Claim) -> bool:
+            return not claim.is_divisible or not self.num_taken or self._share_left(claim) > 0
+
+        def comes_first(claim: Claim) -> bool:
+            return may_have(claim) and (not claim.is_divisible or self._shares.is_below(claim, per_weight))
+
+        return self._queue.head(comes_first) or self._queue.head(may_have)
 
     def _is_next(self, claim: Claim) -> bool:
         return self._next() is None and self._fits(claim)
@@ -257,15 +265,11 @@ class AdmissionQueue:
 
     def _count(self, claim: Claim, by: int) -> None:
         self.num_taken += by
-        self._held_by[claim.tenant] += by
-        if not self._held_by[claim.tenant]:
-            del self._held_by[claim.tenant]
+        self._shares.count(claim, by)
 
     def _share_left(self, claim: Claim) -> int:
         """Places that the claim's tenant may have besides those it holds."""
-        limit = self._limit
-        reserved = max(1, limit // _RESERVED_SHARE) if limit >= _LEAST_SHARED else 0
-        return limit - reserved - self._held_by[claim.tenant]
+        return self._shares.left(claim, self._limit)
 
     def _most(self, claim: Claim) -> int:
         """Free places that a divisible claim may have."""
@@ -285,39 +289,3 @@ class AdmissionQueue:
 
     def _changed(self) -> None:
         self._on_change(self.num_running, self.num_waiting)
-
-
-class LoadShedding:
-    """Decides whether new sessions may speculate: not while requests have queued for longer than a burst lasts.
-
-    Speculation is the only work that can be left out without losing a token.
-    """
-
-    def __init__(self, shed_after_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`shed_after_s`: how long the queue must exist without a break; None: sessions may always speculate."""
-        self._shed_after_s = shed_after_s
-        self._clock = clock
-        self._since_s = -float("inf")
-        self._has_queue = False
-        self._is_shedding = False
-
-    def on_queue(self, num_waiting: int) -> None:
-        """The number of waiting requests has changed."""
-        if (num_waiting > 0) != self._has_queue:
-            self._update()
-            self._has_queue = num_waiting > 0
-            self._since_s = self._clock()
-
-    @property
-    def is_shedding(self) -> bool:
-        """Sessions that open now are to decode plainly."""
-        self._update()
-        return self._is_shedding
-
-    def _update(self) -> None:
-        lasted_s = self._clock() - self._since_s
-        if self._has_queue:
-            if self._shed_after_s is not None and lasted_s >= self._shed_after_s:
-                self._is_shedding = True
-        elif lasted_s >= _RECOVERED_S:
-            self._is_shedding = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -61,6 +62,8 @@ class FairQueue:
         self._virtual = 0.0
         self._num_arrived = 0
         self._num_waiting = 0
+        self.weight = 0.0
+        """Weights of the tenants in line together."""
         self._sweep_at = _LEAST_SWEEP_TENANTS
 
     def __len__(self) -> int:
@@ -78,19 +81,24 @@ class FairQueue:
             tenant.tag = max(self._virtual, tenant.tag)
             tenant.arrived = waiter.arrival
             self._backlogged[tenant.name] = tenant
+            self.weight += tenant.weight
         tenant.line.add(waiter)
         self._num_waiting += 1
         self._note(tenant)
 
-    def head(self, besides: str | None = None) -> Waiter | None:
-        """The next waiter, not of the tenant `besides`; None if there is none."""
+    def has(self, tenant: str) -> bool:
+        """Whether a tenant is in line."""
+        return tenant in self._backlogged
+
+    def head(self, may: Callable[[Claim], bool] = lambda claim: True) -> Waiter | None:
+        """The next waiter, of the tenants whose first claim `may` be granted; None if there is none."""
         passed: list[tuple[tuple[float, int], int, _Tenant]] = []
         found: Waiter | None = None
         while self._turns and found is None:
             turn, _, tenant = self._turns[0]
             if not tenant.line or turn != tenant.turn:
                 heapq.heappop(self._turns)
-            elif tenant.name == besides:
+            elif not may(tenant.line.first().claim):
                 passed.append(heapq.heappop(self._turns))
             else:
                 found = tenant.line.first()
@@ -168,6 +176,7 @@ class FairQueue:
             self._note(tenant)
         else:
             del self._backlogged[tenant.name]
+            self.weight = self.weight - tenant.weight if self._backlogged else 0.0
 
     def _note(self, tenant: _Tenant) -> None:
         """A tenant's tag or line has changed, and with it its rank in both heaps."""
@@ -188,6 +197,8 @@ class FairQueue:
         if tenant is None:
             self._sweep()
             tenant = self._tenants[claim.tenant] = _Tenant(claim.tenant, self._virtual, claim.weight, self._num_arrived)
+        if tenant.line:
+            self.weight += claim.weight - tenant.weight
         tenant.weight = claim.weight  # keys may change while the process runs
         return tenant
 
