@@ -19,9 +19,11 @@ from specdec.coordinator.decode_loop import DecodeLoop
 from specdec.coordinator.draft_relay import DraftRelay
 from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.generation import GenerateCalls
-from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding
+from specdec.coordinator.intake.admission import AdmissionQueue
 from specdec.coordinator.intake.callers import Callers
 from specdec.coordinator.intake.conversions import Conversions
+from specdec.coordinator.intake.later_reads import LaterReads
+from specdec.coordinator.intake.load_shedding import LoadShedding
 from specdec.coordinator.intake.pending_reads import PendingReads
 from specdec.coordinator.intake.planning import Planner
 from specdec.coordinator.intake.text_limits import TokenizingTurns
@@ -49,7 +51,7 @@ from specdec.coordinator.timings import Timings
 from specdec.coordinator.vllm_engine import servicer as vllm_engine
 from specdec.service.byte_budget import ByteBudget
 from specdec.service.listening import StartupFailed
-from specdec.service.memory_limit import budget_bytes
+from specdec.service.memory_limit import budget_bytes, is_short
 from specdec.service.server import run_service
 from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
@@ -192,16 +194,16 @@ class CoordinatorService:
             observer.metrics.admission_rejects.labels("prompt_bytes").inc,
         )
         self._generator = self._build_generator()
+        reads_bytes = int(total_bytes * _COST_PER_BYTE * _READS_SHARE / (1 - _READS_SHARE))
         callers = Callers(
             Authenticator(self._api_keys, self._default_allowance()),
             settings.request_read_s,
             self._prompt_bytes,
-            PendingReads(
-                int(total_bytes * _COST_PER_BYTE * _READS_SHARE / (1 - _READS_SHARE)), settings.max_message_bytes
-            ),
+            PendingReads(reads_bytes, settings.max_message_bytes),
+            LaterReads(reads_bytes // settings.max_message_bytes, is_short),
         )
         self._open_inference = open_inference.OpenInferenceServicer(
-            generator=self._generator, fleet=self.fleet, callers=callers
+            generator=self._generator, fleet=self.fleet, callers=callers, prompt_bytes=self._prompt_bytes
         )
         self._vllm_engine = vllm_engine.VllmEngineServicer(
             generator=self._generator,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
+from specdec.coordinator.intake.later_reads import LaterReads
 from specdec.coordinator.intake.pending_reads import PendingReads
 from specdec.coordinator.intake.planning import RequestCaller
 from specdec.coordinator.intake.reading import read_request, receive_request
@@ -31,14 +32,21 @@ class Callers:
     """Identifies callers, and makes handlers that read a request only from whom they know."""
 
     def __init__(
-        self, authenticator: Authenticator, request_read_s: float, prompt_bytes: ByteBudget, reads: PendingReads
+        self,
+        authenticator: Authenticator,
+        request_read_s: float,
+        prompt_bytes: ByteBudget,
+        reads: PendingReads,
+        later_reads: LaterReads,
     ) -> None:
         """`request_read_s`: seconds that a client may take to send a request. `prompt_bytes`: must have room for it.
-        `reads`: the requests that are being received.
+        `reads`: the requests that are being received. `later_reads`: those of streams after
+        their first.
         """
         self._request_read_s = request_read_s
         self._prompt_bytes = prompt_bytes
         self._reads = reads
+        self._later_reads = later_reads
         self._authenticator = authenticator
 
     def identify(self, context: grpc.aio.ServicerContext[Any, Any]) -> tuple[str, Allowance]:
@@ -66,6 +74,16 @@ class Callers:
         if len(data) > _SMALL_BYTES:
             self._prompt_bytes.check(tenant, len(data))
         return data
+
+    @asynccontextmanager
+    async def reading_later(self, context: grpc.aio.ServicerContext[Any, Any], tenant: str) -> AsyncIterator[None]:
+        """Wait for one of a stream's messages after the first.
+
+        Raises:
+            Overloaded: memory is short, and too many streams of this caller wait.
+        """
+        async with self._later_reads.reading(f"{tenant} {peer_host(context.peer())}"):
+            yield
 
     def handler(
         self,

@@ -38,6 +38,12 @@ class InferResponses:
         self._num_prompt_tokens = 0
         self._choices: dict[int, _Choice] = {}
 
+    def cost(self, chunk: api.GenerateResponse) -> int:
+        """Bytes that a chunk adds to a whole answer: its own, and at the beginning the prompt in each choice's text."""
+        if chunk.WhichOneof("chunk") == "started" and self._call.echoes_prompt:
+            return len(self._call.generate.prompt.encode()) * max(1, self._call.generate.sampling.n)
+        return chunk.ByteSize()
+
     def take(self, chunk: api.GenerateResponse) -> oip.ModelInferResponse | None:
         """Add a chunk; returns the response that is due: one for each delta of a streamed call, and the last one."""
         kind = chunk.WhichOneof("chunk")
@@ -47,7 +53,8 @@ class InferResponses:
         elif kind == "delta":
             choice = self._choices.setdefault(chunk.delta.index, _Choice())
             choice.texts.append(chunk.delta.text)
-            choice.token_ids.extend(token.id for token in chunk.delta.tokens)
+            if "output_ids" in self._call.outputs:
+                choice.token_ids.extend(token.id for token in chunk.delta.tokens)
             choice.num_tokens += len(chunk.delta.tokens)
             if self._call.is_streamed and chunk.delta.text:
                 return self._response(is_final=False)

@@ -17,6 +17,7 @@ from specdec.coordinator.open_inference.requests import INPUTS, OUTPUTS, VERSION
 from specdec.coordinator.open_inference.responses import FINAL, InferResponses
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.tasks import end_tasks
+from specdec.service.byte_budget import ByteBudget
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import open_inference_pb2 as oip
 from specdec.wire.abort import write_to
@@ -35,10 +36,11 @@ _ANY = [-1]
 class OpenInferenceServicer:
     """Answers clients of KServe and Triton, with the keys, quotas and limits of Generate."""
 
-    def __init__(self, *, generator: GenerateCalls, fleet: Fleet, callers: Callers) -> None:
+    def __init__(self, *, generator: GenerateCalls, fleet: Fleet, callers: Callers, prompt_bytes: ByteBudget) -> None:
         self._generator = generator
         self._fleet = fleet
         self._callers = callers
+        self._prompt_bytes = prompt_bytes
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the handlers to a server. Whether it lives and is ready is told to everybody, as health is."""
@@ -109,7 +111,9 @@ class OpenInferenceServicer:
                 task.add_done_callback(running.discard)
                 while len(running) >= _MOST_AT_ONCE:
                     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                data = await _next(context, running)
+                del data  # the request may be large, and the next one long in coming
+                async with self._callers.reading_later(context, tenant):
+                    data = await _next(context, running)
             while running:
                 await asyncio.wait(running)
         finally:
@@ -126,14 +130,16 @@ class OpenInferenceServicer:
         async def send(response: oip.ModelInferResponse) -> None:
             await write(oip.ModelStreamInferResponse(infer_response=response))
 
-        request = oip.ModelInferRequest()
+        model_name = request_id = ""
         try:
             with ExitStack() as held:
                 request = read_request(oip.ModelInferRequest, data)
+                del data
+                model_name, request_id = request.model_name, request.id
                 await self._run(request, context, held, send, may_stream=True)
         except Exception as error:
             known = error if isinstance(error, SpecdecError) else internal_error(error)
-            failed = oip.ModelInferResponse(model_name=request.model_name, id=request.id)
+            failed = oip.ModelInferResponse(model_name=model_name, id=request_id)
             failed.parameters[FINAL].bool_param = True
             told = oip.ModelStreamInferResponse(
                 error_message=f"{known.code.name}: {cut(known.message)}", infer_response=failed
@@ -152,13 +158,18 @@ class OpenInferenceServicer:
     ) -> None:
         call = read_call(request, may_stream=may_stream)
         responses = InferResponses(call, request.id)
+        del request
+        caller = self._callers.request_caller(context, held)
+        kept = caller.held.enter_context(self._prompt_bytes.hold(caller.tenant))
 
         async def take(chunk: api.GenerateResponse) -> None:
+            if not call.is_streamed:
+                kept.grow(responses.cost(chunk))  # a whole answer is kept to its end
             response = responses.take(chunk)
             if response is not None:
                 await send(response)
 
-        await self._generator.generate(call.generate, self._callers.request_caller(context, held), take)
+        await self._generator.generate(call.generate, caller, take)
 
     @property
     def _is_ready(self) -> bool:

@@ -10,14 +10,25 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _SHARE = 0.6
 """Fraction of the memory that is free at the start for what clients cause; the rest is for fragments, caches, code that
 is loaded later, and what the kernel counts of buffers."""
+_SHORT_SHARE = 0.8
+"""Fraction of the limit above which memory is short."""
 _UNLIMITED = 1 << 60
 """Bytes from which a limit of cgroup v1 means none."""
 
 
 def budget_bytes(num_processes: int = 1, root: Path = _CGROUPS, proc: Path = Path("/proc/self")) -> int:
     """Bytes that requests may cost each of `num_processes` processes that share the limit and start like this one."""
-    own_bytes = int((proc / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return max(0, int((limit_bytes(root, proc) // num_processes - own_bytes) * _SHARE))
+    return max(0, int((limit_bytes(root, proc) // num_processes - own_bytes(proc)) * _SHARE))
+
+
+def is_short(num_processes: int = 1, root: Path = _CGROUPS, proc: Path = Path("/proc/self")) -> bool:
+    """Whether this process has nearly all memory that it may use."""
+    return own_bytes(proc) > limit_bytes(root, proc) // num_processes * _SHORT_SHARE
+
+
+def own_bytes(proc: Path = Path("/proc/self")) -> int:
+    """Bytes of memory that a process has."""
+    return int((proc / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def limit_bytes(root: Path = _CGROUPS, proc: Path = Path("/proc/self")) -> int:

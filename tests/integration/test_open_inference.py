@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from specdec.coordinator import service
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import open_inference_pb2 as oip
 from specdec.v1 import open_inference_pb2_grpc as oip_grpc
@@ -152,6 +153,42 @@ async def test_models_are_told_by_name_and_version() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ModelInfer(oip.ModelInferRequest(model_name="other", inputs=infer(target).inputs))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_whole_answer_takes_room_of_the_tenants_budget_and_a_streamed_one_none() -> None:
+    target = ScriptedTarget()
+    async with running([target], max_held_prompt_bytes=8000, max_held_prompt_bytes_per_tenant=2000) as harness:
+        long = {"max_tokens": 200, "ignore_eos": True}
+        for is_streamed in (True, False):
+            call = stub_of(harness).ModelStreamInfer()
+            await call.write(infer(target, stream=is_streamed, **long))
+            await call.done_writing()
+            *_, last = [part async for part in call]
+            assert (
+                "PROMPT_BYTES" in last.error_message or "bytes of the tenant's" in last.error_message
+            ) != is_streamed
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub_of(harness).ModelInfer(infer(target, **long))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await stub_of(harness).ModelInfer(infer(target))  # all of it was given back
+
+
+async def test_streams_that_wait_for_a_later_message_are_ended_when_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = ScriptedTarget()
+    shortages: list[bool] = []
+    monkeypatch.setattr(service, "is_short", lambda: bool(shortages))
+    async with running([target], max_held_prompt_bytes=2**20, max_message_bytes=2**20) as harness:
+        calls = [stub_of(harness).ModelStreamInfer() for _ in range(6)]
+        for call in calls:
+            await call.write(infer(target, max_tokens=1))
+            assert (await call.read()).infer_response.id == "r"
+        shortages.append(True)
+        codes = [await asyncio.wait_for(call.code(), 10) for call in calls[4:]]
+        assert set(codes) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        await calls[0].write(infer(target, "later", max_tokens=1))
+        assert (await calls[0].read()).infer_response.id == "later"
 
 
 async def test_a_stream_on_which_nothing_comes_is_ended() -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from specdec.coordinator.intake.callers import Callers
+from specdec.coordinator.intake.later_reads import LaterReads
 from specdec.coordinator.intake.pending_reads import PendingReads
 from specdec.service.byte_budget import ByteBudget
 from specdec.wire.errors import Overloaded
@@ -50,7 +51,7 @@ class Call:
 
 async def test_who_fills_all_room_can_still_be_aborted() -> None:
     held = ByteBudget(total_bytes=10_000, client_bytes=10_000)
-    callers = Callers(cast("Any", None), 5.0, held, PendingReads(2**20, 2**16))
+    callers = Callers(cast("Any", None), 5.0, held, PendingReads(2**20, 2**16), LaterReads(8, bool))
     abort = b"x" * 40
     with held.hold("greedy", 10_000):
         for tenant in ("greedy", "other"):
