@@ -20,16 +20,17 @@ class GrammarChecker:
         self._tokenizer = tokenizer
         self.process: LineProcess | None = None
 
-    def fault_of(self, text: str) -> str:
-        """The error text for a client; empty if the grammar compiles."""
+    def check(self, text: str) -> tuple[str, int]:
+        """The error text for a client, empty if the grammar compiles, and the bytes that compiling took."""
         for _ in range(2):
             if self.process is None:
                 self.process = LineProcess(_CHILD, {"tokenizer": self._tokenizer})
             try:
-                return str(self.process.ask(text)["error"])
+                answer = self.process.ask(text)
+                return str(answer["error"]), int(answer["num_bytes"])
             except ChildLost:
                 self.process = None
-        return "cannot be checked: the checking process died"
+        return "cannot be checked: the checking process died", 0
 
     def close(self) -> None:
         """End the process."""

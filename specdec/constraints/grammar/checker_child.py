@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from specdec.constraints.grammar.apart_child import limit_memory
 from specdec.constraints.grammar.source import TokenizerArguments, make_matcher, make_tokenizer, shown
+from specdec.service.memory_limit import own_bytes
 from specdec.service.process import die_with_parent
 
 _MOST_CPU_S = 0.5
@@ -44,20 +45,22 @@ def main() -> int:
     arguments: TokenizerArguments = start["tokenizer"]
     tokenizer = make_tokenizer(arguments)
     for line in sys.stdin:
-        error = _check_apart(tokenizer, json.loads(line))
-        sys.stdout.write(json.dumps({"error": error}) + "\n")
+        error, num_bytes = _check_apart(tokenizer, json.loads(line))
+        sys.stdout.write(json.dumps({"error": error, "num_bytes": num_bytes}) + "\n")
         sys.stdout.flush()
     return 0
 
 
-def _check_apart(tokenizer: LLTokenizer, text: str) -> str:
-    """The error text; empty if the grammar compiles."""
+def _check_apart(tokenizer: LLTokenizer, text: str) -> tuple[str, int]:
+    """The error text, empty if the grammar compiles, and the bytes that it took."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
             _limit()
-            os.write(writer, b"=" + _check(tokenizer, text).encode()[:_MOST_ANSWER_BYTES])
+            before = own_bytes()
+            error = _check(tokenizer, text).encode()[:_MOST_ANSWER_BYTES]
+            os.write(writer, b"%d=" % max(0, own_bytes() - before) + error)
         os._exit(0)
     os.close(writer)
     deadline_s = time.monotonic() + _MOST_WALL_S
@@ -65,7 +68,7 @@ def _check_apart(tokenizer: LLTokenizer, text: str) -> str:
     while (left_s := deadline_s - time.monotonic()) > 0:
         if not select.select([reader], [], [], left_s)[0]:
             break
-        piece = os.read(reader, _MOST_ANSWER_BYTES + 1)
+        piece = os.read(reader, _MOST_ANSWER_BYTES + 64)
         if not piece:
             break
         answer += piece
@@ -73,7 +76,10 @@ def _check_apart(tokenizer: LLTokenizer, text: str) -> str:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return answer[1:].decode("utf-8", "replace") if answer else "is too complex: compiling it takes too much"
+    if not answer:
+        return "is too complex: compiling it takes too much", 0
+    num_bytes, _, error = answer.partition(b"=")
+    return error.decode("utf-8", "replace"), int(num_bytes)
 
 
 def _check(tokenizer: LLTokenizer, text: str) -> str:

@@ -6,17 +6,19 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from google.rpc import code_pb2
 from llguidance import LLMatcher, LLTokenizer
 
 from specdec.constraints.grammar.checker import GrammarChecker
 from specdec.constraints.grammar.figures import GrammarFigures
+from specdec.constraints.grammar.held import HeldConstraints
 from specdec.constraints.grammar.source import GrammarSource, TokenizerArguments, grammar_source, make_matcher
 from specdec.constraints.grammar.source import make_tokenizer as _make_tokenizer
 from specdec.constraints.grammar.structural_tags import SpecialTokens
 from specdec.constraints.limits.faults import GrammarError
+from specdec.service.memory_limit import limit_bytes
 from specdec.v1 import common_pb2 as pb
 
 _MOST_CACHED = 32
@@ -24,14 +26,18 @@ _MOST_FAULTS = 256
 _MOST_WAITING = 256
 """Queued grammars above which a request is refused."""
 _NUM_THREADS = 2
+_MEMORY_PART = 8
+"""One eighth of the process's memory, at most, is for constraints."""
 _STACK_BYTES = 16 * 2**20
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Compilation:
     """A grammar that is or will be compiled. One thread writes it; others read it once it `is_done`."""
 
     source: GrammarSource
+    tenant: bytes
+    """Who asked first."""
     done: threading.Event = field(default_factory=threading.Event)
     matcher: LLMatcher | None = None
     """Result, to be copied for each session."""
@@ -62,13 +68,16 @@ class GrammarCompiler:
     Recent results and errors are cached.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...], most_bytes: int | None = None
+    ) -> None:
         """Read the tokenizer.
 
         Args:
             tokenizer_json: text of the file `tokenizer.json`.
             vocab_size: token ids that a mask covers.
             eos_token_ids: tokens that may follow a complete output; at least one.
+            most_bytes: memory of all constraints that exist; None: a part of what the process may use.
 
         Raises:
             ValueError: llguidance does not support the tokenizer, or `eos_token_ids` is empty.
@@ -81,6 +90,7 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.figures = GrammarFigures()
+        self._held = HeldConstraints(limit_bytes() // _MEMORY_PART if most_bytes is None else most_bytes)
         self._lock = threading.Condition()
         self._known: OrderedDict[bytes, Compilation] = OrderedDict()
         self._waiting: OrderedDict[bytes, deque[Compilation]] = OrderedDict()
@@ -101,7 +111,7 @@ class GrammarCompiler:
                 raise GrammarError(
                     "constraint", "too many constraints are being compiled; retry later", code_pb2.RESOURCE_EXHAUSTED
                 )
-            compilation = self._known[key] = Compilation(source)
+            compilation = self._known[key] = Compilation(source, tenant)
             self._waiting.setdefault(tenant, deque()).append(compilation)
             self._forget()
             self._start()
@@ -138,16 +148,34 @@ class GrammarCompiler:
             compilation = self._take()
             started_s = time.monotonic()
             try:
-                compilation.fault = checker.fault_of(compilation.source.text)
-                if not compilation.fault:
+                compilation.fault, num_bytes = checker.check(compilation.source.text)
+                if not compilation.fault and self._may_hold(compilation, num_bytes):
                     compilation.matcher = make_matcher(self._tokenizer, compilation.source.text)
             except ValueError as error:
                 compilation.fault = str(error) or "is not valid"
             except Exception as error:
                 compilation.fault = f"could not be compiled: {type(error).__name__}"
                 compilation.code = code_pb2.INTERNAL
+            if compilation.fault:
+                compilation.source = replace(compilation.source, text="")  # the cache of faults needs none
             self.figures.compiled(time.monotonic() - started_s)
             compilation.done.set()
+            del compilation  # until the next comes it may be dropped
+
+    def _may_hold(self, compilation: Compilation, num_bytes: int) -> bool:
+        """Whether there is memory for a constraint, perhaps after cached ones are dropped; else it has a fault."""
+        num_bytes += len(compilation.source.text)
+        with self._lock:
+            done = [key for key, known in self._known.items() if known.matcher is not None]
+            while (refusal := self._held.refusal(compilation.tenant, num_bytes)) and done:
+                del self._known[done.pop(0)]
+            if refusal:
+                compilation.fault, compilation.code = refusal, code_pb2.RESOURCE_EXHAUSTED
+                for key in [key for key, known in self._known.items() if known is compilation]:
+                    del self._known[key]  # it may be asked for again
+                return False
+            self._held.hold(compilation, compilation.tenant, num_bytes)
+        return True
 
     def _take(self) -> Compilation:
         with self._lock:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from google.rpc import code_pb2
 
-from specdec.constraints.grammar.compiler import GrammarCompiler
+from specdec.constraints.grammar.compiler import Compilation, GrammarCompiler
 from specdec.constraints.limits import MAX_CHOICES, MAX_CONSTRAINT_BYTES
 from specdec.constraints.limits.faults import GrammarError
 from specdec.v1 import common_pb2 as pb
-from tests.support.engine.grammars import compiled, follower, ids, json_schema, wait_for
+from tests.support.engine.grammars import EOS, TOKENIZER, VOCAB_SIZE, compiled, follower, ids, json_schema, wait_for
 from tests.support.for_each import for_each
 
 
@@ -144,3 +144,25 @@ def test_one_of_schemas_that_overlap_is_refused_with_what_to_do_and_taken_as_any
         wait_for(compiler.compile(json_schema({"properties": {"a": OVERLAPPING}}), b"")).result()
     assert (error.value.field, error.value.code) == ("constraint.json_schema", code_pb2.INVALID_ARGUMENT)
     follower(compiler, json_schema({**OVERLAPPING, "x-guidance": {"coerce_one_of": True}}))
+
+
+def test_a_tenant_that_holds_many_constraints_is_refused_and_others_and_those_that_end_are_not() -> None:
+    compiler = GrammarCompiler(TOKENIZER.to_str(), VOCAB_SIZE, (EOS,), most_bytes=16 * 2**20)
+
+    def compile(number: int, tenant: bytes) -> Compilation:
+        compilation = compiler.compile(pb.Constraint(choice=pb.TextChoices(texts=[f"a{number}", "b"])), tenant)
+        assert compilation.done.wait(60)
+        return compilation
+
+    for number in range(200):  # what nobody uses gives way
+        assert not compile(number, b"passing").fault
+    held = [compile(number, b"greedy") for number in range(1000, 1200)]
+    refused = [compilation for compilation in held if compilation.fault]
+    assert refused and {compilation.code for compilation in refused} == {code_pb2.RESOURCE_EXHAUSTED}
+    assert 2 <= len(held) - len(refused) <= 64
+    assert not compile(2000, b"polite").fault
+    num_held = len(held) - len(refused)
+    del refused
+    held.clear()
+    again = [compile(number, b"greedy") for number in range(3000, 3000 + num_held // 2)]
+    assert not any(compilation.fault for compilation in again)
