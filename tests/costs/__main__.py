@@ -1,4 +1,5 @@
-"""Write the table of what the worst request of each route and method costs: `python -m tests.costs`.
+"""Write the table of what the worst request of each route and method costs: `python -m tests.costs`;
+with the beginning of a route or method: of those.
 
 Each body has the largest size that is taken and something that grows in it. Its reading, checking and translating is
 measured in a child process of its own, up to where the request would wait for its turn: tokenizing and decoding have
@@ -10,20 +11,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from google.protobuf.message import Message
 
 from specdec.coordinator.intake.reading import read_request
+from specdec.coordinator.open_inference.requests import read_call as read_infer
+from specdec.coordinator.vllm_engine.requests import read_call as read_vllm
 from specdec.gateway.app import build_app
 from specdec.gateway.service import Gateway
 from specdec.gateway.settings import GatewaySettings
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import open_inference_pb2 as oip
+from specdec.v1 import target_pb2 as target
+from specdec.v1 import vllm_engine_pb2 as vllm
 from specdec.wire.errors import SpecdecError
 from tests.support.cost import Spent
 from tests.support.costly.bodies import Nobody, bodies, called
@@ -31,6 +39,7 @@ from tests.support.costly.floods import check, floods
 
 MESSAGE_BYTES = 16 * 2**20
 MIB = 2**20
+MOST_CPU_S = 20
 FIELDS = (
     "prompt",
     "messages",
@@ -46,8 +55,22 @@ FIELDS += ("logit_bias", "documents", "chat_template_kwargs", "system", "unknown
 """Fields that may be large, and some that may not; tests look at all (`test_body_cost.py`)."""
 _HEAD = "| route or method | shapes | event loop, most | processor, most | memory, most |\n|---|---|---|---|---|\n"
 CHECKED: tuple[type[Message], ...] = (api.GenerateRequest, api.TokenizeRequest, api.DetokenizeRequest)
-OTHERS: tuple[type[Message], ...] = (api.AbortRequest, api.GetModelInfoRequest, api.GetStatusRequest)
-METHODS: tuple[type[Message], ...] = (*CHECKED, *OTHERS, oip.ModelInferRequest)
+METHODS: dict[str, type[Message]] = {
+    "Generate": api.GenerateRequest,
+    "Tokenize": api.TokenizeRequest,
+    "Detokenize": api.DetokenizeRequest,
+    "Abort": api.AbortRequest,
+    "GetModelInfo": api.GetModelInfoRequest,
+    "GetStatus": api.GetStatusRequest,
+    "GRPCInferenceService/ModelInfer, ModelStreamInfer": oip.ModelInferRequest,
+    "GRPCInferenceService/ModelReady": oip.ModelReadyRequest,
+    "GRPCInferenceService/ModelMetadata": oip.ModelMetadataRequest,
+    "VllmEngine/Generate": vllm.VllmGenerateRequest,
+    "VllmEngine/Abort": vllm.VllmAbortRequest,
+    "VllmEngine/GetLoads": vllm.VllmLoadsRequest,
+    "TargetService/SetDrafters": target.SetDraftersRequest,
+}
+"""Of the coordinator, but for the last one. A replica's streams have a test of their own (`tests/fuzz`)."""
 
 
 @dataclass(slots=True)
@@ -65,10 +88,12 @@ class Cost:
 
 
 def in_child(measured: Callable[[], tuple[float, float, int]]) -> tuple[float, float, int]:
-    """The result of a call in a forked process, whose memory nothing else has touched."""
+    """The result of a call in a forked process, whose memory nothing else has touched. One that takes `MOST_CPU_S` is
+    killed, and has taken for ever."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
+        resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
         with contextlib.suppress(BaseException):
             os.write(writer, json.dumps(measured()).encode())
         os._exit(0)
@@ -76,6 +101,8 @@ def in_child(measured: Callable[[], tuple[float, float, int]]) -> tuple[float, f
     with os.fdopen(reader, "rb") as told:
         data = told.read()
     os.waitpid(pid, 0)
+    if not data:
+        return math.inf, math.inf, 0
     loop_s, cpu_s, peak_bytes = json.loads(data)
     return loop_s, cpu_s, peak_bytes
 
@@ -87,7 +114,7 @@ def measure(call: Callable[[], object]) -> tuple[float, float, int]:
     return begun.until_now()
 
 
-def of_gateway() -> Iterator[tuple[str, Cost]]:
+def of_gateway(wanted: str) -> Iterator[tuple[str, Cost]]:
     """Routes and costs of their bodies."""
     app = asyncio.run(_app())
 
@@ -98,7 +125,7 @@ def of_gateway() -> Iterator[tuple[str, Cost]]:
         return spent.until_now()
 
     for route, shape, body in bodies(app.openapi(), scale=1, most_depth=1):
-        if ":" not in shape or shape.partition(":")[0] in FIELDS:
+        if route.startswith(wanted) and (":" not in shape or shape.partition(":")[0] in FIELDS):
 
             def run(route: str = route, body: bytes = body) -> tuple[float, float, int]:
                 return asyncio.run(once(route, body))
@@ -111,23 +138,34 @@ async def _app() -> Any:
     return build_app(replace(Gateway(settings).parts, coordinators=Nobody()))  # type: ignore[arg-type]
 
 
-def of_methods() -> Iterator[tuple[str, Cost]]:
+def of_methods(wanted: str) -> Iterator[tuple[str, Cost]]:
     """Methods over gRPC and costs of their messages."""
-    for kind in METHODS:
-        for shape, data in floods(kind.DESCRIPTOR, MESSAGE_BYTES):
+    for name, kind in METHODS.items():
+        if not name.startswith(wanted):
+            continue
+        for shape, data in (("empty", b""), *floods(kind.DESCRIPTOR, MESSAGE_BYTES)):
 
             def call(kind: type[Message] = kind, data: bytes = data) -> None:
                 with contextlib.suppress(SpecdecError):
-                    check(kind, data) if kind in CHECKED else read_request(kind, data)
+                    if kind in CHECKED:
+                        check(kind, data)
+                        return
+                    request: Any = read_request(kind, data)
+                    if kind is oip.ModelInferRequest:
+                        read_infer(request, may_stream=True)
+                    elif kind is vllm.VllmGenerateRequest:
+                        read_vllm(request)
 
-            yield kind.DESCRIPTOR.name.removesuffix("Request"), Cost(shape, len(data), *in_child(lambda: measure(call)))
+            yield name, Cost(shape, len(data), *in_child(lambda: measure(call)))
 
 
 def main() -> None:
     """Print the worst of each route and method by processor time and by memory."""
     found: dict[str, list[Cost]] = {}
-    for where, cost in (*of_gateway(), *of_methods()):
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    for where, cost in chain(of_gateway(wanted), of_methods(wanted)):
         found.setdefault(where, []).append(cost)
+        sys.stderr.write(f"{where}: {cost.shape}: {cost.cpu_s:.2f} s, {cost.peak_bytes / MIB:.0f} MiB\n")
     sys.stdout.write(_HEAD)
     for where, costs in found.items():
         loop, cpu, memory = (max(costs, key=key) for key in (_loop, _cpu, _peak))
