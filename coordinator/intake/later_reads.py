@@ -60,10 +60,11 @@ class LaterReads:
             self._watching = None
 
     def _cut_off(self, num: int) -> None:
-        nth, order = Counter[str](), list[tuple[int, asyncio.Timeout]]()
+        nth, all_of = Counter[str](), Counter(self._reads.values())
+        order = list[tuple[int, int, asyncio.Timeout]]()
         for limit, caller in self._reads.items():
             nth[caller] += 1
-            order.append((nth[caller], limit))
-        order.sort(key=lambda entry: -entry[0])
-        for _, limit in islice(order, num):
+            order.append((nth[caller], all_of[caller], limit))
+        order.sort(key=lambda entry: entry[:2], reverse=True)
+        for *_, limit in islice(order, num):
             limit.reschedule(asyncio.get_running_loop().time())

@@ -276,6 +276,20 @@ def test_what_follows_on_an_aborted_link_is_no_coordinators(role: str) -> None:
         assert pair.run() == expected()
 
 
+@for_each("role", ("target", "draft"))
+def test_a_frame_of_too_many_parts_ends_its_link_before_it_is_parsed(role: str) -> None:
+    with linked_pair() as pair:
+        joined(pair)
+        empty_entry = b"\x12\x00"
+        assert len(pb.LinkFrame.FromString(empty_entry).entries) == 1
+        pair.send_bytes(getattr(pair, role), empty_entry * 200_000)
+        pair.turn()
+        (abort,) = pair.aborts
+        assert abort.message.startswith("entries: more than")
+        pair.cut()
+        assert pair.run() == expected()
+
+
 def test_a_target_that_says_hello_on_and_on_gets_one_connection(pair: LinkedPair) -> None:
     joined(pair)
     local = pair.draft.port.local
