@@ -85,8 +85,8 @@ def check_template(resume: api.Resume, own: str) -> None:
     """
     if resume.chat_template_digest and resume.chat_template_digest != own:
         raise FailedPrecondition(
-            f"resume.chat_template_digest: the stream began with the chat template {resume.chat_template_digest!r}, "
-            f"this coordinator has {own!r}: give all coordinators the same",
+            "resume.chat_template_digest: the stream began with the chat template "
+            f"{resume.chat_template_digest[:100]!r}, this coordinator has {own!r}: give all coordinators the same",
             reason="CHAT_TEMPLATE_CHANGED",
         )
 

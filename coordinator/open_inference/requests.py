@@ -76,7 +76,7 @@ def read_call(request: oip.ModelInferRequest, *, may_stream: bool) -> InferCall:
     tensors = read_tensors(request)
     unknown = sorted(tensors.keys() - INPUTS.keys() - {"streaming"})
     if unknown:
-        raise InvalidRequest("inputs", f"{unknown[0]!r} is not read; the inputs are {', '.join(INPUTS)}")
+        raise InvalidRequest("inputs", f"{unknown[0][:100]!r} is not read; the inputs are {', '.join(INPUTS)}")
     is_streamed = _flag(tensors, "stream", False) or _flag(tensors, "streaming", False)
     if is_streamed and not may_stream:
         raise InvalidRequest("stream", "several responses need ModelStreamInfer")
@@ -104,7 +104,7 @@ def read_call(request: oip.ModelInferRequest, *, may_stream: bool) -> InferCall:
 def check_version(version: str) -> None:
     """Raises NotFound."""
     if version not in ("", VERSION):
-        raise NotFound(f"model_version {version!r} does not exist: the only version is {VERSION}")
+        raise NotFound(f"model_version {version[:100]!r} does not exist: the only version is {VERSION}")
 
 
 def _outputs(request: oip.ModelInferRequest, tensors: Mapping[str, list[Any]]) -> tuple[str, ...]:
@@ -114,7 +114,9 @@ def _outputs(request: oip.ModelInferRequest, tensors: Mapping[str, list[Any]]) -
     ]
     for index, name in enumerate(asked):
         if name not in OUTPUTS:
-            raise InvalidRequest(f"outputs[{index}]", f"{name!r} is no output; the outputs are {', '.join(OUTPUTS)}")
+            raise InvalidRequest(
+                f"outputs[{index}]", f"{name[:100]!r} is no output; the outputs are {', '.join(OUTPUTS)}"
+            )
     return tuple(dict.fromkeys(asked))
 
 

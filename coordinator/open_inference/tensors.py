@@ -44,10 +44,10 @@ def read_tensors(request: oip.ModelInferRequest) -> dict[str, list[Any]]:
     for index, tensor in enumerate(request.inputs):
         field = f"inputs[{index}]"
         if tensor.name in found:
-            raise InvalidRequest(f"{field}.name", f"{tensor.name!r} comes twice")
+            raise InvalidRequest(f"{field}.name", f"{tensor.name[:100]!r} comes twice")
         if tensor.datatype not in _CONTENTS:
             raise InvalidRequest(
-                f"{field}.datatype", f"{tensor.datatype!r} is not read; the types are {', '.join(_CONTENTS)}"
+                f"{field}.datatype", f"{tensor.datatype[:100]!r} is not read; the types are {', '.join(_CONTENTS)}"
             )
         if len(tensor.shape) > _MOST_DIMENSIONS:
             raise InvalidRequest(f"{field}.shape", f"has more than {_MOST_DIMENSIONS} dimensions")

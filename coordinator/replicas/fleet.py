@@ -100,7 +100,7 @@ class Fleet:
         if self.served is None:
             raise NotReady("no target has answered yet: retry")
         if model and model != self.served.identity.name:
-            raise ModelNotFound(f"model {model!r} is not served here, only {self.served.identity.name!r}")
+            raise ModelNotFound(f"model {model[:100]!r} is not served here, only {self.served.identity.name!r}")
         return self.served
 
     def check_numerics(self, planned: pb.ModelIdentity) -> None:

@@ -22,9 +22,6 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from specdec.coordinator.intake.reading import read_request
-from specdec.coordinator.open_inference.requests import read_call as read_infer
-from specdec.coordinator.vllm_engine.requests import read_call as read_vllm
 from specdec.gateway.app import build_app
 from specdec.gateway.service import Gateway
 from specdec.gateway.settings import GatewaySettings
@@ -54,7 +51,6 @@ FIELDS = (
 FIELDS += ("logit_bias", "documents", "chat_template_kwargs", "system", "unknown")
 """Fields that may be large, and some that may not; tests look at all (`test_body_cost.py`)."""
 _HEAD = "| route or method | shapes | event loop, most | processor, most | memory, most |\n|---|---|---|---|---|\n"
-CHECKED: tuple[type[Message], ...] = (api.GenerateRequest, api.TokenizeRequest, api.DetokenizeRequest)
 METHODS: dict[str, type[Message]] = {
     "Generate": api.GenerateRequest,
     "Tokenize": api.TokenizeRequest,
@@ -147,14 +143,7 @@ def of_methods(wanted: str) -> Iterator[tuple[str, Cost]]:
 
             def call(kind: type[Message] = kind, data: bytes = data) -> None:
                 with contextlib.suppress(SpecdecError):
-                    if kind in CHECKED:
-                        check(kind, data)
-                        return
-                    request: Any = read_request(kind, data)
-                    if kind is oip.ModelInferRequest:
-                        read_infer(request, may_stream=True)
-                    elif kind is vllm.VllmGenerateRequest:
-                        read_vllm(request)
+                    check(kind, data)
 
             yield name, Cost(shape, len(data), *in_child(lambda: measure(call)))
 

@@ -20,8 +20,12 @@ from specdec.coordinator.intake.validation import (
     check_sampling,
     check_speculation,
 )
+from specdec.coordinator.open_inference.requests import read_call as read_infer
+from specdec.coordinator.vllm_engine.requests import read_call as read_vllm
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.v1 import open_inference_pb2 as oip
+from specdec.v1 import vllm_engine_pb2 as vllm
 
 MOST_TOKENS = 2**20
 LIMITS = Limits(
@@ -73,6 +77,14 @@ def floods(message: Descriptor, num_bytes: int) -> Iterator[tuple[str, bytes]]:
 def check(kind: type[Message], data: bytes) -> None:
     """All that is done on an event loop before a request waits for its turn."""
     request: Any = read_request(kind, data)
+    if isinstance(request, oip.ModelInferRequest):
+        read_infer(request, may_stream=True)
+        return
+    if isinstance(request, vllm.VllmGenerateRequest):
+        read_vllm(request)
+        return
+    if not isinstance(request, api.GenerateRequest | api.TokenizeRequest | api.DetokenizeRequest):
+        return
     if isinstance(request, api.DetokenizeRequest):
         check_detokenized(request.token_ids, LIMITS)
         return

@@ -29,11 +29,11 @@ def stopped(process: LineProcess) -> bool:
 def test_a_checker_that_hangs_is_replaced_and_the_grammar_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checker, "LineProcess", lambda module, greeting: LineProcess(module, greeting, hung_s=0.5))
     own = GrammarChecker(_ARGUMENTS)
-    assert own.fault_of(_GRAMMAR) == ""
+    assert own.check(_GRAMMAR)[0] == ""
     assert own.process is not None
     former = own.process.pid
     os.kill(former, signal.SIGSTOP)
-    assert own.fault_of(_GRAMMAR) == ""
+    assert own.check(_GRAMMAR)[0] == ""
     assert own.process is not None and own.process.pid != former
     own.close()
 

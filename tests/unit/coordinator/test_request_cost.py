@@ -8,6 +8,8 @@ import pytest
 from google.protobuf.message import Message
 
 from specdec.v1 import coordinator_pb2 as api
+from specdec.v1 import open_inference_pb2 as oip
+from specdec.v1 import vllm_engine_pb2 as vllm
 from specdec.wire.errors import InvalidRequest
 from specdec.wire.reading import MOST_PARTS
 from tests.support.cost import lines_run
@@ -19,7 +21,8 @@ MOST_LINES = 32 * MOST_PARTS
 MOST_BYTES_PER_BYTE = 4
 MOST_BYTES_PER_LEGAL_BYTE = 20
 """A token id in a list takes forty bytes, its origin eight; on the wire it takes three."""
-REQUESTS: tuple[type[Message], ...] = (api.GenerateRequest, api.TokenizeRequest, api.DetokenizeRequest)
+OWN: tuple[type[Message], ...] = (api.GenerateRequest, api.TokenizeRequest, api.DetokenizeRequest)
+REQUESTS: tuple[type[Message], ...] = (*OWN, oip.ModelInferRequest, vllm.VllmGenerateRequest)
 
 
 def outcome(kind: type[Message], data: bytes) -> InvalidRequest | None:
