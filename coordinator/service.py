@@ -22,10 +22,10 @@ from specdec.coordinator.generation import GenerateCalls
 from specdec.coordinator.intake.admission import AdmissionQueue
 from specdec.coordinator.intake.callers import Callers
 from specdec.coordinator.intake.conversions import Conversions
-from specdec.coordinator.intake.later_reads import LaterReads
 from specdec.coordinator.intake.load_shedding import LoadShedding
-from specdec.coordinator.intake.pending_reads import PendingReads
 from specdec.coordinator.intake.planning import Planner
+from specdec.coordinator.intake.reads.later_reads import LaterReads
+from specdec.coordinator.intake.reads.pending_reads import PendingReads
 from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import Limits
 from specdec.coordinator.journal import Journal, JournalSettings

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from specdec.coordinator.intake.later_reads import LaterReads
-from specdec.coordinator.intake.pending_reads import PendingReads
 from specdec.coordinator.intake.planning import RequestCaller
-from specdec.coordinator.intake.reading import read_request, receive_request
+from specdec.coordinator.intake.reads.later_reads import LaterReads
+from specdec.coordinator.intake.reads.pending_reads import PendingReads
+from specdec.coordinator.intake.reads.reading import read_request, receive_request
 from specdec.coordinator.tenants.api_keys import AUTHORIZATION_KEY, Authenticator
 from specdec.coordinator.tenants.quotas import Allowance
 from specdec.service.byte_budget import ByteBudget

@@ -12,7 +12,7 @@ import grpc
 from specdec import __version__
 from specdec.coordinator.generation import GenerateCalls
 from specdec.coordinator.intake.callers import Callers, encode, until_answered
-from specdec.coordinator.intake.reading import read_request
+from specdec.coordinator.intake.reads.reading import read_request
 from specdec.coordinator.open_inference.requests import INPUTS, OUTPUTS, VERSION, check_version, read_call
 from specdec.coordinator.open_inference.responses import FINAL, InferResponses
 from specdec.coordinator.replicas.fleet import Fleet

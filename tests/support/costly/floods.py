@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from specdec.coordinator.intake.conversions import check_detokenized
 from specdec.coordinator.intake.prompt import check_prediction, check_prompt
 from specdec.coordinator.intake.prompt_length import check_num_messages, check_prompt_bytes
-from specdec.coordinator.intake.reading import read_request
+from specdec.coordinator.intake.reads.reading import read_request
 from specdec.coordinator.intake.resume import held_choices
 from specdec.coordinator.intake.validation import (
     Limits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from specdec.coordinator.intake.later_reads import LaterReads
+from specdec.coordinator.intake.reads.later_reads import LaterReads
 from specdec.service.memory_limit import is_short
 from specdec.wire.errors import Overloaded
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from specdec.coordinator.intake import pending_reads
-from specdec.coordinator.intake.pending_reads import PendingReads
+from specdec.coordinator.intake.reads import pending_reads
+from specdec.coordinator.intake.reads.pending_reads import PendingReads
 from specdec.wire.errors import Overloaded
 
 

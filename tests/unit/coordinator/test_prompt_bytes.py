@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from specdec.coordinator.intake.callers import Callers
-from specdec.coordinator.intake.later_reads import LaterReads
-from specdec.coordinator.intake.pending_reads import PendingReads
+from specdec.coordinator.intake.reads.later_reads import LaterReads
+from specdec.coordinator.intake.reads.pending_reads import PendingReads
 from specdec.service.byte_budget import ByteBudget
 from specdec.wire.errors import Overloaded
 

@@ -89,7 +89,7 @@ FLOORS = {
         grammar
     """,
     "specdec.constraints.grammar": """
-        figures line_process structural_tags
+        figures held line_process structural_tags
         source
         checker follower
         apart apart_child compiler
@@ -117,14 +117,18 @@ FLOORS = {
         __main__
     """,
     "specdec.coordinator.intake": """
-        conversation line pending_reads reading resume validation
+        conversation line load_shedding reads resume validation
         fair_queue
+        shares
         admission prompt_length
         text_limits
         prompt
         conversions terms
         planning
         callers
+    """,
+    "specdec.coordinator.intake.reads": """
+        later_reads pending_reads reading
     """,
     "specdec.coordinator.open_inference": """
         tensors
@@ -317,7 +321,7 @@ FLOORS = {
         pacing
     """,
     "specdec.wire": """
-        backoff error_details message_sizes sampling_limits sampling_params tls_files tokenizer_files
+        backoff error_details message_sizes parts sampling_limits sampling_params tls_files tokenizer_files
         errors proposals settings
         abort discovery reading
         tls

@@ -1,0 +1,1 @@
+"""How a request is received and parsed within bounds."""
