@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from specdec.v1 import draft_pb2
 from specdec.wire.errors import Unavailable
-from specdec.wire.parts import MOST_PARTS, TooManyParts, check_parts
+from specdec.wire.parsing.parts import MOST_PARTS, TooManyParts, check_parts
 
 _METHOD = f"/{draft_pb2.DESCRIPTOR.services_by_name['DraftService'].full_name}/Draft"
 

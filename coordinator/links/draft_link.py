@@ -18,7 +18,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
 from specdec.wire.channel import ReplicaChannel
-from specdec.wire.reading import parsing
+from specdec.wire.parsing.reading import parsing
 
 _MOST_STRAYS = 4096
 _MOST_STRAYS_PER_SESSION = 4

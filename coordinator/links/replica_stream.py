@@ -21,7 +21,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.wire.backoff import Backoff
 from specdec.wire.channel import ReplicaChannel
 from specdec.wire.errors import IncompatibleReplica, SpecdecError, Unavailable
-from specdec.wire.reading import parsed
+from specdec.wire.parsing.reading import parsed
 
 _MOST_FIRST_WAITS_IN_NEED = 5
 """Longest wait between attempts, in first waits, while sessions wait for this replica."""

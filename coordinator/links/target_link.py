@@ -17,7 +17,7 @@ from specdec.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
 from specdec.wire.channel import ReplicaChannel
 from specdec.wire.errors import IncompatibleReplica
 from specdec.wire.message_sizes import most_entry_bytes
-from specdec.wire.reading import parsed, parsing
+from specdec.wire.parsing.reading import parsed, parsing
 
 _TOKENIZER_PATIENCE = 4
 """Factor on connect_timeout_s for a tokenizer: it has some megabytes, in several messages."""

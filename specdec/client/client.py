@@ -26,7 +26,7 @@ from specdec.wire.errors import (
     Unavailable,
     from_rpc_error,
 )
-from specdec.wire.reading import parsed, parsing
+from specdec.wire.parsing.reading import parsed, parsing
 
 _T = TypeVar("_T")
 # Waits between attempts to connect. gRPC's own grow to two minutes, in which a coordinator that is back is not noticed.

@@ -20,7 +20,7 @@ from specdec.client.resuming import ResumePolicy, Resumption
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
 from specdec.wire.errors import Cancelled, Unavailable, from_rpc_error
-from specdec.wire.reading import parsed, parsing
+from specdec.wire.parsing.reading import parsed, parsing
 
 _T = TypeVar("_T")
 

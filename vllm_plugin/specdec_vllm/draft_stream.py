@@ -20,8 +20,8 @@ from specdec.wire.backoff import Backoff
 from specdec.wire.channel import ReplicaChannel
 from specdec.wire.errors import SpecdecError
 from specdec.wire.message_sizes import frame_bytes, frame_slices, most_bytes, most_entry_bytes
+from specdec.wire.parsing.reading import parsed, parsing
 from specdec.wire.proposals import MOST_PROPOSALS
-from specdec.wire.reading import parsed, parsing
 from specdec_vllm.offers import BadOffer, read_offer
 from specdec_vllm.rows import RowSession
 from specdec_vllm.settings import Engine, PluginSettings

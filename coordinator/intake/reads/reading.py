@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from specdec.wire.errors import DeadlineExceeded, InvalidRequest
-from specdec.wire.parts import TooManyParts, check_parts, find_invalid_utf8
+from specdec.wire.parsing.parts import TooManyParts, check_parts, find_invalid_utf8
 
 _MessageT = TypeVar("_MessageT", bound=Message)
 

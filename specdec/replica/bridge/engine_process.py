@@ -25,7 +25,7 @@ from specdec.replica.bridge.step_memory import StepMemory, new_step_file
 from specdec.service.settings import ReplicaServiceSettings
 from specdec.service.standstill import Starvation
 from specdec.v1 import common_pb2
-from specdec.wire.reading import abort_status
+from specdec.wire.parsing.reading import abort_status
 
 _RECEIVE_BYTES = 256 * 1024
 # Bytes of requests queued for an engine in a long step, above which senders wait.

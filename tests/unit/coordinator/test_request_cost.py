@@ -11,7 +11,7 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import open_inference_pb2 as oip
 from specdec.v1 import vllm_engine_pb2 as vllm
 from specdec.wire.errors import InvalidRequest
-from specdec.wire.parts import MOST_PARTS
+from specdec.wire.parsing.parts import MOST_PARTS
 from tests.support.cost import lines_run
 from tests.support.costly.floods import check, floods
 

@@ -12,7 +12,7 @@ from google.rpc import code_pb2, status_pb2
 from specdec.replica.bridge.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.errors import Internal, NotReady, SpecdecError, Unavailable, from_rpc_error
-from specdec.wire.reading import abort_status
+from specdec.wire.parsing.reading import abort_status
 from tests.support.services.echo_process import SERVICE, error_of, verify_stream
 from tests.support.services.faults import eventually
 from tests.support.services.lying_engine import SAY_RAW, lying_replica, say

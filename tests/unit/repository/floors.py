@@ -321,11 +321,14 @@ FLOORS = {
         pacing
     """,
     "specdec.wire": """
-        backoff error_details message_sizes parts sampling_limits sampling_params tls_files tokenizer_files
+        backoff error_details message_sizes sampling_limits sampling_params tls_files tokenizer_files
         errors proposals settings
-        abort discovery reading
+        abort discovery parsing
         tls
         channel
+    """,
+    "specdec.wire.parsing": """
+        parts reading
     """,
 }
 """Floors from the lowest up: a line imports from lines before it only. Names on one line do not know each other."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import draft_pb2
-from specdec.wire.parts import MOST_PARTS, TooManyParts, check_parts, find_invalid_utf8
+from specdec.wire.parsing.parts import MOST_PARTS, TooManyParts, check_parts, find_invalid_utf8
 from tests.support.cost import lines_run
 
 MOST_LINES = 40 * MOST_PARTS

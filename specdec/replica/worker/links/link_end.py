@@ -16,7 +16,7 @@ from specdec.replica.worker.links.streams import LinkStreams
 from specdec.replica.worker.role import Role
 from specdec.replica.worker.sessions import SessionT
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.parts import TooManyParts, check_parts
+from specdec.wire.parsing.parts import TooManyParts, check_parts
 
 _MOST_ID_CHARS = 512
 """Characters of a session's id, which answers repeat."""

@@ -1,0 +1,1 @@
+"""Messages of peers: what parsing them costs, and what does not parse."""
