@@ -59,7 +59,9 @@ class Gateway:
         self._coordinator_tls = _coordinator_tls(settings)
         self._tracing = Tracing(settings, "gateway", settings.trace_sample_ratio)
         metrics = GatewayMetrics(registry)
-        self._coordinators = Coordinators(self._connect, settings.coordinators_of, metrics.failovers.inc)
+        self._coordinators = Coordinators(
+            self._connect, settings.coordinators_of, metrics.failovers.inc, settings.shares
+        )
         self._health = Health(self._coordinators)
         self.parts = Parts(
             settings=settings,

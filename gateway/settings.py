@@ -55,11 +55,22 @@ ToolParserName = Annotated[str, _one_of((AUTO, *TOOL_PARSERS))]
 
 
 def _checked_model(entry: str) -> str:
-    name, separator, address = entry.partition("=")
-    if not separator or not name or name != name.strip():
+    name, address, percent = _parts(entry)
+    if not address or not name or name != name.strip():
         raise ValueError(f"{entry!r} is not NAME=HOST:PORT, such as Qwen/Qwen3-8B=dns:///coordinators:50051")
     check_address(address)
+    if percent is not None and not (percent.isascii() and percent.isdigit() and int(percent) <= 100):
+        raise ValueError(
+            f"{entry!r}: what follows @ is a whole number of percent, 0 to 100, such as {name}={address}@10"
+        )
     return entry
+
+
+def _parts(entry: str) -> tuple[str, str, str | None]:
+    """Name, address and percent of an entry of `models`."""
+    name, _, rest = entry.partition("=")
+    address, separator, percent = rest.partition("@")
+    return name, address, percent if separator else None
 
 
 ModelAddresses = Annotated[
@@ -81,7 +92,8 @@ class GatewaySettings(WireSettings, ExposureSettings, TracingSettings):
         default=(),
         description="Further models and their coordinators, NAME=HOST:PORT or NAME=dns:///name:port, separated by "
         "commas; several addresses of a model in as many entries. NAME is the model's name at these coordinators. "
-        "Requests for other names, or none, go to `coordinators`.",
+        "Requests for other names, or none, go to `coordinators`. An entry that ends with @PERCENT gets this share of "
+        "the model's requests, those without share the rest.",
     )
     port: int = Field(default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one.")
     metrics_port: int | None = Field(
@@ -193,9 +205,28 @@ class GatewaySettings(WireSettings, ExposureSettings, TracingSettings):
         """Addresses of coordinators by the name of their model; those of `coordinators` under an empty name."""
         found = {"": self.coordinators}
         for entry in self.models:
-            name, _, address = entry.partition("=")
+            name, address, _ = _parts(entry)
             found[name] = (*found.get(name, ()), address)
         return found
+
+    @property
+    def shares(self) -> dict[str, dict[str, int]]:
+        """Percent of the requests by address, of the models that have such."""
+        found: dict[str, dict[str, int]] = {}
+        for name, address, percent in map(_parts, self.models):
+            if percent is not None:
+                found.setdefault(name, {})[address] = int(percent)
+        return found
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> Self:
+        for name, shares in self.shares.items():
+            total, is_all = sum(shares.values()), len(shares) == len(set(self.coordinators_of[name]))
+            if total > 100 or (is_all and total != 100):
+                raise ValueError(
+                    f"models: the shares of {name} are {total} % in all; make it 100, or leave one without @"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_parsers(self) -> Self:

@@ -48,13 +48,33 @@ class _Turns:
     turn: int = field(default=0)
     templates: dict[str, str] = field(default_factory=dict)
     """The coordinator that first told a chat template, by the template's digest."""
+    shares: Mapping[str, int] = field(default_factory=dict)
+    """Percent of the requests, by address; members of other addresses share the rest, under an empty address."""
+    _owed: dict[str, int] = field(default_factory=dict)
+    """Percent of a request, by address, that it lacks to its share."""
 
-    def order(self) -> list[_Member]:
-        """All members: the next one first, those without a connection and those that did not answer lately last."""
+    def next_release(self) -> str:
+        """The address that is to have the next request, or the empty one; each gets exactly its share."""
+        shares = {**self.shares, "": 100 - sum(self.shares.values())}
+        for address, percent in shares.items():
+            self._owed[address] = self._owed.get(address, 0) + percent
+        chosen = max(self._owed, key=self._owed.__getitem__)
+        self._owed[chosen] -= 100
+        return chosen
+
+    def order(self, release: str = "") -> list[_Member]:
+        """All members: the next one of a release first; those of others, those without a connection and those that did
+        not answer lately last."""
         self.turn = (self.turn + 1) % len(self.members)
         rotated = [*self.members[self.turn :], *self.members[: self.turn]]
         now_s = time.monotonic()
-        return sorted(rotated, key=lambda member: (member.avoid_until_s > now_s, not member.client.is_connected))
+
+        def rank(member: _Member) -> tuple[bool, bool, bool]:
+            address = member.client.address
+            is_other = (address if address in self.shares else "") != release
+            return member.avoid_until_s > now_s, is_other, not member.client.is_connected
+
+        return sorted(rotated, key=rank)
 
     def learn(self, address: str, template: str) -> None:
         """A coordinator has told the digest of its chat template; each that differs from the first is logged once."""
@@ -74,6 +94,7 @@ class Coordinators:
         connect: Callable[[str], Client],
         addresses: Mapping[str, Sequence[str]],
         on_failover: Callable[[], None],
+        shares: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         """Connect lazily.
 
@@ -82,9 +103,13 @@ class Coordinators:
             addresses: host:port, or dns:///name:port, by the name of the model; under the empty name those for all
                 other names. One at least of each.
             on_failover: called when a call moves to another coordinator.
+            shares: percent of a model's requests that go to an address, by the model's name and the address.
         """
         self._connect = connect
-        self._turns = {name: _Turns([_Member(connect(each)) for each in own]) for name, own in addresses.items()}
+        self._turns = {
+            name: _Turns([_Member(connect(each)) for each in own], shares=(shares or {}).get(name, {}))
+            for name, own in addresses.items()
+        }
         self._closing: set[asyncio.Task[None]] = set()
         self._on_failover = on_failover
 
@@ -171,6 +196,7 @@ class CallerStub:
     def __init__(self, turns: _Turns, metadata: Metadata, held: Held, on_failover: Callable[[], None]) -> None:
         self.held = held
         self._turns = turns
+        self._release: str | None = None
         self._metadata = metadata
         self._on_failover = on_failover
 
@@ -183,7 +209,9 @@ class CallerStub:
 
     async def generate(self, request: api.GenerateRequest) -> AsyncGenerator[api.GenerateResponse, None]:
         """The chunks of one attempt, from the first coordinator that answers."""
-        members = self._turns.order()
+        if self._release is None:  # A request stays at its release: another one may not take up its stream.
+            self._release = self._turns.next_release()
+        members = self._turns.order(self._release)
         for number, member in enumerate(members):
             has_begun = False
             try:
@@ -201,7 +229,7 @@ class CallerStub:
 
     async def call(self, method: str, request: Message) -> Any:
         """The answer to a unary call, from the first coordinator that answers."""
-        members = self._turns.order()
+        members = self._turns.order(self._release or "")
         for member in members[:-1]:
             try:
                 return await self._client(member).call(method, request)

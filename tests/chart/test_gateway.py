@@ -62,6 +62,11 @@ def test_a_route_leads_from_the_named_gateways_to_a_port_of_the_service(case: st
     assert rule.get("timeouts", {}) == ({"request": "0s"} if case == "everything" else {})
 
 
+def test_a_share_of_another_releases_model_reaches_the_gateway(render: Render) -> None:
+    blue, green = _flags(render("everything"))["--models"].split(",")
+    assert blue.endswith(":50051") and green == "org/coder=10.0.0.7:50061@10"
+
+
 def test_nothing_of_the_gateway_is_there_without_it(render: Render) -> None:
     assert "gateway" not in {component(d) for d in render("without-gateways")}
 

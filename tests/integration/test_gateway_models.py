@@ -146,6 +146,47 @@ async def test_a_model_may_have_several_coordinators() -> None:
                 assert (status, answer["model"]) == (200, "org/coder")
 
 
+async def _served(one: GatewayAtHand, count: int, *releases: Harness) -> list[int]:
+    """How many of `count` requests for a model each release has answered."""
+    before = [harness.metric("requests_total", outcome="OK") for harness in releases]
+    for _ in range(count):
+        status, answer = await asked(one, "/v1/completions", {**PROMPT, "model": "org/m"})
+        assert status == 200, answer
+    return [int(h.metric("requests_total", outcome="OK") - n) for h, n in zip(releases, before, strict=True)]
+
+
+async def test_requests_move_by_share_to_another_release_of_the_model_and_back() -> None:
+    async with serving("org/m", "org/m") as (blue, green):
+        for share, expected in (
+            (0, [20, 0]),
+            (10, [18, 2]),
+            (25, [15, 5]),
+            (75, [5, 15]),
+            (100, [0, 20]),
+            (0, [20, 0]),
+        ):
+            models = [f"org/m={blue.address}", f"org/m={green.address}@{share}"]
+            async with gateway(NOBODY, models=models) as one:
+                assert await _served(one, 20, blue, green) == expected, share
+
+
+async def test_a_release_that_is_away_leaves_its_share_to_the_other() -> None:
+    async with (
+        serving("org/m") as (green,),
+        gateway(NOBODY, models=[f"org/m={NOBODY}", f"org/m={green.address}@10"]) as one,
+    ):
+        assert await _served(one, 5, green) == [5]
+
+
+@pytest.mark.parametrize(
+    "models",
+    [("m=h:1@101",), ("m=h:1@-1",), ("m=h:1@x",), ("m=h:1@",), ("m=h:1@50",), ("m=h:1@60", "m=h:2@60", "m=h:3")],
+)
+def test_shares_that_are_none_are_refused(models: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError, match="models"):
+        GatewaySettings(coordinators=("h:1",), models=models)
+
+
 @pytest.mark.parametrize("entry", ["coder", "=h:1", "coder=", "coder=h", "coder=h:99999", " =h:1"])
 def test_an_entry_that_is_no_model_with_an_address_is_refused(entry: str) -> None:
     with pytest.raises(ValidationError, match="models"):

@@ -271,11 +271,12 @@ seccompProfile:
 {{ eq .name "gateway" | ternary (int (include "specdec.startupSeconds" (dict "root" .root "name" "coordinator")) | add $own) $own }}
 {{- end -}}
 
-{{/* Models of other releases that gateways lead to, NAME=ADDRESS separated by commas. Argument: the root. */}}
+{{/* Models of other releases that gateways lead to, NAME=ADDRESS[@PERCENT] separated by commas. Argument: the root. */}}
 {{- define "specdec.modelsOfOthers" -}}
 {{- $models := list -}}
 {{- range .Values.gateway.models -}}
-{{- $models = append $models (printf "%s=%s" .name .address) -}}
+{{- $share := hasKey . "share" | ternary (printf "@%v" .share) "" -}}
+{{- $models = append $models (printf "%s=%s%s" .name .address $share) -}}
 {{- end -}}
 {{- join "," $models -}}
 {{- end -}}
