@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,16 @@ def test_another_environment_than_the_template_imported_in_is_executed(forking: 
     with forking.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment) as process:
         assert type(process) is subprocess.Popen
         assert process.wait(60) == 0
+
+
+def test_a_template_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
+    template: list[Template] = []
+
+    def start() -> None:
+        template.append(Template.start("service"))
+        assert probe(Forking(lambda _: template[0]), tmp_path)[1] == 3
+
+    starter = threading.Thread(target=start)
+    starter.start()
+    starter.join()
+    assert probe(Forking(lambda _: template[0]), tmp_path)[1] == 3

@@ -51,10 +51,10 @@ class Template:
 
     @classmethod
     def start(cls, kind: str) -> Template:
-        """Start a template of a kind; it ends with this process."""
+        """Start a template of a kind. It ends with this process, which closes the socket, and not with the thread."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            words = [kind, str(theirs.fileno()), str(os.getpid()), "." * _ARGUMENT_ROOM]
+            words = [kind, str(theirs.fileno()), "." * _ARGUMENT_ROOM]
             command = [sys.executable, "-m", f"{__package__}.template", *words]
             subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
         return cls(ours, dict(os.environ))

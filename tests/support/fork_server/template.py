@@ -55,8 +55,7 @@ def serve(connection: socket.socket) -> tuple[jobs.Job, list[int]] | None:
 
 def main(argv: Sequence[str]) -> None:
     """Import packages, fork for jobs, and run a job in each forked process."""
-    kind, fd, parent, *_ = argv
-    die_with_parent(int(parent))
+    kind, fd, *_ = argv
     for name in PACKAGES[kind]:
         importlib.import_module(name)
     gc.collect()
