@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,3 +50,4 @@ def logging_as_before() -> Iterator[None]:
     """What a test, or a fixture of its module, sets for the log of the process is not left to the tests after it."""
     yield
     structlog.reset_defaults()
+    logging.getLogger().setLevel(logging.WARNING)
