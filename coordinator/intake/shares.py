@@ -11,9 +11,9 @@ from specdec.coordinator.intake.line import Claim
 _LEAST_SHARED = 8
 """Places, at least, of which one tenant cannot take all; of fewer, each returns when its choice ends."""
 _KEPT_ALONE = 16
-"""Every sixteenth place, at least one, is kept for a tenant that has not come yet."""
+"""Places per place that is kept for a tenant that has not come yet; at least one is kept."""
 _KEPT_BESIDES = 4
-"""Every fourth place is kept for the others where one tenant is not alone."""
+"""Places per place that is kept for the others where a tenant is not alone."""
 _RECENT_S = 600.0
 """Seconds after its last request in which a tenant counts as there."""
 
@@ -26,7 +26,7 @@ class PlaceShares:
         self._line = line
         self._clock = clock
         self._held: dict[str, tuple[int, float]] = {}
-        """Number of places, and weight."""
+        """Number of places and weight, by tenant."""
         self._latest = self._before = ("", -float("inf"))
         """The last two tenants that came, and when. No more are kept: names are the clients' choice."""
 

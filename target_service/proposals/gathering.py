@@ -42,7 +42,7 @@ class Gathering:
         self._fault = fault
 
     def draft(self, ready: Sequence[TargetSession], pacing: Pacing) -> None:
-        """Ask the draft in this process, which is there, if a call is worth its time.
+        """Ask the draft in this process if a call is worth its time. Needs `OwnDraft.is_there`.
 
         Drafters that gain more tokens per second are asked before it, which lowers its headroom; `gather` asks the
         others after it.
