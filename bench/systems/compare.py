@@ -102,12 +102,14 @@ async def _run(plan: BenchPlan, report: Report, progress: Progress) -> None:
                 left_out.append(str(reason))
                 systems.remove(system)
         idle_cores = await _idle_cores()
+        prompts = await lasting_prompts(plan, reference)
         for temperature, batch in itertools.product(plan.temperatures, plan.batches):
             sampling = dataclasses.replace(plan.sampling, temperature=temperature)
+            asked = prompts[: max(plan.num_prompts, batch)]
             able = [system for system in systems if system.can_run(batch, temperature)]
-            rows = await _alternate(plan, able, sampling, batch, progress, left_out)
+            rows = await _alternate(plan, able, asked, sampling, batch, progress, left_out)
             if sampling.is_reproducible:
-                await _compare_tokens(rows, reference.address, plan, batch, temperature)
+                await _compare_tokens(rows, reference.address, asked, batch, temperature)
             case = [_result(row, rows, sampling, plan.device) for row in rows]
             found.append({"temperature": temperature, "batch": batch, "rows": case})
             title = f"{plan.label}, temperature {temperature:g}, {batch} at once"
@@ -156,14 +158,36 @@ async def _idle_cores() -> float:
     return (spent_s() - before_s) / _IDLE_S
 
 
+async def lasting_prompts(plan: BenchPlan, reference: System) -> list[Prompt]:
+    """Held-out prompts whose greedy answers do not end before `max_tokens`: not every system can decode past the end.
+
+    All prompts where too few last, so that such a system is left out.
+    """
+    wanted = max(plan.num_prompts, *plan.batches)
+    offered = held_out_prompts(plan.pair.target.folder, wanted * 3)
+    sampling = Sampling(max_tokens=plan.max_tokens, stop_at_eos=True)
+    lasting = []
+    for prompt in dict.fromkeys(offered):
+        answer = await reference.run([prompt], sampling)
+        lasting += [prompt] if len(answer.token_ids[0]) == plan.max_tokens else []
+        if len(lasting) == wanted:
+            return lasting
+    return offered[:wanted]
+
+
 def _wanted(plan: BenchPlan, name: str) -> bool:
     return not plan.systems or any(name.startswith(wanted) for wanted in plan.systems)
 
 
 async def _alternate(
-    plan: BenchPlan, systems: Sequence[System], sampling: Sampling, batch: int, progress: Progress, left_out: list[str]
+    plan: BenchPlan,
+    systems: Sequence[System],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    batch: int,
+    progress: Progress,
+    left_out: list[str],
 ) -> list[SystemRow]:
-    prompts = held_out_prompts(plan.pair.target.folder, max(plan.num_prompts, batch))
     groups = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
     rows = [SystemRow(system) for system in systems]
     turns = list(itertools.product(range(plan.repeats), groups))
@@ -185,10 +209,9 @@ async def _alternate(
 
 
 async def _compare_tokens(
-    rows: Sequence[SystemRow], address: str, plan: BenchPlan, batch: int, temperature: float
+    rows: Sequence[SystemRow], address: str, prompts: Sequence[Prompt], batch: int, temperature: float
 ) -> None:
     """Find every row's differences from the reference. Sampled tokens are compared for this system only."""
-    prompts = held_out_prompts(plan.pair.target.folder, max(plan.num_prompts, batch))
     reference = next(row for row in rows if row.system.name == REFERENCE)
     for row in rows:
         if temperature > 0 and not row.system.name.startswith("specdec"):

@@ -35,6 +35,7 @@ class LlamaCppDialect:
             "samplers": ["temperature"] if sampling.temperature > 0 else ["top_k"],
             "top_k": 1,
             "seed": seed,
+            "ignore_eos": True,
             "stream": True,
             "return_tokens": True,
             "cache_prompt": False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,13 +15,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from bench.systems.compare import SystemRow, TokenDifference
+from bench.pairs import Pair, PairMember
+from bench.plan import BenchPlan
+from bench.prompts import Prompt, held_out_prompts
+from bench.systems.compare import SystemRow, TokenDifference, lasting_prompts
 from bench.systems.gguf_file import gguf_of
 from bench.systems.http_peer import HttpPeer
 from bench.systems.llama_cpp import LlamaCppDialect
-from bench.systems.system import LeftOut
+from bench.systems.system import LeftOut, Outcome
 from bench.systems.vllm import VllmDialect
 from specdec.commands.measuring.requests import Sampling
+from specdec.commands.up.plan import shipped_model
 
 GREEDY = Sampling(max_tokens=3)
 
@@ -94,6 +98,30 @@ async def test_peers_are_asked_in_their_own_dialect(dialect: LlamaCppDialect | V
 async def test_a_peer_that_decodes_another_number_of_tokens_is_left_out() -> None:
     with serving() as port, pytest.raises(LeftOut, match="2 tokens instead of 3"):
         await HttpPeer("peer", port, LlamaCppDialect()).run([(5,)], Sampling(max_tokens=3, temperature=1.0))
+
+
+class Ending(HttpPeer):
+    """Answers that end before `max_tokens` after prompts of the lengths in `ends`."""
+
+    ends: frozenset[int] = frozenset()
+
+    async def run(self, prompts: Sequence[Prompt], sampling: Sampling) -> Outcome:
+        assert sampling.stop_at_eos
+        return Outcome(1.0, [[7] * (3 if len(prompt) in self.ends else sampling.max_tokens) for prompt in prompts])
+
+
+@pytest.mark.parametrize("ends", [0, 1, 1000])
+async def test_systems_are_compared_on_prompts_whose_answers_last(ends: int) -> None:
+    shipped = PairMember(name="shipped", folder=Path(shipped_model("target")))
+    plan = BenchPlan(
+        pair=Pair(name="shipped", target=shipped, draft=shipped), num_prompts=2, batches=(1, 3), cores=(0,)
+    )
+    offered = held_out_prompts(plan.pair.target.folder, 100)
+    reference = Ending("reference", 0, LlamaCppDialect())
+    reference.ends = frozenset(map(len, offered[:ends]))
+    found = await lasting_prompts(plan, reference)
+    expected = [prompt for prompt in dict.fromkeys(offered) if len(prompt) not in reference.ends] or offered
+    assert found == expected[:3]
 
 
 def test_gguf_has_every_weight_and_turned_rows(tmp_path: Path) -> None:
