@@ -142,10 +142,21 @@ BEGIN = Script(
 local old = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'lease_until', 'ended', 'num_choices')
 local restart = ARGV[10] == '1'
 if old[1] and old[4] == '1' and not restart then return {'begun', old[2], read_record()} end
-if old[1] and old[1] ~= ARGV[2] and tonumber(old[3]) > now and ARGV[9] == '0' then return {'held', old[1]} end
+-- A lease that ends later than any that begins now is of a clock that was set back since. It ends in time, but not at
+-- once: its owner may be alive.
+local lease_until, beyond = whole(now + ARGV[6]), now + 2 * ARGV[6]
+if old[1] and old[1] ~= ARGV[2] and tonumber(old[3]) > now and ARGV[9] == '0' then
+  if tonumber(old[3]) > beyond then redis.pcall('HSET', KEYS[1], 'lease_until', lease_until) end
+  return {'held', old[1]}
+end
 local others = redis.call('ZCOUNT', KEYS[2], '(' .. whole(now), '+inf')
 if tonumber(redis.call('ZSCORE', KEYS[2], ARGV[1]) or 0) > now then others = others - 1 end
-if tonumber(ARGV[8]) >= 0 and others >= tonumber(ARGV[8]) then return {'many', others} end
+if tonumber(ARGV[8]) >= 0 and others >= tonumber(ARGV[8]) then
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. whole(beyond), '+inf')) do
+    redis.pcall('ZADD', KEYS[2], lease_until, member)
+  end
+  return {'many', others}
+end
 local record = not restart and read_record()
 local generation = whole(math.max((old[2] or 0) + 1, now))
 redis.call('HSET', KEYS[1], 'owner', ARGV[2], 'generation', generation, 'aborted', '0')

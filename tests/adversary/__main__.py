@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import signal
@@ -19,16 +20,19 @@ import typer
 
 from tests.adversary import report
 from tests.adversary.chaos import BOUND_S, ChaosSettings, run_chaos
+from tests.adversary.hosts.hosts import why_none
 from tests.adversary.pairs import replicas_with, subject
 from tests.adversary.plan import as_json, draw_path, make_plan, make_short_plan, select_kinds
 from tests.adversary.soak.report import soak_text
 from tests.adversary.soak.run import SoakSettings, run_soak
 from tests.adversary.topology import PATHS, Topology
 from tests.adversary.workload import make_requests
+from tests.support.servers.jumping_clock import NoCompiler, compiler
 
 _Result = TypeVar("_Result")
 KEYS_LIVE_MINUTES = 11
 """Keys of the journal and of prefixes live for up to 660 s by default."""
+_LEAST_EVENT_S = 3.0
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
@@ -38,6 +42,25 @@ def say(text: str) -> None:
 
 
 _BEGAN_S = time.monotonic()
+
+
+def can_limit() -> bool:
+    """Whether services get hosts of their own; says why not."""
+    with tempfile.TemporaryDirectory() as folder:
+        reason = why_none(Path(folder))
+    if reason is not None:
+        say(f"no memory limits, slow hosts and full disks: {reason}")
+    return reason is None
+
+
+def can_jump() -> bool:
+    """Whether the clock of Redis can jump; says why not."""
+    try:
+        compiler()
+    except NoCompiler as missing:
+        say(f"no jumping clocks: {missing}")
+        return False
+    return True
 
 
 def run_to_the_end(work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -89,6 +112,14 @@ def chaos(
     bound_s: Annotated[float, typer.Option(help="Within which every stream is to go on.")] = BOUND_S,
     pair: Annotated[str, typer.Option(help="shipped or tiny")] = "shipped",
     path: Annotated[str, typer.Option(help=f"Way of proposals: {', '.join(PATHS)}; none: drawn from the seed.")] = "",
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin no event later, and go round until then; none: each round once.")
+    ] = None,
+    coordinator_processes: Annotated[int, typer.Option(help="Processes of the first coordinator.", min=1)] = 2,
+    limits: Annotated[
+        bool, typer.Option(help="Give each service Compose's memory limit and a disk; needs root.")
+    ] = True,
+    sentinel: Annotated[bool, typer.Option(help="Redis is a primary that a sentinel watches.")] = False,
     short: Annotated[bool, typer.Option(help="The plan of the short run in `make test-all`.")] = False,
     logs: Annotated[Path | None, typer.Option(help="Folder of the services' logs; none: a new one.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of results.")] = report.RESULTS,
@@ -102,10 +133,14 @@ def chaos(
         num_gateways=gateways,
         num_http_clients=http_clients if gateways else 0,
         path=path or draw_path(seed),
+        num_processes=coordinator_processes,
+        has_hosts=limits and can_limit(),
+        has_sentinel=sentinel,
+        has_clock=not sentinel and can_jump(),
     )
-    chosen = select_kinds(
-        [pattern for pattern in kinds.split(",") if pattern], topology.path, has_gateways=gateways > 0
-    )
+    chosen = select_kinds([pattern for pattern in kinds.split(",") if pattern], topology)
+    if minutes is not None:
+        rounds = max(rounds, math.ceil(minutes * 60 / len(chosen) / _LEAST_EVENT_S))
     plan = make_plan(seed, topology, kinds=chosen, rounds=rounds, num_pairs=num_pairs)
     if short:
         plan = make_short_plan(seed, topology)
@@ -126,6 +161,7 @@ def chaos(
         num_requests=requests,
         seed=seed,
         bound_s=bound_s,
+        seconds=math.inf if minutes is None else minutes * 60,
     )
     result = run_to_the_end(run_chaos(models.fleet(topology), settings, folder, say))
     command = (
@@ -149,6 +185,9 @@ def soak(
     clients: Annotated[int, typer.Option(help="Clients at once when capacity is measured.", min=1)] = 16,
     seed: Annotated[int, typer.Option(help="Of the requests and their moments.")] = 1,
     pair: Annotated[str, typer.Option(help="shipped or tiny")] = "shipped",
+    limits: Annotated[
+        bool, typer.Option(help="Give each service Compose's memory limit and a disk; needs root.")
+    ] = True,
     kv_blocks: Annotated[int, typer.Option(help="KV blocks of each replica, few so that the cache fills early.")] = 512,
     logs: Annotated[Path | None, typer.Option(help="Folder of the services' logs; none: a new one.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of results.")] = report.RESULTS,
@@ -160,7 +199,9 @@ def soak(
     say(f"logs in {folder}")
     models = subject(pair, folder)
     settings = SoakSettings(minutes=minutes, share=share, capacity_s=capacity_s, sizes=models.sizes, seed=seed)
-    fleet = replicas_with(models.fleet(Topology(num_clients=clients)), num_blocks=kv_blocks)
+    fleet = replicas_with(
+        models.fleet(Topology(num_clients=clients, has_hosts=limits and can_limit())), num_blocks=kv_blocks
+    )
     if minutes < KEYS_LIVE_MINUTES * 3:
         # Else keys could but grow for as long as the run lasts.
         brief_s = max(1.0, minutes * 60 / 6)

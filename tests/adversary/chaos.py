@@ -16,9 +16,10 @@ from tests.adversary.clients import Clients, undisturbed
 from tests.adversary.fleet import Fleet, FleetSettings
 from tests.adversary.http_clients import HttpClients
 from tests.adversary.injection import inject
+from tests.adversary.machine import Machine
 from tests.adversary.plan import KILLS, STOPS, Event, leaves_nobody
 from tests.adversary.progress import Progress, Window
-from tests.adversary.recovery import EventRecord
+from tests.adversary.recovery import PROTOCOLS, EventRecord
 from tests.adversary.topology import PATHS
 from tests.adversary.verdict import NO_EVENT, Verdict
 from tests.adversary.waiting import POLL_S, until
@@ -40,6 +41,8 @@ class ChaosSettings:
     """At least so many answers are compared; the run goes on without faults until there are."""
     seed: int
     bound_s: float = BOUND_S
+    seconds: float = math.inf
+    """Events begin within this time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +56,8 @@ class ChaosResult:
     """One of `PATHS`."""
     ways: dict[str, int] = field(default_factory=dict)
     """Answers of drafts in the undisturbed run, by their way."""
+    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By service with a host: bytes at their highest, and processes that were killed for want of memory."""
 
 
 async def run_chaos(
@@ -87,14 +92,18 @@ class ChaosRun:
         self._clients = Clients(*given)
         self._http_clients = HttpClients(*given)
         self._records: list[EventRecord] = []
+        self._machine = Machine()
 
     async def run(self) -> ChaosResult:
         """To the end of all events and requests."""
         began_s = time.monotonic()
         asking = asyncio.create_task(self._ask(), name="clients")
         watching = asyncio.create_task(self._watch(), name="watch")
+        straining = asyncio.create_task(self._machine.watch(), name="machine")
         try:
             for event in self._settings.events:
+                if time.monotonic() - began_s > self._settings.seconds:
+                    break
                 await asyncio.sleep(event.after_s)
                 await self._happen(event)
             enough = asyncio.create_task(until(self._have_enough, math.inf), name="enough")
@@ -105,11 +114,16 @@ class ChaosRun:
             self._http_clients.end()
             await asking
         finally:
-            for task in (asking, watching):
+            for task in (asking, watching, straining):
                 task.cancel()
-            await asyncio.gather(asking, watching, return_exceptions=True)
+            await asyncio.gather(asking, watching, straining, return_exceptions=True)
         await self._look_for_orphans()
-        return ChaosResult(verdict=self._verdict, records=self._records, wall_s=time.monotonic() - began_s)
+        memory = {} if self._fleet.hosts is None else self._fleet.hosts.peaks()
+        for name, (_, num_killed) in memory.items():
+            if num_killed:
+                self._verdict.fail("memory", f"{num_killed} processes of {name} were killed at its limit")
+        wall_s = time.monotonic() - began_s
+        return ChaosResult(verdict=self._verdict, records=self._records, wall_s=wall_s, memory=memory)
 
     async def _ask(self) -> None:
         await asyncio.gather(self._clients.run(), self._http_clients.run())
@@ -127,6 +141,7 @@ class ChaosRun:
         verdict = self._verdict
         verdict.event, verdict.label = event.index, event.label
         self._say(event.describe())
+        self._machine.take()
         num_endings = len(self._fleet.endings)
         window = await self._inject_all(event)
         missing = await self._fleet.whole(WHOLE_S)
@@ -141,12 +156,17 @@ class ChaosRun:
         await until(have_all_moved, self._settings.bound_s)
         self._progress.close_window(window)
         record.stalls_s = sorted(window.longest_s.values())
+        for protocol, beginning in PROTOCOLS.items():
+            of_it = [stood_s for name, stood_s in window.longest_s.items() if name.startswith(beginning)]
+            record.worst_s[protocol] = max(of_it, default=0.0)
+        record.strain = self._machine.take()
         record.descriptors = self._descriptors()
         self._note_endings(event, num_endings)
         self._records.append(record)
         self._say(
-            f"  worst stall {window.worst_s:.2f} s of {len(record.stalls_s)} streams,"
-            f" whole after {now - window.start_s:.1f} s; {verdict.num_done} answers, {len(verdict.failures)} failures"
+            f"  worst stall {window.worst_s:.2f} s of {len(record.stalls_s)} streams, whole after"
+            f" {now - window.start_s:.1f} s; processors wanted {record.strain.waited:.0%} of the time, clients late by"
+            f" {record.strain.lag_s:.2f} s; {verdict.num_done} answers, {len(verdict.failures)} failures"
         )
         verdict.event, verdict.label = None, NO_EVENT
 

@@ -7,19 +7,16 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
-import grpc
-import httpx2
 import psutil
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.commands.up.cluster import RoleSettings, free_port, service_spec
 from specdec.commands.up.service_process import ServiceProcess
-from specdec.v1 import coordinator_pb2 as api
-from specdec.v1 import coordinator_pb2_grpc
+from tests.adversary.health import end_when_hung, not_ready, unhealthy
+from tests.adversary.hosts.hosts import Hosts
 from tests.adversary.proxy_process import ProxyProcess
 from tests.adversary.redis_fault import FaultyRedis
 from tests.adversary.topology import PATHS, REDIS, Topology, role_of
@@ -71,7 +68,10 @@ class Fleet:
         self.topology = settings.topology
         self.folder = folder
         self.proxy = ProxyProcess()
-        self.redis = FaultyRedis(folder / "redis")
+        self.redis = FaultyRedis(
+            folder / "redis", has_sentinel=self.topology.has_sentinel, has_clock=self.topology.has_clock
+        )
+        self.hosts = Hosts(self.topology.services, folder) if self.topology.has_hosts else None
         self.services: dict[str, ServiceProcess] = {}
         self.metrics_ports: dict[str, int] = {}
         self.endings: list[Ending] = []
@@ -82,13 +82,16 @@ class Fleet:
         self._client_ports: dict[tuple[str, str], int] = {}
         self._groups: set[int] = set()
         self._say = say
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Fleet:
         try:
             await self._stack.enter_async_context(self.proxy)
+            if self.hosts is not None:
+                self._stack.enter_context(self.hosts)
             self._stack.enter_context(self.redis)
+            self.confine_redis()
             self._stack.callback(self._end_all)
             await self._prepare()
             for name in self.services:
@@ -96,7 +99,9 @@ class Fleet:
             if missing := await self.whole(START_S):
                 raise FleetFailed(f"not up after {START_S:g} s: {'; '.join(missing)}; logs in {self.folder}")
             await self._check_links()
-            self._watch = asyncio.create_task(self._keep_running(), name="fleet")
+            self._watches = [asyncio.create_task(self._keep_running(), name="fleet")]
+            for name in self.topology.of("gateway"):
+                self._watches.append(asyncio.create_task(end_when_hung(self.services[name]), name=f"watch of {name}"))
         except BaseException:
             await self._stack.aclose()
             raise
@@ -105,9 +110,9 @@ class Fleet:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
         await self._stack.aclose()
 
     def address_for(self, client: str) -> str:
@@ -116,10 +121,26 @@ class Fleet:
         turn = int(client.rpartition("-")[2]) % len(ports)
         return "ipv4:" + ",".join(f"{HOST}:{port}" for port in [*ports[turn:], *ports[:turn]])
 
-    def url_for(self, http_client: str) -> str:
-        """A gateway, past the proxy: a broken connection of a client to it is the client's loss."""
+    def url_for(self, http_client: str, turn: int = 0) -> str:
+        """A gateway, past the proxy: a broken connection of a client to it is the client's loss.
+
+        At each turn it is the next one.
+        """
+        return f"http://{self.direct_address(self.gateway_for(http_client, turn))}"
+
+    def gateway_for(self, http_client: str, turn: int = 0) -> str:
+        """The gateway's name."""
         names = self.topology.of("gateway")
-        return f"http://{self.direct_address(names[int(http_client.rpartition('-')[2]) % len(names)])}"
+        return names[(int(http_client.rpartition("-")[2]) + turn) % len(names)]
+
+    def has_ended_since(self, name: str, at_s: float) -> bool:
+        """Whether a service has ended since then, of time.monotonic()."""
+        return not self.services[name].is_running or any(e.name == name and e.at_s >= at_s for e in self.endings)
+
+    def confine_redis(self) -> None:
+        """Let Redis, which may have been started again, live on its host."""
+        if self.hosts is not None:
+            self.hosts.add(REDIS, self.redis.pid)
 
     def direct_address(self, name: str) -> str:
         """A service, past the proxy."""
@@ -170,49 +191,14 @@ class Fleet:
 
     async def missing(self) -> list[str]:
         """What is not as it should be, now."""
-        checks = [self._unhealthy(name) for name in self.services]
-        views = [self._not_ready(name) for name in self.topology.of("coordinator")]
+        checks = [unhealthy(name, service) for name, service in self.services.items()]
+        coordinators = [self.services[name] for name in self.topology.of("coordinator")]
+        views = [not_ready(one, self.topology, self.settings.api_key) for one in coordinators]
         return [line for found in await asyncio.gather(*checks, *views) for line in found]
 
     async def is_healthy(self, name: str) -> bool:
         """Whether a service answers SERVING within a second."""
-        return not await self._unhealthy(name)
-
-    async def _unhealthy(self, name: str) -> list[str]:
-        if not self.services[name].is_running:
-            return [f"{name} does not run"]
-        if role_of(name) == "gateway":
-            return await self._unhealthy_gateway(name)
-        async with grpc.aio.insecure_channel(self.direct_address(name)) as channel:
-            try:
-                answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
-            except grpc.aio.AioRpcError as error:
-                return [f"{name}: {error.code().name}"]
-        is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-        return [] if is_serving else [f"{name} is not serving"]
-
-    async def _unhealthy_gateway(self, name: str) -> list[str]:
-        async with httpx2.AsyncClient(timeout=1.0) as client:
-            try:
-                answer = await client.get(f"http://{self.direct_address(name)}/health")
-            except httpx2.HTTPError as error:
-                return [f"{name}: {error!r}"]
-        return [] if answer.status_code == 200 else [f"{name} is not serving"]
-
-    async def _not_ready(self, coordinator: str) -> list[str]:
-        wanted = self.topology.num_targets + self.topology.num_drafts
-        key = self.settings.api_key
-        metadata = None if key is None else (("authorization", f"Bearer {key}"),)
-        async with grpc.aio.insecure_channel(self.direct_address(coordinator)) as channel:
-            stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-            try:
-                status = await stub.GetStatus(api.GetStatusRequest(), timeout=1.0, metadata=metadata)
-            except grpc.aio.AioRpcError as error:
-                return [f"{coordinator} has no status: {error.code().name}"]
-        states = [f"{r.role} {r.address} is {r.state} {r.detail}".rstrip() for r in status.replicas]
-        ready = sum(replica.state == "ready" for replica in status.replicas)
-        degraded = [f"{coordinator}: {line}" for line in status.degraded]
-        return degraded if ready >= wanted else [f"{coordinator} sees {ready} of {wanted} ready: {'; '.join(states)}"]
+        return not await unhealthy(name, self.services[name])
 
     async def _prepare(self) -> None:
         path = self.topology.path
@@ -228,8 +214,7 @@ class Fleet:
                 for coordinator in self.topology.of("coordinator")
             ]
             own: dict[str, object] = {"coordinators": [f"{HOST}:{port}" for port in seen_at], "log_format": "console"}
-            spec = service_spec("gateway", name, ports[name], RoleSettings(overrides=own), environment={})
-            self.services[name] = ServiceProcess(spec, self.folder / f"{name}.log")
+            self._add(name, ports[name], own)
         for name in self.topology.users_of_redis:
             role, port = role_of(name), ports[name]
             redis_port = await self.proxy.listen(REDIS, self.redis.port, source=name)
@@ -239,13 +224,15 @@ class Fleet:
             if role == "target":
                 self._target_addresses.append(f"{HOST}:{advertised}")
             own = {
-                "redis_url": f"redis://{HOST}:{redis_port}",
+                "redis_url": self.redis.url_at(redis_port),
                 "advertise_address": f"{HOST}:{advertised}",
                 "metrics_port": self.metrics_ports[name],
                 "log_format": "console",
             }
             if role == "coordinator":
                 own |= {"proposal_path": "relayed" if path == "relayed" else "auto"}
+                if name == self.topology.of(role)[0]:
+                    own |= {"num_processes": self.topology.num_processes}
                 own |= {"resume_secret": "0123456789abcdef" * 4, **self.settings.coordinator}
             elif role == "target":
                 own |= {"model": self.settings.pair.target, "device": "cpu", "engine_cores": "off"}
@@ -254,8 +241,15 @@ class Fleet:
                 own |= {"model": self.settings.pair.draft, "device": "cpu", "engine_cores": "off"}
                 own |= {"link_targets": self._target_addresses}
                 own |= self.settings.draft
-            spec = service_spec(role, name, port, RoleSettings(overrides=own), environment={})
-            self.services[name] = ServiceProcess(spec, self.folder / f"{name}.log")
+            self._add(name, port, own)
+
+    def _add(self, name: str, port: int, settings: Mapping[str, object]) -> None:
+        spec = service_spec(role_of(name), name, port, RoleSettings(overrides=settings), environment={})
+        folder = self.folder
+        if self.hosts is not None:
+            folder = self.hosts[name].disk.folder
+            spec = replace(spec, environment={**spec.environment, "TMPDIR": str(folder)})
+        self.services[name] = ServiceProcess(spec, folder / f"{name}.log")
 
     async def _check_links(self) -> None:
         """A link that nothing goes through is one that no fault can befall."""
@@ -283,6 +277,8 @@ class Fleet:
         service = self.services[name]
         service.start()
         assert service.pid is not None
+        if self.hosts is not None:
+            self.hosts.add(name, service.pid)
         self._groups.add(service.pid)
         self.started_s[name] = time.monotonic()
         if role_of(name) in ("coordinator", "draft"):  # They share the listeners of replicas.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +20,13 @@ from specdec.v1 import coordinator_pb2 as api
 from tests.adversary.fleet import Fleet
 from tests.adversary.progress import Progress
 from tests.adversary.verdict import Verdict
+from tests.adversary.waiting import until
 
 GIVE_UP_S = 90.0
 """Seconds after which a request counts as hung."""
 _RETRY_S = 0.5
+_ENDED_S = 2.0
+"""Seconds within which the end of a gateway that broke a connection is noticed."""
 _REFUSED = (429, 503)
 _REASONS = {pb.FINISH_REASON_LENGTH: "length"}
 """All others are `stop` over HTTP."""
@@ -33,6 +39,16 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class _Call:
+    """One request, and what has come of it."""
+
+    name: str
+    body: dict[str, Any]
+    reference: Completion
+    found: dict[int, Choice] = field(default_factory=dict)
 
 
 def as_json(body: api.GenerateRequest) -> dict[str, Any] | None:
@@ -106,35 +122,71 @@ class HttpClients:
                 group.create_task(self._run_one(name), name=name)
 
     async def _run_one(self, name: str) -> None:
-        rng, number = random.Random(f"{self._seed} {name}"), 0
-        async with httpx2.AsyncClient(base_url=self._fleet.url_for(name), timeout=GIVE_UP_S) as client:
-            while not self._ending:
-                index = rng.randrange(len(self._pairs))
-                await self._ask(client, f"{name}/{number}/request {index}", *self._pairs[index])
-                number += 1
+        rng, number, turn = random.Random(f"{self._seed} {name}"), 0, 0
+        while not self._ending:
+            async with httpx2.AsyncClient(base_url=self._fleet.url_for(name, turn), timeout=GIVE_UP_S) as client:
+                is_there = True
+                while is_there and not self._ending:
+                    index = rng.randrange(len(self._pairs))
+                    call = _Call(f"{name}/{number}/request {index}", *self._pairs[index])
+                    number += 1
+                    is_there = await self._ask(client, self._fleet.gateway_for(name, turn), call)
+            turn += 1
 
-    async def _ask(self, client: httpx2.AsyncClient, name: str, body: dict[str, Any], reference: Completion) -> None:
-        found: dict[int, Choice] = {}
-        self._progress.begin(name, max(1, len(reference.choices)))
+    async def _ask(self, client: httpx2.AsyncClient, gateway: str, call: _Call) -> bool:
+        """One request to its end, at another gateway if its own ends; returns whether its own is there."""
+        self._progress.begin(call.name, max(1, len(call.reference.choices)))
+        began_s, is_there = time.monotonic(), True
         try:
             async with asyncio.timeout(GIVE_UP_S):
-                error: str | None = ""
-                while error == "":
-                    error = await self._read(client, name, body, found)
-                    await asyncio.sleep(_RETRY_S if error == "" else 0.0)
+                try:
+                    error = await self._answered(client, call)
+                except httpx2.HTTPError:
+
+                    async def has_ended() -> bool:
+                        return self._fleet.has_ended_since(gateway, began_s)
+
+                    if not await until(has_ended, _ENDED_S):
+                        raise
+                    is_there = False
+                    error = await self._answered_elsewhere(call)
         except TimeoutError:
-            self._verdict.fail("hung", f"{name} has no end after {GIVE_UP_S:g} s")
+            self._verdict.fail("hung", f"{call.name} has no end after {GIVE_UP_S:g} s")
         except httpx2.HTTPError as broken:
-            self._verdict.fail("error", f"{name}: {broken!r}")
+            self._verdict.fail("error", f"{call.name}: {broken!r}")
         else:
             if error is not None:
-                self._verdict.fail("error", f"{name}: {error}")
-            elif (wrong := difference(found, reference)) is not None:
-                self._verdict.fail("unequal", f"{name}: {wrong}")
+                self._verdict.fail("error", f"{call.name}: {error}")
+            elif (wrong := difference(call.found, call.reference)) is not None:
+                self._verdict.fail("unequal", f"{call.name}: {wrong}")
             else:
                 self._verdict.num_equal += 1
+                self._verdict.num_over_http += 1
         finally:
-            self._progress.end(name)
+            self._progress.end(call.name)
+        return is_there
+
+    async def _answered_elsewhere(self, call: _Call) -> str | None:
+        """Ask the next gateways from the beginning: with the same seed the answer is the same."""
+        self._verdict.num_asked_again += 1
+        client_name = call.name.partition("/")[0]
+        for turn in itertools.count(1):
+            call.found.clear()
+            with contextlib.suppress(httpx2.HTTPError):
+                async with httpx2.AsyncClient(
+                    base_url=self._fleet.url_for(client_name, turn), timeout=GIVE_UP_S
+                ) as client:
+                    return await self._answered(client, call)
+            await asyncio.sleep(_RETRY_S)
+        raise AssertionError("it counts for ever")
+
+    async def _answered(self, client: httpx2.AsyncClient, call: _Call) -> str | None:
+        """Ask until an answer has begun, and read it; returns its error, or None."""
+        error: str | None = ""
+        while error == "":
+            error = await self._read(client, call.name, call.body, call.found)
+            await asyncio.sleep(_RETRY_S if error == "" else 0.0)
+        return error
 
     async def _read(
         self, client: httpx2.AsyncClient, name: str, body: dict[str, Any], found: dict[int, Choice]

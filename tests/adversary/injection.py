@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 from collections.abc import Callable
 
 import psutil
 
 from tests.adversary.fleet import Fleet
-from tests.adversary.plan import KILLS, RESET, SILENCES, SLOWNESSES, STOPS, Fault
+from tests.adversary.plan import HOSTS, KILLS, RESET, SILENCES, SLOWNESSES, STOPS, Fault
 from tests.adversary.proxy_link import PLAIN, Flow
 
 HELD = Flow(held=True)
@@ -24,6 +23,7 @@ FLOWS = {
     "lossy": (Flow(delay_s=0.005, jitter_s=0.02, loss=0.05, resend_s=0.2),) * 2,
 }
 assert set(FLOWS) == {*SILENCES, *SLOWNESSES}
+HOUR_S = 3600.0
 Injected = Callable[[], None]
 
 
@@ -40,6 +40,8 @@ async def inject(fault: Fault, fleet: Fleet, on_injected: Injected) -> None:
         await asyncio.sleep(fault.heal_after_s)
     elif fault.kind in STOPS:
         await _stop(fault, fleet, on_injected)
+    elif fault.kind in HOSTS:
+        await _befall_host(fault, fleet, on_injected)
     elif fault.kind in FLOWS:
         forth, back = FLOWS[fault.kind]
         await fleet.proxy.set_flow(fault.at, forth=forth, back=back)
@@ -65,6 +67,10 @@ def _kill(fault: Fault, fleet: Fleet) -> None:
             if engine := fleet.engine_of(fault.at):
                 with contextlib.suppress(psutil.Error):
                     engine.kill()
+        case "kill-child":
+            for child in _children(fault, fleet)[:1]:
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
 
 
 async def _stop(fault: Fault, fleet: Fleet, on_injected: Injected) -> None:
@@ -83,18 +89,38 @@ async def _stop(fault: Fault, fleet: Fleet, on_injected: Injected) -> None:
 
 
 def _processes(fault: Fault, fleet: Fleet) -> list[psutil.Process]:
-    engine, pid = fleet.engine_of(fault.at), fleet.services[fault.at].pid
     if fault.kind == "stop-engine":
+        engine = fleet.engine_of(fault.at)
         return [engine] if engine is not None else []
-    found = []
+    if fault.kind == "stop-child":
+        return _children(fault, fleet)[:1]
+    pid = fleet.services[fault.at].pid
     with contextlib.suppress(psutil.Error):
-        servicer = psutil.Process(pid)
-        found = [servicer] if fault.kind == "stop-servicer" else [servicer, *_group(servicer)]
-    return found
+        leader = psutil.Process(pid)
+        return [leader] if fault.kind != "stop-group" else [leader, *_children(fault, fleet)]
+    return []
 
 
-def _group(leader: psutil.Process) -> list[psutil.Process]:
-    return [child for child in leader.children(recursive=True) if os.getpgid(child.pid) == leader.pid]
+def _children(fault: Fault, fleet: Fleet) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(fleet.services[fault.at].pid).children(recursive=True)
+    return []
+
+
+async def _befall_host(fault: Fault, fleet: Fleet, on_injected: Injected) -> None:
+    assert fleet.hosts is not None
+    host = fleet.hosts[fault.at]
+    begin, end = {
+        "slow-host": (host.cgroup.slow, host.cgroup.relieve),
+        "starved-host": (host.cgroup.starve, host.cgroup.relieve),
+        "full-disk": (host.disk.fill, host.disk.drain),
+    }[fault.kind]
+    on_injected()
+    begin()
+    try:
+        await asyncio.sleep(fault.heal_after_s)
+    finally:
+        end()
 
 
 async def _redis(fault: Fault, fleet: Fleet, on_injected: Injected) -> None:
@@ -104,11 +130,18 @@ async def _redis(fault: Fault, fleet: Fleet, on_injected: Injected) -> None:
         await asyncio.sleep(fault.heal_after_s)
     on_injected()
     match fault.kind:
-        case "redis-kill":
+        case "redis-kill" | "primary-kill":
             await redis.kill_for(fault.heal_after_s)
         case "redis-empty":
             await redis.empty()
-        case "redis-freeze":
+        case "redis-freeze" | "primary-freeze":
             await redis.freeze_for(fault.heal_after_s)
         case "redis-past":
             await redis.restore()
+        case "redis-full":
+            await redis.full_for(fault.heal_after_s)
+        case "redis-clock-forth":
+            await redis.set_clock_for(HOUR_S, fault.heal_after_s)
+        case "redis-clock-back":
+            await redis.set_clock_for(-HOUR_S, fault.heal_after_s)
+    fleet.confine_redis()

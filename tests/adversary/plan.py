@@ -10,13 +10,27 @@ from fnmatch import fnmatchcase
 
 from tests.adversary.topology import PATHS, REDIS, ROLES, Topology
 
-KILLS = ("kill-group", "kill-engine", "kill-servicer")
-STOPS = ("stop-group", "stop-engine", "stop-servicer")
+KILLS = ("kill-group", "kill-engine", "kill-servicer", "kill-child")
+STOPS = ("stop-group", "stop-engine", "stop-servicer", "stop-child", "stop-supervisor")
+PARTS = {
+    "target": ("group", "engine", "servicer"),
+    "draft": ("group", "engine", "servicer"),
+    "coordinator": ("group",),
+    "gateway": ("group",),
+}
+"""What can be killed and stopped of a service."""
+CHILD_KINDS = ("kill-child", "stop-child", "stop-supervisor")
+"""Of a coordinator of several processes."""
+HOSTS = ("slow-host", "starved-host", "full-disk")
 SILENCES = ("partition", "one-way-to", "one-way-from")
 SLOWNESSES = ("delay", "trickle", "lossy")
 RESET = "reset"
 LASTING_IN_SHORT = "stop-engine"
-REDIS_FAULTS = ("redis-kill", "redis-empty", "redis-freeze", "redis-past")
+REDIS_FAULTS = ("redis-kill", "redis-empty", "redis-freeze", "redis-past", "redis-full")
+CLOCKS = ("redis-clock-forth", "redis-clock-back")
+"""Its clock jumps by an hour, and back when the fault is over."""
+PRIMARY_FAULTS = ("primary-kill", "primary-freeze", "redis-empty")
+"""Of a Redis with a sentinel."""
 DIRECT = "draft>target"
 GATEWAY_TIER = "gateway>coordinator"
 """Only of a fleet with gateways."""
@@ -26,6 +40,7 @@ BRIEF_S = (0.3, 5.0)
 LASTING_S = (12.0, 16.0)
 """Longer than the 10 s within which streams are to go on: what heals by itself sooner proves no watchdog."""
 
+_ENDS_OF_REDIS = ("redis-kill", "redis-past", "primary-kill")
 NUM_DRAWS = 20
 """For two faults that do not befall one process."""
 
@@ -49,7 +64,9 @@ class Fault:
 
     def cuts_off(self) -> str | None:
         """The service that streams cannot use while it lasts, if there is one."""
-        if self.kind in KILLS or self.kind in STOPS:
+        if self.kind == "stop-supervisor" or self.kind == "full-disk":
+            return None
+        if self.kind in (*KILLS, *STOPS, *HOSTS):
             return self.at
         if self.kind in SILENCES and self.tier not in (f"service>{REDIS}", DIRECT):
             return self.at.rpartition(">")[2]
@@ -83,26 +100,28 @@ def draw_path(seed: int) -> str:
     return random.Random(f"path {seed}").choice(list(PATHS))
 
 
-def all_kinds(path: str = "network", *, has_gateways: bool = False) -> list[tuple[str, str]]:
-    """Every kind of fault with every tier that it can befall, on this way of proposals."""
-    processes = [(kind, role) for kind in (*KILLS, *STOPS) for role in ROLES]
-    # A coordinator is one process.
-    processes = [pair for pair in processes if pair[1] != "coordinator" or pair[0].endswith("group")]
-    tiers = [tier for tier in LINK_TIERS if tier != DIRECT or path != "relayed"]
-    tiers += [GATEWAY_TIER] * has_gateways
+def all_kinds(topology: Topology) -> list[tuple[str, str]]:
+    """Every kind of fault with every tier that it can befall."""
+    roles = (*ROLES, *(["gateway"] * (topology.num_gateways > 0)))
+    processes = [(f"{what}-{part}", role) for what in ("kill", "stop") for role in roles for part in PARTS[role]]
+    processes += [(kind, "coordinator") for kind in CHILD_KINDS if topology.num_processes > 1]
+    tiers = [tier for tier in LINK_TIERS if tier != DIRECT or topology.path != "relayed"]
+    tiers += [GATEWAY_TIER] * (topology.num_gateways > 0)
+    if topology.has_sentinel:  # it leads past the proxy
+        tiers.remove(f"service>{REDIS}")
     links = [(kind, tier) for kind in (*SILENCES, *SLOWNESSES, RESET) for tier in tiers]
-    return [*processes, *links, *((kind, REDIS) for kind in REDIS_FAULTS)]
+    hosts = [(kind, role) for kind in HOSTS for role in roles if topology.has_hosts]
+    redis = PRIMARY_FAULTS if topology.has_sentinel else (*REDIS_FAULTS, *(CLOCKS if topology.has_clock else ()))
+    return [*processes, *hosts, *links, *((kind, REDIS) for kind in redis)]
 
 
-def select_kinds(
-    patterns: Collection[str], path: str = "network", *, has_gateways: bool = False
-) -> list[tuple[str, str]]:
+def select_kinds(patterns: Collection[str], topology: Topology) -> list[tuple[str, str]]:
     """The kinds that match one of the patterns KIND or KIND:TIER, where * stands for anything; without patterns all.
 
     Raises:
         ValueError: a pattern matches nothing.
     """
-    chosen, kinds = set(), all_kinds(path, has_gateways=has_gateways)
+    chosen, kinds = set(), all_kinds(topology)
     for pattern in patterns:
         kind, _, tier = pattern.partition(":")
         found = [pair for pair in kinds if fnmatchcase(pair[0], kind) and fnmatchcase(pair[1], tier or "*")]
@@ -128,7 +147,7 @@ def make_plan(
         num_pairs: Pairs per round; None: half as many as kinds.
     """
     rng = random.Random(seed)
-    kinds = all_kinds(topology.path, has_gateways=topology.num_gateways > 0) if kinds is None else kinds
+    kinds = all_kinds(topology) if kinds is None else kinds
     wanted: list[list[tuple[str, str]]] = []
     for _ in range(rounds):
         wanted += [[kind] for kind in kinds]
@@ -146,14 +165,16 @@ def make_short_plan(seed: int, topology: Topology) -> list[Event]:
     """
     rng = random.Random(seed)
     tiers: dict[str, list[str]] = {}
-    for kind, tier in all_kinds(topology.path):
+    for kind, tier in all_kinds(topology):
         tiers.setdefault(kind, []).append(tier)
     chosen = {kind: (kind, rng.choice(options)) for kind, options in tiers.items()}
     chosen[LASTING_IN_SHORT] = (LASTING_IN_SHORT, "target")  # streams can do without drafts
-    kills, redis = list(KILLS), list(REDIS_FAULTS)
+    kills = [kind for kind in KILLS if kind in chosen]
+    redis = [kind for kind, tier in chosen.values() if tier == REDIS]
     others = [kind for kind in chosen if kind not in (*kills, *redis, LASTING_IN_SHORT)]
     for kinds in (kills, redis, others):
         rng.shuffle(kinds)
+    kills.sort(key=lambda kind: kind not in CHILD_KINDS)  # the last one must befall a draft
     # Beside a stopped target nothing else takes one away: nobody would be left, and streams might rightly stand.
     chosen[kills[-1]] = (kills[-1], "draft")
     # An odd one is alone.
@@ -180,7 +201,7 @@ def _event(
 
 def _same_process(first: Fault, second: Fault) -> bool:
     """Whether the second has nothing left to befall."""
-    return first.at == second.at and any(f.kind in (*KILLS, "redis-kill", "redis-past") for f in (first, second))
+    return first.at == second.at and any(f.kind in (*KILLS, *_ENDS_OF_REDIS) for f in (first, second))
 
 
 def _fault(rng: random.Random, topology: Topology, kind: str, tier: str, *, brief: bool) -> Fault:
@@ -188,7 +209,7 @@ def _fault(rng: random.Random, topology: Topology, kind: str, tier: str, *, brie
     lengths = LASTING_S if is_lasting else BRIEF_S
     if kind in KILLS:
         lengths = RESTART_S
-    elif kind in (*SLOWNESSES, *REDIS_FAULTS):
+    elif kind in SLOWNESSES or tier == REDIS:
         lengths = (0.3, 3.0) if brief else (0.5, 6.0)
     elif kind == RESET:
         lengths = (0.0, 0.0)
@@ -197,6 +218,8 @@ def _fault(rng: random.Random, topology: Topology, kind: str, tier: str, *, brie
         at = REDIS
     elif ">" in tier:
         at = _links(rng, topology, tier)
+    elif kind in CHILD_KINDS:
+        at = topology.of(tier)[0]
     else:
         at = rng.choice(topology.of(tier))
     return Fault(kind=kind, tier=tier, at=at, heal_after_s=round(heal_after_s, 2))

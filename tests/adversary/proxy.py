@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tests.adversary.proxy_link import Flow, Link
-from tests.adversary.socket_owner import owner_of
+from tests.adversary.socket_owner import children_of, owner_of
 
 HOST = "127.0.0.1"
 BACKLOG = 256
@@ -24,7 +24,7 @@ UNKNOWN = "other"
 
 class Proxy:
     """Listens for links. One with a source is that link; one without stands for all links to a destination, which are
-    told apart by the process that connects."""
+    told apart by the process that connects, or by its parent."""
 
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}
@@ -90,8 +90,9 @@ class Proxy:
         return listening
 
     def _owner_of(self, peer_port: int, own_port: int) -> str:
-        pid = owner_of(peer_port, own_port, list(self._owners))
-        return UNKNOWN if pid is None else self._owners.get(pid, UNKNOWN)
+        owners = {child: name for pid, name in self._owners.items() for child in (pid, *children_of(pid))}
+        pid = owner_of(peer_port, own_port, list(owners))
+        return UNKNOWN if pid is None else owners[pid]
 
 
 async def main() -> None:

@@ -6,7 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tests.adversary.machine import Strain
 from tests.adversary.verdict import Failure
+
+PROTOCOLS = {"gRPC": "client-", "HTTP": "http-"}
+"""How the names of each protocol's streams begin."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,6 +24,10 @@ class EventRecord:
     """It cut off all targets or all coordinators."""
     stalls_s: list[float] = field(default_factory=list)
     """From the event's beginning on, of each stream, new ones included: the longest that a choice of it stood still."""
+    worst_s: dict[str, float] = field(default_factory=dict)
+    """The longest by protocol."""
+    strain: Strain | None = None
+    """Of the machine meanwhile."""
     whole_s: float | None = None
     """Until all services were healthy and used again; None: not in time."""
     descriptors: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -13,7 +13,9 @@ from typing import Any
 from bench.report import versions
 from specdec.commands.measuring.report import machine
 from tests.adversary.chaos import ChaosResult
-from tests.adversary.recovery import markdown, table
+from tests.adversary.hosts.hosts import memory_text
+from tests.adversary.machine import Strain
+from tests.adversary.recovery import PROTOCOLS, markdown, percentile, table
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 
@@ -71,6 +73,8 @@ def chaos_text(result: ChaosResult, command: str) -> str:
         f" {len(verdict.failures)} failures. Path {result.path}: answers of drafts in the undisturbed run were"
         f" {result.ways.get('direct', 0)} direct and {result.ways.get('relayed', 0)} relayed.",
         "",
+        standstills_text(result),
+        "",
         "A stall is the longest time that a choice of a stream got no token, from the fault's beginning until all",
         "services were whole again; requests that were sent meanwhile count, too. p50 and p99 are over all streams.",
         "",
@@ -82,8 +86,25 @@ def chaos_text(result: ChaosResult, command: str) -> str:
         lines += ["## Failures", ""]
         lines += [f"- {f.what} at {f.at_s:.0f} s, event {f.event} ({f.label}): {f.detail}" for f in verdict.failures]
         lines.append("")
+    if result.memory:
+        lines += ["## Memory", "", memory_text(result.memory), ""]
     lines += ["## Descriptors", "", descriptors_text(result), ""]
     return "\n".join(lines)
+
+
+def standstills_text(result: ChaosResult) -> str:
+    """The worst standstill of each protocol, and what the machine had to do with it."""
+    records = result.records
+    worst = {protocol: max((r.worst_s.get(protocol, 0.0) for r in records), default=0.0) for protocol in PROTOCOLS}
+    told = ", ".join(f"{seconds:.2f} s over {protocol}" for protocol, seconds in worst.items())
+    strains = [record.strain for record in records if record.strain is not None] or [Strain(0.0, 0.0)]
+    waited = percentile([one.waited for one in strains], 0.5)
+    return (
+        f"Worst standstill: {told}. {result.verdict.num_over_http} answers came over HTTP;"
+        f" {result.verdict.num_asked_again} requests were asked again, because their gateway ended. In the median event"
+        f" some process waited for a processor for {waited:.0%} of the time; the clients' own event loop was late by at"
+        f" most {max(one.lag_s for one in strains):.2f} s."
+    )
 
 
 def descriptors_text(result: ChaosResult) -> str:
@@ -109,6 +130,9 @@ def chaos_json(result: ChaosResult) -> dict[str, Any]:
         "ways": result.ways,
         "num_equal": verdict.num_equal,
         "num_cut_off": verdict.num_cut_off,
+        "num_over_http": verdict.num_over_http,
+        "num_asked_again": verdict.num_asked_again,
+        "memory": result.memory,
         "refusals": dict(verdict.refusals),
         "failures": [asdict(failure) for failure in verdict.failures],
         "events": [asdict(record) for record in result.records],

@@ -33,6 +33,14 @@ def owner_of(port: int, to_port: int, pids: Iterable[int]) -> int | None:
     return None
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started from its main thread."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
 def _inode_of(port: int, to_port: int) -> str | None:
     """The socket whose ends they are; connections that are over have none."""
     for table, loopback in TABLES.items():

@@ -27,6 +27,14 @@ class Topology:
     """Clients of the gateways."""
     path: str = "network"
     """One of `PATHS`."""
+    num_processes: int = 1
+    """Processes of the first coordinator."""
+    has_hosts: bool = False
+    """Each service has a host with the memory limit and the disk that Compose gives it."""
+    has_sentinel: bool = False
+    """Redis is a primary with a replica, which a sentinel promotes; services ask the sentinel where it is."""
+    has_clock: bool = False
+    """The clock of Redis can jump."""
 
     def of(self, role: str) -> list[str]:
         """The services of a role."""
@@ -63,7 +71,7 @@ class Topology:
             *(f"{gateway}>{coordinator}" for gateway in self.of("gateway") for coordinator in self.of("coordinator")),
             *(f"{coordinator}>{replica}" for coordinator in self.of("coordinator") for replica in replicas),
             *self.direct_links,
-            *(f"{service}>{REDIS}" for service in self.users_of_redis),
+            *([] if self.has_sentinel else [f"{service}>{REDIS}" for service in self.users_of_redis]),
         ]
 
     @property

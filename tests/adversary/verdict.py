@@ -17,7 +17,7 @@ class Failure:
     """One thing that may not happen."""
 
     what: str
-    """unequal, error, stuck, hung, died, not whole, orphan, leak."""
+    """unequal, error, stuck, hung, died, not whole, orphan, memory."""
     detail: str
     event: int | None
     label: str
@@ -36,6 +36,10 @@ class Verdict:
     """Answers that a client was told to ask for again, before anything was streamed, by reason."""
     num_equal: int = 0
     num_cut_off: int = 0
+    num_over_http: int = 0
+    """Equal answers of gateways."""
+    num_asked_again: int = 0
+    """Requests whose gateway ended, and that were asked again at another."""
     event: int | None = None
     """The event that is under way; failures are put down to it."""
     label: str = NO_EVENT

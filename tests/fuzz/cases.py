@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from tests.fuzz.judge import Complaints, Fault, listening, require
-from tests.support.cost import Spent
+from tests.support.cost import Spent, counting_calls
 
 _MOST_CPU_S = 3.0
 """Processor seconds of a case, with both ends and what starts again; most take some hundredths."""
 _MOST_BYTES = 512 * 2**20
 """Memory of a case at its highest, beyond that before it."""
+_MOST_CALLS = 1_000_000
+"""Calls of functions in a case's event loop; most take some thousands."""
+_COUNTED = 4
+"""Calls are counted in every fourth case: counting makes it several times slower."""
 _MOST_FINDINGS = 10
 """More tell nobody anything new."""
 
@@ -53,6 +58,7 @@ class Link:
     """Events of our log at level error that are right here."""
     most_cpu_s: float = _MOST_CPU_S
     most_bytes: int = _MOST_BYTES
+    most_calls: int = _MOST_CALLS
 
 
 async def run_cases(link: Link, seed: int, numbers: Iterable[int], *, until_s: float | None = None) -> list[str]:
@@ -65,9 +71,13 @@ async def run_cases(link: Link, seed: int, numbers: Iterable[int], *, until_s: f
         async with link.open(complaints) as run:
             async for case in _cases(link, seed, numbers, until_s):
                 spent = Spent()
+                counted = counting_calls() if case.number % _COUNTED == 0 else nullcontext(Counter[str]())
                 try:
-                    await run(case)
+                    with counted as calls:
+                        await run(case)
                     complaints.check()
+                    num_calls = calls.total()
+                    require(num_calls <= link.most_calls, f"took {num_calls} calls")
                     _, cpu_s, num_bytes = spent.until_now()
                     require(cpu_s <= link.most_cpu_s, f"took {cpu_s:.1f} s of processors")
                     require(num_bytes <= link.most_bytes, f"took {num_bytes >> 20} MiB")

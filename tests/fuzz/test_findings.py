@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -13,13 +12,16 @@ from tests.fuzz.judge import Complaints
 
 
 def burn() -> None:
-    until_s = time.thread_time() + 0.2
-    while time.thread_time() < until_s:
-        pass
+    sum(range(30_000_000))  # one call
 
 
 def hoard() -> None:
     del [b"x" * (1 << 20) for _ in range(64)][:]  # zeros would take no memory before they are read
+
+
+def toil() -> None:
+    for _ in range(3000):
+        len(())
 
 
 def fail() -> None:
@@ -28,8 +30,8 @@ def fail() -> None:
 
 @pytest.mark.parametrize(
     ("act", "found"),
-    [(burn, "s of processors"), (hoard, "MiB"), (fail, "of no type"), (lambda: None, None)],
-    ids=["burns", "hoards", "fails", "is right"],
+    [(burn, "s of processors"), (hoard, "MiB"), (toil, "calls"), (fail, "of no type"), (lambda: None, None)],
+    ids=["burns", "hoards", "toils", "fails", "is right"],
 )
 async def test_a_case_that_fails_or_costs_much_is_a_finding(act: Callable[[], None], found: str | None) -> None:
     @asynccontextmanager
@@ -39,7 +41,8 @@ async def test_a_case_that_fails_or_costs_much_is_a_finding(act: Callable[[], No
 
         yield run
 
-    told = await run_cases(Link("one", opened, most_cpu_s=0.1, most_bytes=32 << 20), seed=1, numbers=[7])
+    link = Link("one", opened, most_cpu_s=0.1, most_bytes=32 << 20, most_calls=2000)
+    told = await run_cases(link, seed=1, numbers=[8])
     assert len(told) == (found is not None)
     for line in told:
-        assert found is not None and found in line and "--case 7" in line
+        assert found is not None and found in line and "--case 8" in line

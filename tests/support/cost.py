@@ -1,9 +1,11 @@
-"""Cost of a call as a count of lines, the same on every machine and under every load, or as what a process took."""
+"""Cost as a count of lines or calls, the same on every machine and under every load, or as what a process took."""
 
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +30,22 @@ def lines_run(call: Callable[[], object]) -> int:
         if was_enabled:
             gc.enable()
     return count
+
+
+@contextmanager
+def counting_calls() -> Iterator[Counter[str]]:
+    """Count this thread's calls of Python and C functions, as `total()`, until the end of the context."""
+    calls: Counter[str] = Counter()
+
+    def profile(_frame: FrameType, event: str, _argument: object) -> None:
+        if event in ("call", "c_call"):
+            calls[event] += 1
+
+    sys.setprofile(profile)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
 
 
 class Spent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.adversary.hosts.hosts import memory_text
 from tests.adversary.soak.run import SoakResult
 from tests.adversary.soak.slopes import MIB, Growth
 
@@ -22,6 +23,8 @@ def soak_text(result: SoakResult, command: str) -> str:
         *(_row(one) for one in result.growths),
         "",
     ]
+    if result.memory:
+        lines += [memory_text(result.memory), ""]
     if result.failures:
         lines += [f"## {len(result.failures)} failures", "", *(f"- {failure}" for failure in result.failures[:50]), ""]
     else:

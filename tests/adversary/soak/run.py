@@ -49,6 +49,8 @@ class SoakResult:
     num_tenants: int = 0
     num_connections: int = 0
     failures: list[str] = field(default_factory=list)
+    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By service with a host: bytes at their highest, and processes that were killed for want of memory."""
 
 
 async def run_soak(
@@ -103,8 +105,14 @@ async def _soak(
     result.counts, result.num_tenants = dict(load.counts), tenants.num_ever
     result.num_connections = load.num_connections
     result.growths = growths(result.times_s, result.samples)
+    result.memory = {} if fleet.hosts is None else fleet.hosts.peaks()
     result.failures = [
         *load.failures,
+        *(
+            f"{killed} processes of {name} were killed at its limit"
+            for name, (_, killed) in result.memory.items()
+            if killed
+        ),
         *(f"{ending.name} ended with {ending.exit_code}" for ending in fleet.endings),
         *(f"{RELEASE_S:g} s after the load {line}" for line in held),
         *(

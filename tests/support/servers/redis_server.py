@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,19 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 class RedisServer:
     """A redis-server that can be stopped and restarted on its port; a restart loses its data."""
 
-    def __init__(self, folder: Path, *arguments: str, tls: SecretVolume | None = None) -> None:
-        """Prepare a server with its files in `folder`; with `tls` it speaks only TLS and requires certificates."""
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        tls: SecretVolume | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Prepare a server with its files in `folder`; with `tls` it speaks only TLS and requires certificates.
+
+        `environment` has variables beyond this process's own.
+        """
         self.port = free_port()
+        self._environment = {**os.environ, **(environment or {})}
         self._tls = tls
         self._command = ["--bind", "127.0.0.1", "--dir", str(folder), "--save", "", "--appendonly", "no"]
         if tls is None:
@@ -71,7 +81,9 @@ class RedisServer:
         """Start it and wait until it answers, which may be that it needs a password."""
         program = shutil.which("redis-server")
         assert program is not None, "redis-server is missing: run `make servers`"
-        process = self._process = subprocess.Popen([program, *self._command], stdout=subprocess.DEVNULL)
+        process = self._process = subprocess.Popen(
+            [program, *self._command], stdout=subprocess.DEVNULL, env=self._environment
+        )
 
         def answers() -> bool:
             assert process.poll() is None, f"redis-server ended with {process.returncode}"
@@ -193,8 +205,11 @@ class SentinelSetup:
 
 
 @contextmanager
-def redis_sentinel(folder: Path, tls: SecretVolume | None = None) -> Iterator[SentinelSetup]:
-    """A sentinel that fails over only by `fail_over`, and not by itself, which a slow machine might trigger."""
+def redis_sentinel(
+    folder: Path, tls: SecretVolume | None = None, *, down_after_ms: int = 600_000
+) -> Iterator[SentinelSetup]:
+    """A sentinel that fails over by `fail_over`, and by itself only for a master that is silent for `down_after_ms`:
+    long, because a slow machine might trigger it."""
     with ExitStack() as stack:
         shared = [] if tls is None else ["--tls-replication", "yes"]
         master = stack.enter_context(RedisServer(folder, "--repl-diskless-sync-delay", "0", *shared, tls=tls))
@@ -205,7 +220,7 @@ def redis_sentinel(folder: Path, tls: SecretVolume | None = None) -> Iterator[Se
         config = folder / "sentinel.conf"
         config.write_text(
             f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 1\n"
-            f"sentinel down-after-milliseconds {SERVICE} 600000\n"
+            f"sentinel down-after-milliseconds {SERVICE} {down_after_ms}\n"
             f"sentinel failover-timeout {SERVICE} 10000\n"
         )
         sentinel = stack.enter_context(SentinelServer(folder, config, tls))
