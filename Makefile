@@ -295,21 +295,29 @@ images:  ## Build the images.
 metrics-doc: $(STAMP)  ## Write docs/metrics.md from the definitions.
 	@$(BIN)/python -m specdec.telemetry.catalogue > docs/metrics.md
 
-# In an environment of its own: the locks are written by no version of what they pin. Tokenizers ask for huggingface-hub, with
-# which they download; here they read what targets and files have.
+# In an environment of its own: the locks are written by no version of what they pin. What the small images leave out: tokenizers
+# ask for huggingface-hub, with which they download, and rich for what it shows code and Markdown with. Torch and what only its
+# CUDA build asks for come from an index of the builder's choice.
+LEFT_OUT := huggingface-hub markdown-it-py pygments
+FROM_TORCHS_INDEX := ^(torch|triton|cuda-.*|nvidia-.*)==
 .PHONY: locks
-locks: $(STAMP)  ## Write deploy/locks: what the coordinator's and the gateway's images install, by hash.
+locks: $(STAMP)  ## Write deploy/locks: what the images install, by hash.
 	@test -x .tools/uv/bin/uv || { "$(PYTHON)" -m venv .tools/uv && .tools/uv/bin/pip install --quiet uv==$(UV_VERSION); }
-	for image in coordinator gateway; do
+	write() {  # write IMAGE EXTRA LEFT_OUT...
 	    { echo '# Written by `make locks`: what the image installs, each file by its hash.'
-	      .tools/uv/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
-	          --overrides <(echo 'huggingface-hub ; sys_platform == "never"') --no-annotate --no-header --upgrade $$([ $$image = coordinator ] || echo --extra $$image); } > deploy/locks/$$image.txt
-	done
+	      .tools/uv/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --upgrade \
+	          $$2 --overrides <(for each in "$${@:3}"; do echo "$$each ; sys_platform == 'never'"; done) |
+	          awk '/^[^ #]/ { drop = /$(FROM_TORCHS_INDEX)|== .never./ } !drop'; } > deploy/locks/$$1.txt.new
+	    mv deploy/locks/$$1.txt.new deploy/locks/$$1.txt
+	}
+	write coordinator "" $(LEFT_OUT)
+	write gateway "--extra gateway" $(LEFT_OUT)
+	write engine "--extra engine"
 
 .PHONY: audit-dependencies
 audit-dependencies:  ## Ask PyPI's JSON interface for known weaknesses of what deploy/locks has.
 	@test -x .tools/audit/bin/pip-audit || { "$(PYTHON)" -m venv .tools/audit && .tools/audit/bin/pip install --quiet pip-audit==$(PIP_AUDIT_VERSION); }
-	.tools/audit/bin/pip-audit --strict --disable-pip --require-hashes -r deploy/locks/coordinator.txt -r deploy/locks/gateway.txt
+	.tools/audit/bin/pip-audit --strict --disable-pip --require-hashes -r deploy/locks/coordinator.txt -r deploy/locks/gateway.txt -r deploy/locks/engine.txt
 
 .PHONY: settings-doc
 settings-doc: $(STAMP)  ## Write docs/settings.md from the settings' classes.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds images with docker or buildah: deploy/build.sh [coordinator|gateway|engine-cpu|engine-cuda ...]
-# Without a name it builds all. BUILDER is the build command (default: docker build), TAG the tag (default: specdec's
+# Without a name it builds all, and prints the digest of each. BUILDER is the build command (default: docker build), TAG the tag (default: specdec's
 # version). With ATTEST=1 BuildKit adds a bill of materials and provenance to each image, which a registry keeps
 # (BUILDER="docker buildx build --push"). Variables named as the Dockerfile's arguments set these.
 set -euo pipefail
@@ -22,8 +22,13 @@ targets=("$@")
 if [[ ${#targets[@]} -eq 0 ]]; then
     targets=(coordinator gateway engine-cpu engine-cuda)
 fi
+digests="$(mktemp -d)"
+trap 'rm -rf "$digests"' EXIT
 for target in "${targets[@]}"; do
-    "${builder[@]}" --file deploy/Dockerfile --target "$target" --tag "specdec-$target:${TAG:-$version}" \
+    "${builder[@]}" --file deploy/Dockerfile --target "$target" --tag "specdec-$target:${TAG:-$version}" --iidfile "$digests/$target" \
         --build-arg VERSION="$version" --build-arg REVISION="$revision" \
         --build-arg CREATED="$(date --utc +%Y-%m-%dT%H:%M:%SZ)" "${arguments[@]}" .
+done
+for target in "${targets[@]}"; do
+    printf '%s %s\n' "specdec-$target:${TAG:-$version}" "$(cat "$digests/$target")"
 done

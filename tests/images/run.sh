@@ -22,23 +22,10 @@ if [[ $(cat "$root/.complete" 2>/dev/null) != "$packages" ]]; then
 fi
 # A base is used again as long as it would be made in the same way of the same Python: an older one once had pip's commands
 # without pip.
-key="$(cat tests/images/run.sh "$python/bin/python3.11" /etc/ssl/certs/ca-certificates.crt | sha256sum | cut -c 1-16)"
+key="$(cat tests/images/base.sh "$python/bin/python3.11" /etc/ssl/certs/ca-certificates.crt | sha256sum | cut -c 1-16)"
 if [[ $(cat "$folder/base.key" 2>/dev/null) != "$key" ]]; then
     rm -rf "$base" "$folder/base.tar" "$folder/base.key"
-    packages=ca-certificates,libssl3,libsqlite3-0,libffi8,zlib1g,libbz2-1.0,liblzma5,libreadline8,libncursesw6,libexpat1,libuuid1
-    debootstrap --variant=minbase --include="$packages" bookworm "$base" "$mirror" > "$folder/base.log"
-    # What an official Python image has at this place, without tests and installed packages.
-    tar -C "$python" -c --exclude='__pycache__' --exclude='test' --exclude='*.a' --exclude='site-packages/*' --exclude='bin/pip*' bin lib include |
-        tar -C "$base/usr/local" -x
-    ln -sf python3.11 "$base/usr/local/bin/python3"
-    rm -rf "$base"/var/cache/apt/archives/*.deb "$base"/var/lib/apt/lists/*
-    # The mirrors' authorities, as this machine trusts them.
-    cp /etc/ssl/certs/ca-certificates.crt "$base/etc/ssl/certs/ca-certificates.crt"
-    printf '[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n' > "$base/etc/pip.conf"
-    echo /usr/local/lib > "$base/etc/ld.so.conf.d/python.conf"
-    chroot "$base" ldconfig
-    chroot "$base" python3 -m ensurepip > /dev/null  # Official images bring pip, too.
-    chroot "$base" python3 -c 'import ssl, sqlite3, ctypes, bz2, lzma, zlib, readline, uuid'
+    tests/images/base.sh "$base" "$mirror" "$python" > "$folder/base.log"
     tar -C "$base" -cf "$folder/base.tar" .
     echo "$key" > "$folder/base.key"
 fi

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +39,11 @@ def environment(stage: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs.split())
 
 
+def arguments(stage: str) -> dict[str, str]:
+    """Default values of the build's arguments that a stage declares."""
+    return {rest.partition("=")[0]: rest.partition("=")[2] for keyword, rest in STAGES[stage] if keyword == "ARG"}
+
+
 def copied_stages(stage: str) -> list[str]:
     """The stages that a stage copies from, in this order."""
     return [
@@ -47,16 +51,6 @@ def copied_stages(stage: str) -> list[str]:
         for keyword, rest in STAGES[stage]
         if keyword == "COPY" and rest.startswith("--from=")
     ]
-
-
-def requirement_files(folder: Path) -> dict[str, list[str]]:
-    """Requirements of each file that the build installs from: those that it writes from pyproject.toml in `folder`, and
-    the locks, whose hashes are left out."""
-    (command,) = [rest for keyword, rest in STAGES["requirements"] if keyword == "RUN" and "tomllib" in rest]
-    (folder / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
-    subprocess.run(["sh", "-euc", command], cwd=folder, check=True)
-    written = {path.name: path.read_text(encoding="utf-8").splitlines() for path in folder.glob("*.txt")}
-    return written | {f"locks/{path.name}": list(locked(path)) for path in LOCKS.glob("*.txt")}
 
 
 def locked(path: Path) -> dict[str, list[str]]:
@@ -69,9 +63,14 @@ def locked(path: Path) -> dict[str, list[str]]:
     return found
 
 
-def requirements_of_image(stage: str, folder: Path) -> list[str]:
-    """Requirements that pip installs into an image, from the files that its stages name."""
-    written = requirement_files(folder)
+def requirements_of_image(stage: str) -> list[str]:
+    """What pip installs into an image: torch where it is asked for by name, and what locks name."""
     commands = [rest for built in copied_stages(stage) for keyword, rest in STAGES[built] if keyword == "RUN"]
-    names = [name for command in commands for name in re.findall(r"-r /requirements/(\S+)", command)]
-    return [line for name in names for line in written[name]]
+    torch = [
+        f"torch=={arguments(built)[name].partition('==')[2]}"
+        for built in copied_stages(stage)
+        for name in ("TORCH_CPU", "TORCH_CUDA")
+        if name in arguments(built)
+    ]
+    locks = [name for command in commands for name in re.findall(r"-r /requirements/locks/(\S+)", command)]
+    return [*torch, *(line for name in locks for line in locked(LOCKS / name))]

@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from specdec.commands.app import app
 from specdec.commands.up.service_process import MODULES
-from tests.support.dockerfile import FINAL, last, requirements_of_image
+from tests.support.dockerfile import FINAL, environment, last, requirements_of_image
 from tests.support.import_graph import PACKAGES, foreign_imports
 from tests.support.installed import distributions_of, environment_without, modules_without
 from tests.support.services.fake_coordinator import running_fake_coordinator
@@ -80,6 +80,11 @@ class Installed:
         return {line: (code, output, errors) for line, (code, output, errors) in json.loads(done.stdout).items()}
 
 
+def plain_help(stage: str) -> dict[str, str]:
+    """The image's variables that say how help is shown."""
+    return {name: value for name, value in environment(stage).items() if name.startswith("TYPER_")}
+
+
 def without(modules: Iterable[str], folder: Path) -> Installed:
     return Installed(frozenset(modules), environment_without(modules, folder, ROOT))
 
@@ -92,11 +97,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Installed]
         of, _, name = kind.partition(" ")
         extras = name.split("+") if of == "extra" else []
         extra = [line for each in extras for line in PROJECT["optional-dependencies"][each]]
-        wanted = requirements_of_image(name, folder) if of == "image" else [*PROJECT["dependencies"], *extra]
+        if of != "image":
+            return without(modules_without(distributions_of([*PROJECT["dependencies"], *extra])), folder)
         # A lock is installed without what it does not name.
-        is_locked = of == "image" and name in ("coordinator", "gateway")
-        there = frozenset(Requirement(line).name for line in wanted) if is_locked else distributions_of(wanted)
-        return without(modules_without(there), folder)
+        there = frozenset(Requirement(line).name for line in requirements_of_image(name))
+        one = without(modules_without(there), folder)
+        return Installed(one.blocked, {**one.variables, **plain_help(name)})
 
     return make
 

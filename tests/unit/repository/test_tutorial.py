@@ -1,6 +1,6 @@
 """Each command of docs/tutorial.md exists and takes the arguments that are given there.
 
-The Kubernetes part runs in tests/chart/test_tutorial.py; tests/images runs images and Compose, but for those of others.
+The Kubernetes part runs in tests/chart/test_tutorial.py, the container part in tests/images (`make test-images`).
 """
 
 from __future__ import annotations
@@ -72,3 +72,12 @@ def test_compose_accepts_its_command() -> None:
     (arguments,) = commands_of("docker")
     start = arguments.index("up")
     assert "coordinator:" in run(ROOT / ".tools/docker-compose", *arguments[1:start], "config", **PASSWORDS)
+
+
+def test_each_command_of_the_container_part_is_typed_where_images_are_tried() -> None:
+    """tests/images/build.sh types the build, tests/images/compose.sh all others."""
+    (block,) = re.findall(r"(?ms)^## In containers\n.*?^```sh\n(.*?)^```", PAGE)
+    (reads,) = re.findall(r"(?m)^mapfile .*$", (ROOT / "tests" / "images" / "compose.sh").read_text(encoding="utf-8"))
+    typed = run("bash", "-c", f'{reads}\nprintf "%s\\n" "${{typed[@]}}"')
+    assert typed == block
+    assert [line for line in block.splitlines() if line.startswith("deploy/build.sh")] == block.splitlines()[:1]
