@@ -13,7 +13,8 @@ from rich.console import Console
 from specdec.commands.errors import ClusterFailed, reported_errors
 from specdec.commands.views.failures import EXIT_CODES
 from specdec.engine.checkpoints.download import Progress
-from specdec.engine.checkpoints.download import fetch as fetch_model
+from specdec.engine.checkpoints.download import fetch as fetch_hub_model
+from specdec.engine.checkpoints.stored_model import PREFIX, fetch_stored
 from specdec.engine.errors import ModelLoadError
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -22,14 +23,19 @@ _TERMINAL_S, _LOG_S = 0.5, 15.0
 
 
 def fetch(
-    model: Annotated[str, typer.Argument(help="Hub id, org/name.")],
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.", show_default="main")] = None,
+    model: Annotated[str, typer.Argument(help="Hub id, org/name, or s3://bucket/path.")],
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit; for s3:// the name of the printed folder.", show_default="latest"),
+    ] = None,
     timeout_s: Annotated[float, typer.Option(min=1.0, max=1e6, help="Seconds for the download.")] = 86400.0,
 ) -> None:
-    """Download a model's files into the hub's cache (HF_HOME), where services find them.
+    """Download a model's files into the cache, where services find them.
 
     Whole files that are there stay, and a broken connection goes on where it was. What arrives is compared with the
-    hub's digests. HF_TOKEN holds the token for gated models, HF_ENDPOINT the URL of a mirror.
+    digests of the hub or store. HF_TOKEN holds the token for gated models, HF_ENDPOINT the URL of a mirror, HF_HOME the
+    cache; AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and others are as for AWS' tools, and files of s3://
+    go below XDG_CACHE_HOME. Prints the folder, whose name is the revision.
     """
     is_terminal = sys.stderr.isatty()
 
@@ -48,6 +54,7 @@ def fetch(
     timer.start()
     with reported_errors(Console(stderr=True, highlight=False)):
         try:
+            fetch_model = fetch_stored if model.startswith(PREFIX) else fetch_hub_model
             folder, _ = fetch_model(model, revision, tell, _TERMINAL_S if is_terminal else _LOG_S)
         except ModelLoadError as error:
             raise ClusterFailed(str(error)) from None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,33 +67,44 @@ def fetch(model: str, revision: str | None, watch: Callable[[Progress], None], e
         return downloaded(model, revision), 0  # It is complete, or the error has all causes.
     missing = [file for file in planned if file.will_download]
     total_bytes = sum(file.file_size or 0 for file in missing)
-    began_s = time.monotonic()
     # files -> commit -> snapshots -> the model's folder
     blobs = [Path(file.local_path).parents[len(Path(file.filename).parts) + 1] / "blobs" for file in planned[:1]]
     _drop_stale_parts(blobs)
-    has_ended = threading.Event()
     before = _bytes_of(blobs)
+    with watched(lambda: _bytes_of(blobs) - before, total_bytes, watch, every_s):
+        folder = downloaded(model, revision)
+        damaged = [file.filename for file in missing if not _equals_its_digest(folder / file.filename)]
+        for name in damaged:
+            (folder / name).resolve().unlink()
+            (folder / name).unlink(missing_ok=True)
+        if damaged:
+            names = ", ".join(sorted(damaged))
+            raise ModelLoadError(f"model: {names} of {model} differ from their digests and are deleted; run it again")
+    return folder, total_bytes
+
+
+@contextlib.contextmanager
+def watched(
+    num_bytes: Callable[[], int], total_bytes: int, watch: Callable[[Progress], None], every_s: float
+) -> Iterator[None]:
+    """Tell how far the download inside is, every `every_s` seconds from a thread of its own, and at its good end."""
+    began_s, has_ended = time.monotonic(), threading.Event()
 
     def tell() -> None:
-        while not has_ended.wait(every_s):
-            watch(Progress(_bytes_of(blobs) - before, total_bytes, time.monotonic() - began_s))
+        watch(Progress(num_bytes(), total_bytes, time.monotonic() - began_s))
 
-    watcher = threading.Thread(target=tell, daemon=True)
+    def run() -> None:
+        while not has_ended.wait(every_s):
+            tell()
+
+    watcher = threading.Thread(target=run, daemon=True)
     watcher.start()
     try:
-        folder = downloaded(model, revision)
+        yield
     finally:
         has_ended.set()
         watcher.join()
-    damaged = [file.filename for file in missing if not _equals_its_digest(folder / file.filename)]
-    for name in damaged:
-        (folder / name).resolve().unlink()
-        (folder / name).unlink(missing_ok=True)
-    if damaged:
-        names = ", ".join(sorted(damaged))
-        raise ModelLoadError(f"model: {names} of {model} differ from their digests and are deleted; run it again")
-    watch(Progress(_bytes_of(blobs) - before, total_bytes, time.monotonic() - began_s))
-    return folder, total_bytes
+    tell()
 
 
 def _bytes_of(folders: list[Path]) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from specdec.engine.checkpoints.download import downloaded
 from specdec.engine.checkpoints.folder import check_folder, read_json
+from specdec.engine.checkpoints.stored_model import PREFIX, stored
 from specdec.engine.checkpoints.tokenizer_conversion import converted_tokenizer
 from specdec.engine.errors import ModelLoadError
 from specdec.wire.tokenizer_files import canonical_json, tokenizer_digest, with_chat_template
@@ -31,9 +32,9 @@ class ModelIdentity:
 
 
 def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
-    """The directory of a model and its revision ("" for a plain directory). Downloads the files of a hub id.
+    """The directory of a model and its revision ("" for a plain directory). Downloads those of a hub or a store.
 
-    Raises ``ModelLoadError`` if the name is neither a directory nor a reachable hub repository.
+    Raises ``ModelLoadError`` if the name is neither a directory nor what a hub or store has.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -41,8 +42,15 @@ def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
         return path, revision or ""
     if model.startswith(("/", ".", "~")):
         raise ModelLoadError(f"model: no such directory: {model}")
-    snapshot = downloaded(model, revision)
+    snapshot = (stored if model.startswith(PREFIX) else downloaded)(model, revision)
     return snapshot, snapshot.name
+
+
+def name_of(model: str, directory: Path) -> str:
+    """The name by which a model is served: a hub id, or the folder's."""
+    if model.startswith(PREFIX):
+        return Path(model).name
+    return directory.name if Path(model).is_dir() else model
 
 
 def weights_digest(directory: Path) -> str:

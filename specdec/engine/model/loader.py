@@ -19,6 +19,7 @@ from specdec.engine.checkpoints.files import (
     TokenizerFiles,
     config_digest,
     find_model_files,
+    name_of,
     read_eos_token_ids,
     read_tokenizer,
     weights_digest,
@@ -146,7 +147,7 @@ def load_model(
     num_parameters = int(model.num_parameters())  # of the whole model, also for a shard
     quantize_linear_weights(model, settings.weight_quantization)
     identity = ModelIdentity(
-        name=settings.model if not Path(settings.model).is_dir() else directory.name,
+        name=name_of(settings.model, directory),
         revision=revision,
         weights_digest=digest,
         architecture=type(model).__name__,

@@ -29,7 +29,7 @@ from tests.support.services.health import served_health
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = ("engine", "gateway", "shipped")
+EXTRAS = ("engine", "gateway", "s3", "shipped")
 """Those for users."""
 KINDS = (*(f"image {stage}" for stage in FINAL), "no extra", *(f"extra {name}" for name in EXTRAS))
 NEEDS = {"tune --help": "engine", "serve gateway --help": "gateway"}
@@ -248,7 +248,7 @@ def test_an_image_without_the_hubs_client_says_in_a_line_that_it_downloads_nothi
     [
         *((f"image {stage}", f"{MODULES[role]}.__main__") for stage in FINAL for role in roles(stage)),
         ("no extra", "specdec.client"),
-        ("extra engine+gateway", "specdec.commands.main"),
+        ("extra engine+gateway+s3", "specdec.commands.main"),
     ],
 )
 def test_all_that_a_start_leads_to_imports_only_what_is_installed(

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SMALL = ("coordinator", "gateway")
 ENGINES = tuple(stage for stage in FINAL if stage not in SMALL)
-LOCK_OF = {"coordinator": [], "gateway": ["gateway"], "engine": ["engine"]}
+LOCK_OF = {"coordinator": [], "gateway": ["gateway"], "engine": ["engine", "s3"]}
 """Extras of each lock."""
 LEFT_OUT = {"tokenizers": {"huggingface-hub"}, "rich": {"markdown-it-py", "pygments"}}
 """What packages of the small images ask for, and use only for what no command does there."""
