@@ -137,6 +137,15 @@ class Observer:
         """The numbers of running and waiting requests changed."""
         self.metrics.running.set(num_running)
         self.metrics.queue_length.set(num_waiting)
+        self.metrics.picker.running.set(num_running)
+        self.metrics.picker.waiting.set(num_waiting)
+
+    def target_load(self, targets: Sequence[ReplicaLink]) -> None:
+        """A target reported its load."""
+        loads = [link.load for link in targets if link.load is not None]
+        num_blocks = sum(load.kv_blocks_total for load in loads)
+        num_used = sum(load.kv_blocks_used for load in loads)
+        self.metrics.picker.kv_use.set(num_used / num_blocks if num_blocks else 0.0)
 
     def of_store(self, is_shared: bool) -> tuple[OperationObserver | None, StateObserver | None]:
         """Callbacks for the store's operations and state; none for a store in this process, which never fails."""

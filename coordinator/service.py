@@ -39,7 +39,7 @@ from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.replicas.outliers import EjectionSettings
 from specdec.coordinator.replicas.prefix_map import SharedPrefixes
 from specdec.coordinator.replicas.registry_view import RegistryView
-from specdec.coordinator.replicas.router import PrefixRouter
+from specdec.coordinator.replicas.router import BLOCK_TOKENS, PrefixRouter
 from specdec.coordinator.servicer import SERVICE_NAME, CoordinatorServicer
 from specdec.coordinator.sessions.request_trace import RequestTracer
 from specdec.coordinator.sessions.table import SessionTable
@@ -100,6 +100,7 @@ class CoordinatorService:
         self._tasks: list[asyncio.Task[None]] = []
         self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
         self._observer = observer = Observer(CoordinatorMetrics(registry))
+        observer.metrics.picker.block_size.labels(BLOCK_TOKENS, "").set(1)
         self._tracing = Tracing(settings, self.name, settings.trace_sample_ratio)
         is_shared = settings.redis_url is not None
         self.store = open_store(settings, *observer.of_store(is_shared))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from specdec.gateway.chat.template_parsers import AUTO, ParserPair, parsers_of_template
-from specdec.gateway.upstream.coordinators import CallerStub
+from specdec.gateway.upstream.caller import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 _KEPT_S = 60.0

@@ -11,12 +11,14 @@ from starlette.requests import Request
 
 from specdec.gateway.chat.template_parsers import ParserPair
 from specdec.gateway.http.body import BodyReader
+from specdec.gateway.http.events import while_connected
 from specdec.gateway.openness import Openness
 from specdec.gateway.parser_names import ParserNames
 from specdec.gateway.settings import GatewaySettings
-from specdec.gateway.upstream.coordinators import CallerStub, Coordinators, Health
+from specdec.gateway.upstream.caller import CallerStub
+from specdec.gateway.upstream.coordinators import Coordinators, Health
 from specdec.gateway.upstream.vocabulary import Vocabulary
-from specdec.telemetry import GatewayMetrics, VllmMetrics
+from specdec.telemetry import GatewayMetrics, PickerMetrics, VllmMetrics
 from specdec.v1 import coordinator_pb2 as api
 
 
@@ -31,6 +33,7 @@ class Parts:
     registry: CollectorRegistry
     metrics: GatewayMetrics
     vllm: VllmMetrics
+    picker: PickerMetrics
     parser_names: Mapping[str, ParserNames]
     """By entry of the coordinators' `models`."""
     openness: Openness
@@ -38,16 +41,29 @@ class Parts:
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time of its start, reported as the creation time of its models."""
 
-    def caller(self, request: Request, model: str | None) -> CallerStub:
+    def caller(self, request: Request, model: str | None, *, holds: bool = True) -> CallerStub:
         """The coordinators of a model for the client of a request, with its key and its trace.
 
-        Raises NotReady until it is known that clients need a key where they must.
+        Its calls raise NotReady until it is known that clients need a key where they must. `holds`: they wait for a
+        model that is not served, if requests are held.
         """
-        self.openness.check()
-        return self.coordinators.caller(request.state.metadata, request.state.held, model or "")
+        return self.coordinators.caller(
+            request.state.metadata,
+            request.state.held,
+            model or "",
+            hold=self.health.hold,
+            arrived_s=request.state.arrived_s if holds else float("-inf"),
+            check=self.openness.check,
+        )
 
-    async def parsers_of(self, request: Request, model: str | None) -> ParserPair:
-        """The parsers of a model's output. Raises SpecdecError if none of its coordinators answers."""
+    async def parsers_of(self, request: Request, model: str | None, *, streams: bool) -> ParserPair:
+        """The parsers of a model's output. Raises SpecdecError if none of its coordinators answers.
+
+        `streams`: the answer is a stream, which begins while the request is held.
+        """
+        if self.health.hold.holds:  # Before the question, which one caller asks for all.
+            async with request.state.sent.kept_alive(self.settings.keep_alive_s if streams else None):
+                await while_connected(request.receive, self.caller(request, model).until_served())
         names = self.parser_names[self.coordinators.serving(model or "")]
         return await names.of(lambda: self.caller(request, model))
 

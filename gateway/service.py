@@ -28,6 +28,7 @@ from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import error_response
 from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.upstream.coordinators import Coordinators, Health
+from specdec.gateway.upstream.hold import Hold
 from specdec.gateway.upstream.names import NameWatch
 from specdec.service.byte_budget import ByteBudget
 from specdec.service.listening import StartupFailed, bound_sockets
@@ -35,7 +36,7 @@ from specdec.service.memory_limit import budget_bytes
 from specdec.service.metrics_endpoint import metrics_endpoint
 from specdec.service.server import install_signals
 from specdec.service.tls_watch import INTERVAL_S, TlsWatch
-from specdec.telemetry import BuildInfo, GatewayMetrics, TlsMetrics, VllmMetrics
+from specdec.telemetry import BuildInfo, GatewayMetrics, PickerMetrics, TlsMetrics, VllmMetrics
 from specdec.telemetry.tracing import Tracing
 from specdec.wire.settings import client_tls_paths
 from specdec.wire.tls import server_tls_files
@@ -62,7 +63,9 @@ class Gateway:
         self._coordinators = Coordinators(
             self._connect, settings.coordinators_of, metrics.failovers.inc, settings.shares
         )
-        self._health = Health(self._coordinators)
+        models = self._coordinators.models
+        hold = Hold(settings.hold_s, settings.max_held_requests, metrics.held, models)
+        self._health = Health(self._coordinators, hold)
         self.parts = Parts(
             settings=settings,
             coordinators=self._coordinators,
@@ -74,10 +77,8 @@ class Gateway:
             registry=registry,
             metrics=metrics,
             vllm=VllmMetrics(registry),
-            parser_names={
-                model: ParserNames(settings.reasoning_parser, settings.tool_parser)
-                for model in self._coordinators.models
-            },
+            picker=PickerMetrics(registry),
+            parser_names={model: ParserNames(settings.reasoning_parser, settings.tool_parser) for model in models},
             openness=Openness(settings, self._coordinators),
         )
         most_bytes = settings.max_held_body_bytes or min(_MOST_HELD_BYTES, max(1, budget_bytes() // _COST_PER_BYTE))
@@ -133,7 +134,7 @@ class Gateway:
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, let running ones end, and cut off the rest after `timeout_s`."""
-        self._health.is_draining = True
+        self._health.drain()
         _log.info("draining", drain_s=timeout_s, num_running=self.edge.num_running)
         try:
             async with asyncio.timeout(timeout_s):
@@ -144,7 +145,7 @@ class Gateway:
 
     async def stop(self, grace_s: float) -> None:
         """Close everything. Call it once, also after errors."""
-        self._health.is_draining = True
+        self._health.drain()
         await self._server.stop(grace_s)
         await self._probed.stop(0)
         self.parts.reader.close()

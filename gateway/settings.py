@@ -154,6 +154,17 @@ class GatewaySettings(WireSettings, ExposureSettings, TracingSettings):
         description="Most requests at once; further ones are refused with 429. A key has a quarter and an address half "
         "of the places, at least 8.",
     )
+    hold_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=86400,
+        description="Seconds from its arrival for which a request waits if no coordinator or target of its model "
+        "serves, as for a model that is scaled to zero; then, and for requests beyond max_held_requests, 503 with "
+        "retry-after. The gateway is ready without a model. 0: no request waits.",
+    )
+    max_held_requests: int = Field(
+        default=256, ge=1, description="Most requests that wait at once for a model to serve (hold_s)."
+    )
     max_held_body_bytes: int | None = Field(
         default=None,
         ge=1,

@@ -94,6 +94,7 @@ class TargetRecovery:
 
     def on_load(self, link: TargetLink) -> None:
         """See `LinkEvents.on_load`."""
+        self._observer.target_load(self._fleet.targets)
         if link.load is not None:
             for draft in self._fleet.drafts:
                 draft.tell_target_load(link.address, link.load)

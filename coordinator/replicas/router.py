@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 from specdec.coordinator.replicas.prefix_map import SharedPrefixes
 
-_BLOCK_TOKENS = 32
+BLOCK_TOKENS = 32
 """Tokens per hashed block: twice the length of a replica's block, for half the digests."""
 _DIGEST_BYTES = 16
 """Bytes of a digest: chance collisions are negligible."""
@@ -109,8 +109,8 @@ def block_digests(token_ids: Sequence[int], salt: bytes) -> list[bytes]:
     """
     digest = blake2b(salt, digest_size=_DIGEST_BYTES).digest()
     digests = []
-    for end in range(_BLOCK_TOKENS, len(token_ids) + 1, _BLOCK_TOKENS):
-        block = array("Q", token_ids[end - _BLOCK_TOKENS : end]).tobytes()
+    for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
+        block = array("Q", token_ids[end - BLOCK_TOKENS : end]).tobytes()
         digest = blake2b(digest + block, digest_size=_DIGEST_BYTES).digest()
         digests.append(digest)
     return digests

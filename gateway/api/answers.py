@@ -249,7 +249,7 @@ class ModelCard(AnswerModel):
     owned_by: str
     root: str
     parent: None = None
-    max_model_len: int
+    max_model_len: int | None = Field(description="Positions; null: a model that sleeps, and was not asked.")
     type: Literal["model"] | None = Field(None, description="This and the next two: for Anthropic's clients only.")
     display_name: str | None = None
     created_at: str | None = None

@@ -11,14 +11,16 @@ from typing import Any
 
 import structlog
 from opentelemetry.trace import Span, SpanKind
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec.gateway.api.errors import SERVER_ERROR, ApiError, cut
 from specdec.gateway.http.places import Places, address_of, client_of
-from specdec.gateway.upstream.coordinators import Health, Metadata
+from specdec.gateway.http.sent import Sent
+from specdec.gateway.upstream.caller import Metadata
+from specdec.gateway.upstream.coordinators import Health
 from specdec.service.byte_budget import ByteBudget
 from specdec.telemetry import GatewayMetrics
 from specdec.telemetry.tracing import Tracing, traceparent_of
@@ -104,15 +106,15 @@ class Edge:
         headers = Headers(scope=scope)
         wanted = headers.get(_ID_HEADER, "")
         request_id = wanted if _ID.fullmatch(wanted) else uuid.uuid4().hex
-        began_s, sent = time.perf_counter(), _Sent(send, request_id)
+        began_s, sent = time.perf_counter(), Sent(send, {_ID_HEADER: request_id}, scope["path"])
         state = scope.setdefault("state", {})
         with self._span(scope, headers) as span:
             state.update(request_id=request_id, is_client_gone=False, metadata=self._metadata(headers, span))
-            state.update(send=sent.after_start, headers=sent.headers)
+            state.update(sent=sent, send=sent.after_start, headers=sent.headers, arrived_s=time.monotonic())
             await self._within_limits(scope, receive, sent)
             self._record(scope, sent, began_s, request_id, span)
 
-    async def _within_limits(self, scope: Scope, receive: Receive, sent: _Sent) -> None:
+    async def _within_limits(self, scope: Scope, receive: Receive, sent: Sent) -> None:
         if scope["path"] in _UNCOUNTED:
             await self._answered(scope, receive, sent)
             return
@@ -144,7 +146,7 @@ class Edge:
             return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
         return None
 
-    async def _answered(self, scope: Scope, receive: Receive, sent: _Sent) -> None:
+    async def _answered(self, scope: Scope, receive: Receive, sent: Sent) -> None:
         try:
             await self._app(scope, receive, sent)
         except asyncio.CancelledError:
@@ -169,7 +171,7 @@ class Edge:
             return (*told, ("traceparent", own))
         return (*told, *((name, headers[name]) for name in _TRACE if _PRINTABLE.fullmatch(headers.get(name, "\n"))))
 
-    def _record(self, scope: Scope, sent: _Sent, began_s: float, request_id: str, span: Span) -> None:
+    def _record(self, scope: Scope, sent: Sent, began_s: float, request_id: str, span: Span) -> None:
         route = getattr(scope.get("route"), "path_format", "other")
         seconds, is_gone = time.perf_counter() - began_s, scope["state"]["is_client_gone"]
         status = sent.status or _GONE
@@ -188,28 +190,6 @@ class Edge:
                 request_id=request_id,
                 client_gone=is_gone,
             )
-
-
-class _Sent:
-    """Sends messages, adds headers, and keeps the status."""
-
-    def __init__(self, send: Send, request_id: str) -> None:
-        self._send = send
-        self.headers = {_ID_HEADER: request_id}
-        """Headers of the answer besides its own."""
-        self.status = 0
-
-    @property
-    def after_start(self) -> Send:
-        """The plain send, for messages after the headers."""
-        return self._send
-
-    async def __call__(self, message: Message) -> None:
-        """Send."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            MutableHeaders(scope=message).update(self.headers)
-        await self._send(message)
 
 
 def tell_names(request: Request, header: str, names: Sequence[str]) -> None:

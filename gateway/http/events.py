@@ -20,8 +20,9 @@ DONE = b"data: [DONE]\n\n"
 KEPT_ALIVE = b": keep-alive\n\n"
 """A comment, which clients of events skip: it shows proxies that the stream lives."""
 _LAST_WORDS_S = 0.5
-_PATIENCE_S = 1.0
+PATIENCE_S = 1.0
 """Seconds that a stream's headers wait for its first events, so that an early error has a status of its own."""
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 Event = Mapping[str, Any]
 
 
@@ -102,7 +103,7 @@ class EventStream(Response):
             frame_error: encodes an error; None: as an event with `error`.
             last: bytes after the last event.
         """
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self._batches = batches
         self._on_error = on_error
@@ -176,7 +177,7 @@ def _cut_off() -> ApiError:
     return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
 
 
-async def begun(batches: AsyncGenerator[Sequence[Event], None], patience_s: float = _PATIENCE_S) -> BegunStream:
+async def begun(batches: AsyncGenerator[Sequence[Event], None], patience_s: float = PATIENCE_S) -> BegunStream:
     """Wait a moment for the first batch: an error before it can still be an answer with a status.
 
     Raises the error of `batches` if it comes within `patience_s` and before the first batch, after closing it.

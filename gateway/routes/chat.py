@@ -26,7 +26,7 @@ from specdec.gateway.translation.chat_request import (
     parsers,
 )
 from specdec.gateway.translation.head import AnswerHead
-from specdec.gateway.upstream.coordinators import CallerStub
+from specdec.gateway.upstream.caller import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 
@@ -44,7 +44,7 @@ def chat_routes(parts: Parts) -> APIRouter:
         unenforced: list[str] = []
 
         async def learn(asked: ChatRequest) -> ParserPair:
-            return await parts.parsers_of(request, asked.model)
+            return await parts.parsers_of(request, asked.model, streams=bool(asked.stream))
 
         def translated(
             asked: ChatRequest, names: ParserPair

@@ -33,7 +33,7 @@ from specdec.gateway.translation.completion_request import (
 )
 from specdec.gateway.translation.constraint import constraint_names
 from specdec.gateway.translation.head import AnswerHead
-from specdec.gateway.upstream.coordinators import CallerStub
+from specdec.gateway.upstream.caller import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 

@@ -70,7 +70,7 @@ def message_routes(parts: Parts) -> APIRouter:
         """Continue a conversation."""
 
         async def learn(asked: MessagesRequest) -> ParserPair:
-            return await parts.parsers_of(request, asked.model)
+            return await parts.parsers_of(request, asked.model, streams=bool(asked.stream))
 
         def translated(
             asked: MessagesRequest, names: ParserPair

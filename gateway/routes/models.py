@@ -15,6 +15,7 @@ from specdec.gateway.api.problems import short
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, errors
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Unavailable
 
 _ANTHROPIC_HEADER = "anthropic-version"
 
@@ -22,12 +23,14 @@ _ANTHROPIC_HEADER = "anthropic-version"
 def model_routes(parts: Parts) -> APIRouter:
     """The routes of the served model."""
     router = APIRouter(tags=["models"])
+    known: dict[str, tuple[str, int | None]] = {}
+    """Name and context of models that were asked for, by entry."""
 
     @router.get("/v1/models", responses={200: {"model": ModelList}, **errors(has_body=False)})
     async def list_models(request: Request) -> JsonResponse:
-        """The served models, without those that do not answer or refuse the key."""
+        """The served models, and those that requests would start; none that does not answer or refuses the key."""
         found = await asyncio.gather(
-            *(_card(parts, request, model) for model in parts.coordinators.models), return_exceptions=True
+            *(_card(parts, request, model, known) for model in parts.coordinators.models), return_exceptions=True
         )
         cards = {card["id"]: card for card in found if not isinstance(card, BaseException)}
         if not cards:
@@ -40,7 +43,7 @@ def model_routes(parts: Parts) -> APIRouter:
     @router.get("/v1/models/{model:path}", responses={200: {"model": ModelCard}, **errors(has_body=False)})
     async def retrieve_model(request: Request, model: str) -> JsonResponse:
         """One model."""
-        card = await _card(parts, request, model)
+        card = await _card(parts, request, model, known)
         if card["id"] != model:
             raise ApiError(404, f"the model {short(model)} is not served here", param="model", code="model_not_found")
         return JsonResponse(card)
@@ -48,20 +51,27 @@ def model_routes(parts: Parts) -> APIRouter:
     return router
 
 
-async def _card(parts: Parts, request: Request, model: str) -> dict[str, Any]:
-    """A model as OpenAI's clients read it, and Anthropic's if one of them asks."""
-    info = await parts.caller(request, model).call("GetModelInfo", api.GetModelInfoRequest())
+async def _card(parts: Parts, request: Request, model: str, known: dict[str, tuple[str, int | None]]) -> dict[str, Any]:
+    """A model as OpenAI's clients read it, and Anthropic's if one of them asks. The question starts no model."""
+    entry = parts.coordinators.serving(model)
+    try:
+        info = await parts.caller(request, model, holds=False).call("GetModelInfo", api.GetModelInfoRequest())
+        known[entry] = info.target.name, info.max_model_len
+    except Unavailable:
+        if not parts.health.hold.holds or not (entry or entry in known):
+            raise
+    name, max_model_len = known.get(entry, (entry, None))
     more: dict[str, Any] = {}
     if _ANTHROPIC_HEADER in request.headers:
         created = datetime.fromtimestamp(parts.created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        more = {"type": "model", "display_name": info.target.name, "created_at": created}
+        more = {"type": "model", "display_name": name, "created_at": created}
     return {
         **more,
-        "id": info.target.name,
+        "id": name,
         "object": "model",
         "created": parts.created_s,
         "owned_by": "specdec",
-        "root": info.target.name,
+        "root": name,
         "parent": None,
-        "max_model_len": info.max_model_len,
+        "max_model_len": max_model_len,
     }

@@ -58,7 +58,8 @@ def metrics_routes(parts: Parts) -> APIRouter:
 
 
 async def _health(parts: Parts) -> Response:
-    parts.openness.check()
+    if not parts.health.hold.holds:  # Held requests wait for this knowledge, too.
+        parts.openness.check()
     if not await parts.health.is_ready():
         why = "the gateway is shutting down" if parts.health.is_draining else "no coordinator serves"
         raise ApiError(503, why, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)

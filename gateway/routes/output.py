@@ -14,7 +14,7 @@ from specdec.gateway.api.errors import SERVER_ERROR, ApiError, from_specdec
 from specdec.gateway.parts import Parts
 from specdec.gateway.translation.chat_answer import ParsedOutput
 from specdec.gateway.translation.logprobs import ids_in
-from specdec.gateway.upstream.coordinators import CallerStub
+from specdec.gateway.upstream.caller import CallerStub
 from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import SpecdecError, internal_error
@@ -33,22 +33,25 @@ async def output(
 
     Raises SpecdecError.
     """
-    began_s, has_output, digest, texts = time.perf_counter(), False, "", TokenTexts({})
+    began_s, digest, texts = time.perf_counter(), "", TokenTexts({})
     names_tokens = body.sampling.HasField("logprobs") or body.sampling.HasField("prompt_logprobs")
-    async with aclosing(caller.stream(body)) as chunks:
-        async for chunk in chunks:
-            kind = chunk.WhichOneof("chunk")
-            if kind == "started":
-                digest = chunk.started.model.tokenizer_digest
-            elif kind == "finished":
-                parts.on_finished(chunk.finished)
-            elif not has_output:
-                has_output = True
-                parts.metrics.first_token_seconds.observe(time.perf_counter() - began_s)
-            if names_tokens:
-                texts = await parts.vocabulary.learn(caller, digest, ids_in(chunk))
-            if told := translate(chunk, texts):
-                yield told
+    has_output = False
+    with parts.picker.request() as now_runs:
+        async with aclosing(caller.stream(body)) as chunks:
+            async for chunk in chunks:
+                kind = chunk.WhichOneof("chunk")
+                if kind == "started":
+                    digest = chunk.started.model.tokenizer_digest
+                elif kind == "finished":
+                    parts.on_finished(chunk.finished)
+                elif not has_output:
+                    has_output = True
+                    now_runs()
+                    parts.metrics.first_token_seconds.observe(time.perf_counter() - began_s)
+                if names_tokens:
+                    texts = await parts.vocabulary.learn(caller, digest, ids_in(chunk))
+                if told := translate(chunk, texts):
+                    yield told
 
 
 def kept(caller: CallerStub, translate: Translate[T]) -> Translate[T]:

@@ -44,7 +44,7 @@ def response_routes(parts: Parts) -> APIRouter:
         """Answer a text or a conversation."""
 
         async def learn(asked: ResponsesRequest) -> ParserPair:
-            return await parts.parsers_of(request, asked.model)
+            return await parts.parsers_of(request, asked.model, streams=bool(asked.stream))
 
         def translated(
             asked: ResponsesRequest, names: ParserPair

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.output import Translate, output
-from specdec.gateway.upstream.coordinators import CallerStub
+from specdec.gateway.upstream.caller import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 

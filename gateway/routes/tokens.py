@@ -20,7 +20,7 @@ from specdec.gateway.http.events import while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors
 from specdec.gateway.translation.sampling import add_token_ids
-from specdec.gateway.upstream.coordinators import CallerStub
+from specdec.gateway.upstream.caller import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 _TOKENIZE_NAMES = MappingProxyType(
@@ -66,7 +66,8 @@ def token_routes(parts: Parts) -> APIRouter:
     @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfoAnswer}, **errors(has_body=False)})
     async def tokenizer_info(request: Request, model: str | None = None) -> JsonResponse:
         """The special tokens and the chat template of a model's tokenizer."""
-        info = await parts.caller(request, model).call("GetModelInfo", api.GetModelInfoRequest(with_tokenizer=True))
+        caller = parts.caller(request, model, holds=False)
+        info = await caller.call("GetModelInfo", api.GetModelInfoRequest(with_tokenizer=True))
         names = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template")
         told = {name: getattr(info.tokenizer, name) for name in names if info.tokenizer.HasField(name)}
         return JsonResponse(

@@ -24,6 +24,8 @@ class NameWatch:
             on_changed: called with an address when its name resolves to other addresses than before.
         """
         self._known: dict[str, frozenset[str]] = {}
+        self._failing: set[str] = set()
+        """Names that stood for nothing at the last look."""
         self._names = [address for address in addresses if address.startswith(DNS_PREFIX)]
         self._on_changed = on_changed
 
@@ -44,11 +46,16 @@ class NameWatch:
         try:
             found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
         except OSError as error:
-            _log.warning("lookup_failed", name=name, error=str(error))
+            if address not in self._failing:  # Once: the name of a model that is scaled to zero fails for hours.
+                _log.warning("lookup_failed", name=name, error=str(error))
+            self._failing.add(address)
+            # Its first address is a change: gRPC itself looks again after up to two minutes.
+            self._known.setdefault(address, frozenset())
             return
         addresses = frozenset(str(where[0]) for *_, where in found)
         before = self._known.get(address, addresses)
         self._known[address] = addresses
+        self._failing.discard(address)
         if addresses != before:
             _log.info("coordinators_changed", name=name, num_addresses=len(addresses))
             await self._on_changed(address)

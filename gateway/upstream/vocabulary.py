@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
-from specdec.gateway.upstream.coordinators import CallerStub
+from specdec.gateway.upstream.caller import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_PER_CALL = 1024

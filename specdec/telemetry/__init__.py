@@ -1,7 +1,8 @@
 """Structured logs, and the metrics of each service.
 
 Metrics are named specdec_<service>_..., or specdec_tls_... and specdec_build_info where all services have them; the
-gateway exports some under vLLM's names, too. Each is defined here, and only here, with a query that uses it. The
+gateway and the
+coordinator export some under vLLM's names, too. Each is defined here, and only here, with a query that uses it. The
 process that constructs a group exports it.
 A target or draft is two processes, and a coordinator can be several, so their metrics go through prometheus_client's
 multiprocess files (`enable_multiprocess_metrics`), and /metrics merges them
@@ -20,6 +21,7 @@ from specdec.telemetry.metric_files import (
     metrics_folder,
     scrape_registry,
 )
+from specdec.telemetry.picker_metrics import PickerMetrics
 from specdec.telemetry.registry import BuildInfo
 from specdec.telemetry.relay_metrics import RelayMetrics
 from specdec.telemetry.tallies import Tallies
@@ -31,6 +33,7 @@ __all__ = [
     "CoordinatorMetrics",
     "DraftMetrics",
     "GatewayMetrics",
+    "PickerMetrics",
     "RelayMetrics",
     "SupervisorMetrics",
     "Tallies",

@@ -34,6 +34,12 @@ class GatewayMetrics(MetricGroup):
         self.running = self._gauge(
             "requests_running", "Requests that run, except health and metrics.", promql="sum($requests_running)"
         )
+        self.held = self._gauge(
+            "requests_held",
+            "Requests that wait for a model that is not served (hold_s): autoscalers start the model by it.",
+            {"model": "the name in the setting models; empty: the model of the setting coordinators"},
+            promql="sum by (model) ($requests_held)",
+        )
         self.clients_gone = self._counter(
             "clients_gone_total",
             "Requests whose client left before the end.",

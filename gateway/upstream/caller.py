@@ -1,0 +1,122 @@
+"""Calls to the coordinators of a model in one caller's name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractContextManager, aclosing
+from typing import Any
+
+import structlog
+from google.protobuf.message import Message
+
+from specdec.client import Client, ResumePolicy, generate_resuming
+from specdec.gateway.upstream.hold import Waits
+from specdec.gateway.upstream.turns import AVOID_S, Member, Turns
+from specdec.service.byte_budget import Held
+from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import NotReady, Unavailable
+
+_log = structlog.get_logger(__name__)
+Metadata = tuple[tuple[str, str], ...]
+"""Metadata of a caller's calls: its key, its trace."""
+
+
+class CallerStub:
+    """Calls of one caller. Every method raises the typed errors of `specdec.wire.errors`."""
+
+    def __init__(
+        self,
+        turns: Turns,
+        metadata: Metadata,
+        held: Held,
+        on_failover: Callable[[], None],
+        *,
+        waits: Callable[[Callable[[], Awaitable[bool]]], AbstractContextManager[Waits]],
+        check: Callable[[], None],
+    ) -> None:
+        """Call nobody yet. See `Coordinators.caller`."""
+        self.held = held
+        self._turns = turns
+        self._release: str | None = None
+        self._metadata = metadata
+        self._on_failover = on_failover
+        self._waits = waits
+        self._check = check
+
+    def stream(self, request: api.GenerateRequest) -> AsyncGenerator[api.GenerateResponse, None]:
+        """The chunks of a request, resumed if a coordinator fails.
+
+        The caller must close it, which cancels the request.
+        """
+        return generate_resuming(self, request, ResumePolicy())
+
+    async def generate(self, request: api.GenerateRequest) -> AsyncGenerator[api.GenerateResponse, None]:
+        """The chunks of one attempt, from the first coordinator that answers."""
+        if self._release is None:  # A request stays at its release: another one may not take up its stream.
+            self._release = self._turns.next_release()
+        with self._waits(self._serves) as waits:
+            while True:
+                await self._allowed(waits)
+                members, failure = self._turns.order(self._release), Unavailable("no coordinator answers")
+                for number, member in enumerate(members):
+                    has_begun = False
+                    try:
+                        async with aclosing(self._client(member).generate(request)) as chunks:
+                            async for chunk in chunks:
+                                if not has_begun:
+                                    has_begun = True
+                                    waits.end()
+                                if chunk.HasField("started"):
+                                    self._turns.learn(member.client.address, chunk.started.chat_template_digest)
+                                yield chunk
+                        return
+                    except Unavailable as error:
+                        self._avoid(member, error)
+                        if has_begun:
+                            raise
+                        if error.has_waited or number == len(members) - 1:
+                            failure = error
+                            break
+                await waits.after(failure)
+
+    async def call(self, method: str, request: Message) -> Any:
+        """The answer to a unary call, from the first coordinator that answers."""
+        with self._waits(self._serves) as waits:
+            while True:
+                await self._allowed(waits)
+                members, failure = self._turns.order(self._release or ""), Unavailable("no coordinator answers")
+                for number, member in enumerate(members):
+                    try:
+                        return await self._client(member).call(method, request)
+                    except Unavailable as error:
+                        self._avoid(member, error)
+                        if error.has_waited or number == len(members) - 1:
+                            failure = error
+                            break
+                await waits.after(failure)
+
+    async def until_served(self) -> None:
+        """Wait until the model is served, if requests are held. Raises Unavailable if it is not in time."""
+        with self._waits(self._serves) as waits:
+            while not await self._turns.serves():
+                await waits.after(Unavailable("no coordinator serves"))
+
+    async def _serves(self) -> bool:
+        return await self._turns.serves()
+
+    async def _allowed(self, waits: Waits) -> None:
+        """Wait until coordinators may be called."""
+        while True:
+            try:
+                return self._check()
+            except NotReady as error:
+                await waits.after(error)
+
+    def _client(self, member: Member) -> Client:
+        return member.client.on_behalf_of(self._metadata)
+
+    def _avoid(self, member: Member, error: Unavailable) -> None:
+        member.avoid_until_s = time.monotonic() + AVOID_S
+        _log.info("coordinator_failed", address=member.client.address, reason=error.reason, error=error.message)
+        self._on_failover()
