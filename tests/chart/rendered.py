@@ -25,7 +25,10 @@ SETTINGS: dict[str, type[Any]] = {
 }
 WITH_REDIS = ("coordinator", "target", "draft")
 # Kinds of operators, whose schemas Kubernetes has not.
-CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor", "Certificate", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
+CUSTOM_KINDS = {
+    *("ScaledObject", "ServiceMonitor", "Certificate", "PrometheusRule", "HTTPRoute", "GRPCRoute"),
+    "InferencePool",
+}
 
 Document = dict[str, Any]
 Helm = Callable[..., subprocess.CompletedProcess[str]]

@@ -14,10 +14,8 @@ LABELS = 'namespace="llm",service="llm-target-headless"'
 METRICS = ("sessions_running", "queue_length", "kv_blocks_used", "kv_blocks")
 
 
-def _scaler(render: Render, role: str) -> Document:
-    (scaler,) = [
-        d for d in render("everything") if d["kind"] == "ScaledObject" and d["metadata"]["name"] == f"llm-{role}"
-    ]
+def _scaler(render: Render, role: str, case: str = "everything") -> Document:
+    (scaler,) = [d for d in render(case) if d["kind"] == "ScaledObject" and d["metadata"]["name"].endswith(f"-{role}")]
     found: Document = scaler["spec"]
     return found
 
@@ -107,3 +105,70 @@ def test_the_first_request_brings_the_first_draft_and_idle_drafts_end(render: Re
     _held(calls["query"], [], [], "0m", tmp_path)
     for trigger in others:  # No pod, no series: that is no load, and no error.
         _held(trigger["query"], [], [0.0], "0m", tmp_path)
+
+
+HELD = 'specdec_gateway_requests_held{namespace="llm",service="demo-specdec-gateway-headless",model="",pod="%d"}'
+RUNNING = 'specdec_coordinator_requests_running{namespace="llm",service="demo-specdec-coordinator-headless"}'
+ASLEEP = ("coordinator", "target", "draft")
+
+
+@pytest.mark.parametrize(
+    ("held", "running", "expected"),
+    [
+        ((0, 0), None, [0.0]),
+        ((2, 1), None, [3.0]),
+        ((2, 0), 5, [7.0]),
+        ((0, 0), 4, [4.0]),
+        # Gateways never sleep: that they are not scraped says nothing of load.
+        ((), 4, []),
+        ((), None, []),
+    ],
+)
+def test_held_requests_start_a_model_and_running_ones_keep_it(
+    held: tuple[int, ...], running: int | None, expected: list[float], render: Render, tmp_path: Path
+) -> None:
+    series = [{"series": HELD % pod, "values": str(number)} for pod, number in enumerate(held)]
+    series += [] if running is None else [{"series": RUNNING, "values": str(running)}]
+    # Those of other models start others.
+    series.append({"series": (HELD % 0).replace('model=""', 'model="org/coder"'), "values": "9"})
+    queries = {_scaler(render, role, "scaled-to-zero")["triggers"][0]["metadata"]["query"] for role in ASLEEP}
+    (query,) = queries
+    _held(query, series, expected, "0m", tmp_path)
+
+
+def test_a_model_without_pods_is_no_outage_and_is_started_by_one_trigger_only(render: Render, tmp_path: Path) -> None:
+    for role in ASLEEP:
+        scaler = _scaler(render, role, "scaled-to-zero")
+        assert (scaler["minReplicaCount"], scaler["cooldownPeriod"]) == (0, 600 if role == "draft" else 1800)
+        assert scaler.get("fallback", {}).get("replicas", 0) == (0 if role == "draft" else 1)
+        calls, *others = scaler["triggers"]
+        assert calls["metadata"]["activationThreshold"] == "0"
+        for trigger in others:
+            if trigger["type"] == "prometheus":
+                _held(trigger["metadata"]["query"], [], [0.0], "0m", tmp_path)
+
+
+def test_gateways_of_another_release_may_hold_its_requests(render: Render) -> None:
+    calls = _scaler(render, "target", "held-by-another-release")["triggers"][0]["metadata"]["query"]
+    labels = 'namespace="front",service="front-specdec-gateway-headless",model="org/coder"'
+    assert calls.startswith(f"sum(specdec_gateway_requests_held{{{labels}}}) + (")
+
+
+@pytest.mark.parametrize("case", ["everything", "production", "scaled-to-zero", "held-by-another-release"])
+def test_keda_takes_each_scaled_object(case: str, render: Render) -> None:
+    """What KEDA's webhook checks beyond the CRD's schema."""
+    documents = render(case)
+    scalers = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "ScaledObject"}
+    hpas = {d["metadata"]["name"] for d in documents if d["kind"] == "HorizontalPodAutoscaler"}
+    assert not scalers.keys() & hpas, "two autoscalers of one Deployment"
+    for scaler in scalers.values():
+        assert max(1, scaler["minReplicaCount"]) <= scaler["maxReplicaCount"]
+        assert "idleReplicaCount" not in scaler, "with minReplicaCount 0 there is no room below it"
+        own = [trigger for trigger in scaler["triggers"] if trigger["type"] not in ("cpu", "memory")]
+        if "fallback" in scaler:
+            assert any(trigger["metricType"] == "AverageValue" for trigger in own)
+        if scaler["minReplicaCount"] == 0:
+            assert own, "CPU alone starts no first pod"
+        for document in documents:
+            if document["kind"] == "Deployment" and document["metadata"]["name"] == scaler["scaleTargetRef"]["name"]:
+                assert "replicas" not in document["spec"]

@@ -113,6 +113,14 @@ def test_the_notes_warn_of_what_is_missing(values: dict[str, Any], warnings: set
     assert all(any(text.startswith(start) for text in found) for start in warnings)
 
 
+def test_the_notes_name_a_runtime_class_without_which_no_pod_is_made() -> None:
+    told = "No pod of targets is made without the RuntimeClass nvidia"
+    for values, is_told in (({}, False), ({"target": {"runtimeClassName": "nvidia"}}, True)):
+        with helm_python.Chart.load(str(CHART)) as chart:
+            notes = chart.render(values, name="demo", namespace="llm")["specdec/templates/NOTES.txt"]
+        assert (told in notes) is is_told
+
+
 @pytest.mark.parametrize("case", ["defaults", "two-gpus", "production", "everything"])
 def test_the_notes_name_objects_that_exist_and_commands_that_run(case: str, render: Render) -> None:
     values: dict[str, Any] = {}

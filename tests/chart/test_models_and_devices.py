@@ -116,6 +116,29 @@ def test_a_download_has_what_the_service_has_and_runs_where_its_claim_is(helm: H
     assert wish["podAffinityTerm"]["labelSelector"] == deployment["spec"]["selector"]
 
 
+def test_a_stored_model_has_its_store_and_keys_in_the_service_and_its_download(helm: Helm) -> None:
+    store = {"endpoint": "https://minio.example.com:9000", "region": "eu-1", "existingSecret": "keys"}
+    target = {"model": {"source": "s3://models/org/qwen3@0123456789abcdef", "s3": store, "fetch": {"enabled": True}}}
+    documents = rendered(helm, {"target": target, "networkPolicy": {"egress": {"enabled": True}}})
+    pod, container = service(documents, "target")
+    (fetch,) = pod["initContainers"]
+    assert fetch["args"] == ["s3://models/org/qwen3", "--revision=0123456789abcdef", "--timeout-s=3600"]
+    assert {"--model=s3://models/org/qwen3", "--revision=0123456789abcdef"} <= set(container["args"])
+    for each in (fetch, container):
+        told = {variable["name"]: variable.get("value") for variable in each["env"]}
+        assert told["AWS_ENDPOINT_URL"] == store["endpoint"] and told["AWS_DEFAULT_REGION"] == "eu-1"
+        keys = [v["valueFrom"]["secretKeyRef"] for v in each["env"] if "KEY" in v["name"] and "valueFrom" in v]
+        assert [key["name"] for key in keys] == ["keys", "keys"] and not any(key["optional"] for key in keys)
+    (policy,) = [d for d in documents if d["kind"] == "NetworkPolicy" and d["metadata"]["name"].endswith("-target")]
+    assert {"port": 9000, "protocol": "TCP"} in [port for rule in policy["spec"]["egress"] for port in rule["ports"]]
+
+
+def test_a_public_bucket_of_amazon_needs_nothing_more(helm: Helm) -> None:
+    _, container = service(rendered(helm, {"draft": {"model": {"source": "s3://models/org/qwen3"}}}), "draft")
+    assert "--model=s3://models/org/qwen3" in container["args"]
+    assert not [variable for variable in container["env"] if variable["name"].startswith("AWS_")]
+
+
 def _budgets(documents: list[Document]) -> dict[str, tuple[int, int]]:
     """Seconds of a service's start, and of a Deployment's progress."""
     found = {}
@@ -202,6 +225,24 @@ def test_a_role_has_claims_of_its_own_parts_of_gpus_and_devices_of_other_vendors
         ({"target": {"resourceClaims": [{"name": "gpu"}]}}, "target.resourceClaims.0"),
         ({"target": {"model": {"readMiBPerSecond": 0}}}, "target.model.readMiBPerSecond"),
         ({"target": {"autoscaling": {"minReplicas": 0}}}, "target.autoscaling.minReplicas"),
+        ({"coordinator": {"autoscaling": {"minReplicas": 0}}}, "gateway.settings.hold_s or heldBy.service is needed"),
+        (
+            {
+                "gateway": {"settings": {"hold_s": 9}},
+                "coordinator": {"autoscaling": {"enabled": True, "minReplicas": 0}},
+            },
+            "coordinator.autoscaling.prometheusAddress is needed",
+        ),
+        (
+            {
+                "gateway": {"settings": {"hold_s": 9}},
+                "coordinator": {"autoscaling": {"enabled": True, "minReplicas": 0, "prometheusAddress": "http://p"}},
+                "upgradeCheck": {"enabled": True},
+            },
+            "upgradeCheck.enabled asks a coordinator",
+        ),
+        ({"target": {"model": {"source": "s3://models"}}, "draft": {"model": {"source": "s3://M/x"}}}, "draft.model"),
+        ({"target": {"model": {"source": "s3://models/x@main"}}}, "target.model.source"),
         ({"coordinator": {"grpcRoute": {"enabled": True}}}, "coordinator.grpcRoute.parentRefs is needed"),
         ({"upgradeCheck": {"enabled": True}, "apiKeys": {"existingSecret": "k"}}, "test.apiKeySecret is needed"),
         ({"commonLabels": {"helm.sh/chart": "mine"}}, "commonLabels"),

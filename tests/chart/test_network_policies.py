@@ -135,6 +135,8 @@ def test_with_egress_policies_pods_call_what_their_flags_name(case: str, render:
                 called |= {6379} if _has_bundled_redis(documents) else {6379, 26379}
             elif name == "--model" and not value.startswith("/"):
                 called.add(443)
+        stores = [each["value"] for each in container["env"] if each["name"] == "AWS_ENDPOINT_URL"]
+        called |= {int(port) for store in stores for port in re.findall(r":(\d+)\b", store)}
         assert {port for rule in rules for port in _ports(rule)} == called
         inside = {name for rule in rules if rule.get("to") for name in _inside(rule)}
         callers = {"coordinator": {"target", "draft"}, "gateway": {"coordinator"}}

@@ -55,13 +55,29 @@
 - {name: XDG_CACHE_HOME, value: /var/cache/specdec}
 {{- end -}}
 
-{{/* Where downloads are kept, and the hub's token. Argument: the role's values. */}}
+{{/* Where downloads are kept, the hub's token, and a store's place and keys. Argument: the role's values. */}}
 {{- define "specdec.hubEnvironment" -}}
 - {name: HF_HOME, value: /var/cache/specdec/huggingface}
 {{- with .model.tokenSecret }}
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef: {{- toYaml . | nindent 6 }}
+{{- end }}
+{{- if hasPrefix "s3://" .model.source }}
+{{- with .model.s3.endpoint }}
+- {name: AWS_ENDPOINT_URL, value: {{ . | quote }}}
+{{- end }}
+{{- with .model.s3.region }}
+- {name: AWS_DEFAULT_REGION, value: {{ . | quote }}}
+{{- end }}
+{{- with .model.s3.existingSecret }}
+{{- $secret := . }}
+{{- range $key := list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" "AWS_SESSION_TOKEN" }}
+- name: {{ $key }}
+  valueFrom:
+    secretKeyRef: {name: {{ $secret }}, key: {{ $key }}, optional: {{ eq $key "AWS_SESSION_TOKEN" }}}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end -}}
 

@@ -128,7 +128,7 @@ seccompProfile:
 {{/* The process's flags for `model` of a target or draft: a hub id or a directory. */}}
 {{- define "specdec.modelArgs" -}}
 {{- $source := .model.source -}}
-{{- if hasPrefix "hf://" $source -}}
+{{- if regexMatch "^(hf|s3)://" $source -}}
 {{- $id := trimPrefix "hf://" $source | splitList "@" -}}
 - {{ printf "--model=%s" (first $id) | quote }}
 {{- if gt (len $id) 1 }}
