@@ -53,7 +53,7 @@ _LOADED_LATER = {
     ),
     "fetch": (
         "specdec.commands.fetch",
-        "Download a model's files into the hub's cache (HF_HOME), where services find them.",
+        "Download a model's files into the cache, where services find them.",
     ),
     "keys": ("specdec.commands.keys", "Make API keys for a coordinator with api_keys_file."),
 }
