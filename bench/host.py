@@ -17,6 +17,7 @@ import pstats
 import socket
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -27,6 +28,7 @@ from specdec.config import TargetSettings
 from specdec.engine.batch import Batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
+from specdec.engine.runner import ResultT
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
 from specdec.replica.bridge.frame_codec import Frame, FrameDecoder, FrameKind, encode_frame
@@ -91,6 +93,11 @@ class PlayedPass:
         """See `LaunchedPass`."""
         self._meter.collected_at_s = time.thread_time() + self._meter.look_s
         return self._logits
+
+    def behind(self, work: Callable[[torch.Tensor], ResultT]) -> Callable[[], ResultT]:
+        """See `LaunchedPass`; the work is a part of the turn and not of the gap."""
+        found = work(self._logits)
+        return lambda: found
 
     def gap_s(self) -> float | None:
         """See `LaunchedPass`."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from specdec.constraints.grammar.follower import MaskWords, NodeMask
 from specdec.constraints.limits.faults import GrammarError
 from specdec.engine.errors import NonFiniteLogits
+from specdec.engine.flight import Flight
 from specdec.engine.sampling.block_verification import verify_block
 from specdec.engine.sampling.rejection import verify_token
 from specdec.engine.sampling.restrictions import masked_logits
 from specdec.engine.sampling.sampler import DraftSample, RowContext, Sampler
-from specdec.engine.tree import TokenTree
+from specdec.engine.tree import NO_TREE, TokenTree
 from specdec.target_service.logprobs import node_logprobs, position_logprobs
 from specdec.target_service.masks import MaskFilling
 from specdec.target_service.session import SessionState, TargetSession
@@ -23,7 +24,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.wire.sampling_params import RejectionMethod, VerifyMode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
     """A session whose pending tokens a step has computed."""
 
@@ -39,7 +40,7 @@ class Candidate:
     """For each node of `tree`, its index in the session's speculation tree."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """Tokens that a step commits for a session, with log-probabilities where they are wanted."""
 
@@ -48,7 +49,7 @@ class Decision:
     logprobs: list[pb.PositionLogprobs]
     node_logprobs: list[float]
     """Log-probabilities of the verified nodes, if the session's trees are reported; else empty."""
-    tokens: list[int | None] = field(default_factory=list)
+    tokens: Sequence[int | None] = ()
     """Token drawn after the last committed token and after each verified node, accepted or not; None: none possible."""
 
 
@@ -60,8 +61,43 @@ class Undecided:
     error: NonFiniteLogits | GrammarError
 
 
+@dataclass(slots=True)
+class Drawn:
+    """Tokens of a step's rows, drawn behind its pass."""
+
+    sessions: set[TargetSession]
+    """Sessions whose rows these are."""
+    contexts: list[RowContext]
+    """Context of each row of the logits."""
+    tokens: Sequence[int | None]
+    """Token of each row; None: none possible."""
+
+
+def draw_behind(flight: Flight, by_seq: Mapping[int, TargetSession], sampler: Sampler) -> Callable[[], Drawn] | None:
+    """Launch the sampling of a step behind its pass; the returned function waits for the tokens.
+
+    None: a row awaits a mask or belongs to a prompt, or the pass is over: `decide` samples.
+    """
+    sessions: set[TargetSession] = set()
+    contexts: list[RowContext] = []
+    for rows in flight.item_rows:
+        seq = rows.item.seq
+        session = by_seq[seq.seq_id]
+        if session.grammar is not None or session.apart is not None or seq.prompt_logits:
+            return None
+        if rows.num_rows:
+            sessions.add(session)
+            contexts += _contexts(session, seq.tree or NO_TREE, rows.item.num_tree_nodes)
+    started = flight.behind(lambda logits: sampler.start(logits, contexts)) if contexts else None
+    return None if started is None else lambda: Drawn(sessions, contexts, started()())
+
+
 def decide(
-    candidates: list[Candidate], logits: torch.Tensor, sampler: Sampler, filling: MaskFilling
+    candidates: list[Candidate],
+    logits: torch.Tensor,
+    sampler: Sampler,
+    filling: MaskFilling,
+    drawn: Drawn | None = None,
 ) -> tuple[list[Decision], list[Undecided]]:
     """Sample the row of every last committed token and verified node, and walk every tree.
 
@@ -73,37 +109,47 @@ def decide(
         logits: [R, V] float32.
         sampler: draws by the shared noise.
         filling: masks of the sessions' constraints.
+        drawn: what was drawn behind the pass; other sessions, such as new forks, are sampled now.
 
     Returns:
         The decisions, and the sessions whose walk met non-finite logits or a fault of their constraint.
     """
+    late = candidates if drawn is None else [each for each in candidates if each.session not in drawn.sessions]
+    of_sessions = _sampled(late, logits, sampler, filling) if late else []
+    if drawn is not None:
+        early = candidates if not late else [each for each in candidates if each.session in drawn.sessions]
+        of_sessions += [_Rows(each, logits, drawn.contexts, drawn.tokens, each.root_row, {}) for each in early]
+    decisions: list[Decision] = []
+    undecided: list[Undecided] = []
+    for own in of_sessions:
+        try:
+            walk = own.walk(sampler)
+            decisions.append(
+                Decision(own.candidate, walk, own.logprobs(walk, sampler), own.node_logprobs(sampler), own.drawn)
+            )
+        except (NonFiniteLogits, GrammarError) as error:
+            undecided.append(Undecided(own.candidate.session, error))
+    return decisions, undecided
+
+
+def _sampled(candidates: list[Candidate], logits: torch.Tensor, sampler: Sampler, filling: MaskFilling) -> list[_Rows]:
+    """The candidates' rows, sampled now."""
     rows: list[int] = []
     contexts: list[RowContext] = []
     firsts: list[int] = []
     for candidate in candidates:
         firsts.append(len(rows))
         rows += range(candidate.root_row, candidate.root_row + 1 + candidate.num_nodes)
-        contexts += _contexts(candidate)
-    if not rows:
-        return [], []
+        contexts += _contexts(candidate.session, candidate.tree, candidate.num_nodes)
     masks, faults = _masks(candidates, firsts, contexts, filling)
     if rows != list(range(len(logits))):
         logits = logits.index_select(0, torch.tensor(rows).to(logits.device, non_blocking=True))
     needed = masked_logits(logits, masks)
     tokens = sampler.sample(needed, contexts)
-    decisions: list[Decision] = []
-    undecided: list[Undecided] = []
-    for candidate, first in zip(candidates, firsts, strict=True):
-        end = first + 1 + candidate.num_nodes
-        own = _Rows(candidate, needed[first:end], contexts[first:end], tokens[first:end], faults.get(first, {}))
-        try:
-            walk = own.walk(sampler)
-            decisions.append(
-                Decision(candidate, walk, own.logprobs(walk, sampler), own.node_logprobs(sampler), own.tokens)
-            )
-        except (NonFiniteLogits, GrammarError) as error:
-            undecided.append(Undecided(candidate.session, error))
-    return decisions, undecided
+    return [
+        _Rows(candidate, needed, contexts, tokens, first, faults.get(first, {}))
+        for candidate, first in zip(candidates, firsts, strict=True)
+    ]
 
 
 def _masks(
@@ -133,16 +179,23 @@ def _masks(
     return words, faults
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Rows:
-    """One candidate's rows: index 0 decides the token after the committed ones, ``1 + i`` the one after node ``i``."""
+    """One candidate's rows: `first` decides the token after the committed ones, ``first + 1 + i`` the one after node
+    ``i``."""
 
     candidate: Candidate
     logits: torch.Tensor
-    contexts: list[RowContext]
-    tokens: list[int | None]
+    contexts: Sequence[RowContext]
+    tokens: Sequence[int | None]
+    first: int
     faults: dict[int, GrammarError]
     """Faults of the constraint, by the node after which it could not be followed."""
+
+    @property
+    def drawn(self) -> Sequence[int | None]:
+        """Tokens of the rows."""
+        return self.tokens[self.first : self.first + 1 + self.candidate.num_nodes]
 
     def walk(self, sampler: Sampler) -> Walk:
         """Walk the verified tree by the session's mode of verification."""
@@ -165,7 +218,7 @@ class _Rows:
         """Raw log-probabilities of the committed tokens, masked under a constraint; empty where none are wanted."""
         if self.candidate.session.params.num_logprobs is None:
             return []
-        rows = [1 + node for node in walk.rows]
+        rows = [self.first + 1 + node for node in walk.rows]
         contexts = [self.contexts[row] for row in rows]
         return [position_logprobs(entry) for entry in sampler.logprobs(self.logits[rows], contexts, walk.token_ids)]
 
@@ -174,11 +227,11 @@ class _Rows:
         candidate, num_nodes = self.candidate, self.candidate.num_nodes
         if not (num_nodes and candidate.session.body.tells_trees):
             return []
-        rows = [1 + parent for parent in candidate.tree.parents[:num_nodes]]
+        rows = [self.first + 1 + parent for parent in candidate.tree.parents[:num_nodes]]
         return node_logprobs(self.logits[rows], candidate.tree.token_ids[:num_nodes], sampler.vocab_size)
 
     def _coupled(self, node: int, child: int | None) -> int:
-        token = self.tokens[1 + node]
+        token = self.tokens[self.first + 1 + node]
         if node in self.faults:
             raise self.faults[node]
         if token is None:
@@ -197,8 +250,9 @@ class _Rows:
         def decide_token(node: int, child: int | None) -> int:
             if child is None or node in self.faults:
                 return self._coupled(node, None)
-            context = self.contexts[1 + node]
-            probs = sampler.probs(self.logits[1 + node : 2 + node], [context])[0]
+            row = self.first + 1 + node
+            context = self.contexts[row]
+            probs = sampler.probs(self.logits[row : row + 1], [context])[0]
             return verify_token(probs, self._drawn(child), context.params, context.position)[1]
 
         return decide_token
@@ -208,13 +262,14 @@ class _Rows:
         num_nodes = min([self.candidate.num_nodes, *(1 + node for node in self.faults)])
         if num_nodes == 0:
             return self._coupled
-        probs = sampler.probs(self.logits[:num_nodes], self.contexts[:num_nodes])
+        rows = slice(self.first, self.first + num_nodes)
+        probs = sampler.probs(self.logits[rows], self.contexts[rows])
         is_bad = probs.isnan().any(dim=1).tolist()
         num_nodes = is_bad.index(True) if True in is_bad else num_nodes
         if num_nodes == 0:
             return self._coupled
         drawn = [self._drawn(node) for node in range(num_nodes)]
-        context = self.contexts[0]
+        context = self.contexts[self.first]
         num_accepted, instead = verify_block(probs[:num_nodes], drawn, context.params, context.position)
 
         def decide_token(node: int, child: int | None) -> int:
@@ -229,12 +284,11 @@ class _Rows:
         return DraftSample(self.candidate.tree.token_ids[node], payload.token_ids, payload.probs)
 
 
-def _contexts(candidate: Candidate) -> list[RowContext]:
+def _contexts(session: TargetSession, tree: TokenTree, num_nodes: int) -> list[RowContext]:
     """Contexts of the last committed token's row, then of each verified node's.
 
     Cost: per node a tuple of its path where the tokens before it count; else one context for each depth.
     """
-    session, tree, num_nodes = candidate.session, candidate.tree, candidate.num_nodes
     params, num_tokens, num_prompt_tokens = session.params, session.num_tokens, session.body.num_prompt_tokens
     if not params.needs_history:
         depths = tree.depths[:num_nodes]

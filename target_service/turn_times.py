@@ -29,22 +29,30 @@ class TurnTimes:
         """Time at which it began, after the draft's work."""
         self._last_end_s: float | None = None
         """End of the last turn with a step; None: no session was ready after it."""
+        self._ended: tuple[StepRecord, float, float, float] | None = None
+        """A turn that has ended: its step, its seconds, those of computing prompts for the own draft, and its end."""
         self._own_draft = own_draft
         self._sessions = sessions
 
-    def observe(self, step: StepRecord, pacing: Pacing) -> None:
-        """Report a finished turn with a step to `pacing`."""
-        # The turn's time includes the cost of merging proposals before the pass, and of verdicts after it.
-        if step.is_decode:
-            pacing.observe_step(step.output.num_tokens, step.turn_s)
+    def ended(self, step: StepRecord) -> None:
+        """Note the end of a turn with a step, for `learn`."""
         now_s = time.monotonic()
         prompt_s = self._own_draft.take_prompt_s()
         if self._last_end_s is None:  # the target was idle: the time counts from the end of the draft's work
             self._last_end_s, prompt_s = self.began_s, 0.0
         turn_s = now_s - self._last_end_s
         self._last_end_s = now_s if any(session.seq.is_ready for session in self._sessions) else None
+        self._ended = step, turn_s, prompt_s, now_s
+
+    def learn(self, pacing: Pacing) -> None:
+        """Report the turn that has ended, if one has since the last call."""
+        if self._ended is None:
+            return
+        (step, turn_s, prompt_s, now_s), self._ended = self._ended, None
         if not step.is_decode:
             return
+        # The turn's time includes the cost of merging proposals before the pass, and of commits after it.
+        pacing.observe_step(step.output.num_tokens, step.turn_s)
         pacing.expectations.observe_rate(sum(step.num_committed), turn_s - prompt_s)
         decoding = [
             session

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from specdec.target_service.proposals.session_drafters import DrafterStep
 from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import SessionState, TargetSession
+from specdec.target_service.tree.speculation_tree import Hung
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import frame_slices, microseconds, uint32
 
@@ -20,31 +22,40 @@ PROGRESS_INTERVAL_S = 1.0
 """Seconds without a verdict or a progress message after which a session's owner gets a progress message."""
 
 
-def make_verdict(
-    decision: Decision,
-    began_at_s: float,
-    elapsed_s: float,
-    held_s: float,
-    num_wasted: int,
-    suspends_draft: bool = False,
-    tree: pb.StepTree | None = None,
-) -> pb.Verdict:
-    """The verdict of a decision, made before the session takes its tokens. A session's first verdict includes the
-    prompt's log-probabilities, unless the owner takes them in parts.
+@dataclass(slots=True)
+class Taken:
+    """What the verdict of a decision tells of its session as it was before it took the decision's tokens."""
 
-    Args:
-        decision: decision of the step for the session.
-        began_at_s: start of the step, of time.monotonic.
-        elapsed_s: seconds of the step.
-        held_s: seconds that the step was held off for this session's draft.
-        num_wasted: number of proposed tokens that were dropped.
-        suspends_draft: the draft shall propose nothing for the tokens that follow.
-        tree: the tree that the step chose from, if it is reported.
+    tree: Hung
+    """The tree of which the decision's nodes were chosen."""
+    start: int
+    """Number of committed tokens."""
+    state: SessionState
+    last_at_s: float | None
+    """Time of the decision before; None: there was none. Times are of time.monotonic."""
+    began_at_s: float
+    """Start of the step."""
+    elapsed_s: float
+    """Seconds of the step."""
+    held_s: float
+    """Seconds that the step was held off for this session's draft."""
+    decided_at_s: float
+    num_wasted: int
+    """Number of proposed tokens that were dropped."""
+    suspends_draft: bool
+    """The draft shall propose nothing for the tokens that follow."""
+    drafters: Sequence[DrafterStep]
+    """Records of the target's drafters."""
+
+
+def make_verdict(decision: Decision, taken: Taken) -> pb.Verdict:
+    """The verdict of a decision. A session's first verdict includes the prompt's log-probabilities, unless the owner
+    takes them in parts.
     """
     candidate, walk = decision.candidate, decision.walk
     session = candidate.session
     verdict = pb.Verdict(
-        start_position=session.num_tokens,
+        start_position=taken.start,
         token_ids=walk.token_ids,
         origins=walk.origins,
         logprobs=decision.logprobs,
@@ -52,24 +63,23 @@ def make_verdict(
         stop_token_id=walk.stop_token_id,
         verified_by_depth=depths_of(candidate.tree.depths[: candidate.num_nodes]),
         num_accepted=len(walk.path),
-        hit=session.state is SessionState.HIT,
-        step_us=microseconds(elapsed_s),
-        hold_off_us=microseconds(held_s),
-        draft_us=uint32(session.tree.draft_us),
-        num_wasted=uint32(num_wasted),
-        suspends_draft=suspends_draft,
-        tree=tree,
+        hit=taken.state is SessionState.HIT,
+        step_us=microseconds(taken.elapsed_s),
+        hold_off_us=microseconds(taken.held_s),
+        draft_us=uint32(taken.tree.draft_us),
+        num_wasted=uint32(taken.num_wasted),
+        suspends_draft=taken.suspends_draft,
+        tree=tree_of(decision, taken.tree),
     )
-    if session.state is SessionState.PREFILL:
-        _describe_prefill(session, verdict, began_at_s + elapsed_s)
+    if taken.state is SessionState.PREFILL:
+        _describe_prefill(session, verdict, taken.began_at_s + taken.elapsed_s)
     return verdict
 
 
-def tree_of(decision: Decision) -> pb.StepTree | None:
-    """The session's tree at the step, before it is pruned; None where it is empty or trees are not reported."""
+def tree_of(decision: Decision, tree: Hung) -> pb.StepTree | None:
+    """The session's tree at the step; None where it is empty or trees are not reported."""
     candidate = decision.candidate
-    tree = candidate.session.tree
-    if not (candidate.session.body.tells_trees and len(tree)):
+    if not (candidate.session.body.tells_trees and tree.nodes):
         return None
     proposed_by = [FORCED if node.is_forced else node.origin for node in tree.nodes]
     drafters = list(dict.fromkeys(proposed_by))

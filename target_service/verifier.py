@@ -7,18 +7,18 @@ A turn, as `specdec/replica/worker/loop.py` calls it:
     step:
         chosen = pacing.choose_trees             # which nodes to verify
         engine.launch                            # pass_chosen, blocks_copied, pass_begins (see engine.py)
-        on a GPU: send_results, fill masks, take_frames, until the pass is nearly over
+        on a GPU: launch sampling, send_results, fill masks, take_frames, until the pass is nearly over
         output = engine.collect
         decisions = decide(candidates)           # sample, walk the trees
         local drafters get drawn tokens and hidden states
-        commit each decision                     # tokens and KV cache, verdict to the owner
-        observers: traces, metrics, the step clock
+        each session takes its tokens            # KV cache, tree
+    tell_results                                 # verdicts, metrics, what pacing learns; on a GPU during the next pass
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from specdec.config import TargetSettings
@@ -30,7 +30,7 @@ from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
 from specdec.replica.worker.build import BuiltEngine
-from specdec.replica.worker.errors import constraint_failure, non_finite_logits
+from specdec.replica.worker.errors import constraint_failure, is_engines_own, non_finite_logits
 from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.isolation import FaultIsolation, IsolatedSteps, each_or_halves
 from specdec.replica.worker.opening import check_room
@@ -48,9 +48,9 @@ from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
 from specdec.target_service.proposals.swap import DrafterSwap
 from specdec.target_service.records.metrics import DeferredStepMetrics, TargetRecorder
-from specdec.target_service.records.step_record import StepObserver, StepRecord
+from specdec.target_service.records.step_record import StepRecord
 from specdec.target_service.records.trace import trace_end, trace_preemptions
-from specdec.target_service.sample_and_walk import Candidate, Decision, Undecided, decide
+from specdec.target_service.sample_and_walk import Candidate, Decision, Drawn, Undecided, decide, draw_behind
 from specdec.target_service.session import SessionState, TargetSession
 from specdec.target_service.turn_times import TurnTimes
 from specdec.target_service.verdicts import describe_progress, due_for_progress, end_position
@@ -91,6 +91,8 @@ class Verifier(Role[TargetSession], PassObserver):
         """Sessions that may step in this turn, in groups that share a step; sessions under isolation form their own."""
         self._pass_keys: list[bytes] = []
         """Keys of the sessions of the last pass."""
+        self._drawn: Callable[[], Drawn] | None = None
+        """Gives what was drawn behind the present pass."""
         self._recording = DeferredStepMetrics(recorder)
         self._admission = Admission(host.sessions, built.engine, built.grammars, self._fault)
         self._turn_times = TurnTimes(self._own_draft, self._admission.by_seq.values())
@@ -106,21 +108,17 @@ class Verifier(Role[TargetSession], PassObserver):
         self.pacing.gate.computes_prompts = self._own_draft.is_there
         self._swap = DrafterSwap(self.local_drafters, host.answers, self._on_drafters, settings.load_timeout_s)
         self.calls = self._swap
-        self._intake = ProposalIntake(host, recorder)
+        self._intake = ProposalIntake(host, recorder, lambda: self._commits.tell_all())
         self._proposals = Gathering(host, self._own_draft, self.local_drafters, self._intake, recorder, self._fault)
         self._commits = Commits(
             host,
             built.engine,
             recorder,
             self.close_session,
+            self._fault,
             self._own_draft,
             self.local_drafters,
             self._admission.costs,
-        )
-        self._observers: tuple[StepObserver, ...] = (
-            trace_preemptions,
-            self._record,
-            lambda step: self._turn_times.observe(step, self.pacing),
         )
         recorder.serves(self._identity)
 
@@ -154,6 +152,7 @@ class Verifier(Role[TargetSession], PassObserver):
 
     def token_ids(self, session: TargetSession) -> list[int]:
         """The committed tokens, prompt included."""
+        self._commits.tell_all()
         return session.token_ids
 
     def entry(self, session: TargetSession, kind: str, body: Any) -> None:
@@ -174,6 +173,7 @@ class Verifier(Role[TargetSession], PassObserver):
 
     def close_session(self, session: TargetSession) -> None:
         """Free the sequence; its full blocks stay in the prefix cache."""
+        self._commits.tell_all()
         if session.trace is not None:
             trace_end(session.trace, session)
         self._own_draft.closed(session)
@@ -223,6 +223,11 @@ class Verifier(Role[TargetSession], PassObserver):
             drafters=pb.DrafterNames(names=self.local_drafters.names, options=self.local_drafters.told_options),
         )
 
+    def tell_results(self) -> None:
+        """Emit the verdicts of the last step, and learn from it."""
+        self._commits.tell_all()
+        self._turn_times.learn(self.pacing)
+
     def before_send(self) -> None:
         """Write the last step's metrics: a token is counted before its owner sees it."""
         self._recording.write()
@@ -237,8 +242,11 @@ class Verifier(Role[TargetSession], PassObserver):
         if self._own_draft.is_there:
             self._proposals.draft(self._admission.ready(), self.pacing)
         self._turn_times.began_s = time.monotonic()
-        self._proposals.gather(self._admission.ready(), self.pacing, now_s)
-        self._groups = self._apart.groups(self._admission.ready())
+        ready = self._admission.ready()
+        self._proposals.gather(ready, self.pacing, now_s)
+        if any(session.state is SessionState.ENDED for session in ready):
+            ready = self._admission.ready()  # forks of ended sessions may step now
+        self._groups = self._apart.groups(ready)
         for group in self._groups:
             try:
                 self.pacing.plan(group, now_s)
@@ -252,7 +260,7 @@ class Verifier(Role[TargetSession], PassObserver):
         return min(waits_s, default=idle_s)
 
     def step(self, during: DuringPass) -> None:
-        """Choose nodes, run the engine once, turn its logits into verdicts, and call the observers.
+        """Choose nodes, run the engine once, and commit what its logits decide.
 
         While a GPU computes the pass, `_during_pass` runs.
         """
@@ -285,8 +293,10 @@ class Verifier(Role[TargetSession], PassObserver):
         preempted = self._admission.of(output.preempted)
         candidates, undecided = self._reader.read(output, lambda item: by_seq[item.seq.seq_id], chosen, started_s)
 
+        drawn = self._tokens_drawn()
+
         def decide_some(some: list[Candidate]) -> list[Decision]:
-            decided, spoiled = decide(some, output.logits, self._sampler, self._masks)
+            decided, spoiled = decide(some, output.logits, self._sampler, self._masks, drawn)
             undecided.extend(spoiled)
             return decided
 
@@ -309,7 +319,7 @@ class Verifier(Role[TargetSession], PassObserver):
         )
         for decision in decisions:
             try:
-                self._commits.commit(decision, self.pacing, started_s, elapsed_s, self._turn_times.due_at_s)
+                self._commits.take(decision, self.pacing, started_s, elapsed_s, self._turn_times.due_at_s)
             except Exception as error:
                 self._fault(decision.candidate.session, error)
         for each in undecided:
@@ -317,21 +327,47 @@ class Verifier(Role[TargetSession], PassObserver):
         stepped = [decision.candidate.session for decision in decisions]
         self._admission.costs.settle(stepped, elapsed_s, self._masks.hidden_s)
         self._host.defer_results = self._steps_at_once()
+        if not self._host.defer_results:
+            self._commits.tell_all()
         record.turn_s = time.monotonic() - self._turn_times.began_s
-        for observe in self._observers:
-            observe(record)
+        trace_preemptions(record)
+        self._recording.observe(record, self.pacing.clock)
+        self._turn_times.ended(record)
+        if not self._host.defer_results:
+            self._turn_times.learn(self.pacing)
 
     def _during_pass(self, during: DuringPass, started_s: float) -> None:
         """Work while a GPU computes the pass, independent of the pass's inputs and results.
 
-        The results of the step before are counted and sent. The masks of this step are filled. Frames are read for the
-        next step: proposals are parsed, and merged after this step's verdicts. Sessions may be opened and closed.
+        Owners are told of the step before; pacing and metrics learn from it. The masks of this step are filled. Frames
+        are read for the next step: proposals are parsed, and merged after this step's commits. Sessions may be opened
+        and closed.
         """
+        flight, self._drawn = self._engine.launched, None
+        try:
+            if flight is not None:
+                self._drawn = draw_behind(flight, self._admission.by_seq, self._sampler)
+        except Exception as error:
+            self._sampling_failed(error)
         during.send_results()
         self._masks.fill(self._engine.is_done)
         until_s = started_s + _DURING_SHARE * self.pacing.clock.rows.predict(self._engine.num_launched_rows)
         during.take_frames(until_s, self._engine.is_done)
         self._host.steps.work_on(self._pass_keys)
+
+    def _tokens_drawn(self) -> Drawn | None:
+        """What was drawn behind the pass; None: nothing, or that failed, so that `decide` finds whose fault it is."""
+        drawn, self._drawn = self._drawn, None
+        try:
+            return None if drawn is None else drawn()
+        except Exception as error:
+            self._sampling_failed(error)
+            return None
+
+    def _sampling_failed(self, error: Exception) -> None:
+        if is_engines_own(error):
+            raise error
+        self._host.faults.note(error)
 
     def _steps_at_once(self) -> bool:
         """Whether the next step can be launched before this one's results are sent: no source of this process drafts
@@ -352,11 +388,6 @@ class Verifier(Role[TargetSession], PassObserver):
             self._engine.distrust(session.seq)
         self.close_session(session)
         self._host.failed(session, failure)
-
-    # --- observers of steps
-
-    def _record(self, step: StepRecord) -> None:
-        self._recording.observe(step, self.pacing.clock)
 
     # --- faults
 

@@ -1,11 +1,12 @@
-"""Predictions of ``bench.roofline`` for a slot's measurements, computed on the slot's machine and kept beside them."""
+"""Predictions for a slot's measurements, computed on the slot's machine and kept beside them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from bench.gpu_slot.models import Found
-from bench.roofline import GPUS, Gpu, ModelSizes, speed_up, step_s
+from bench.predictions import speed_up
+from bench.roofline import GPUS, Gpu, ModelSizes, step_s
 
 if TYPE_CHECKING:
     from bench.inflate import Shape

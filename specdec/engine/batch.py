@@ -120,8 +120,10 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
         [np.frombuffer(narrow, np.int32)],
         device,
     )
-    ids, position_ids, slot_mapping, logits_indices = wide_words.split([num_rows, num_rows, num_rows, len(logits)])
-    seqs, context_lens, path_offsets, paths, tables = narrow_words.split(
+    ids, position_ids, slot_mapping, logits_indices = wide_words.split_with_sizes(
+        [num_rows, num_rows, num_rows, len(logits)]
+    )
+    seqs, context_lens, path_offsets, paths, tables = narrow_words.split_with_sizes(
         [num_rows, num_rows, num_rows + 1, len(path_slots), len(items) * width]
     )
     batch = Batch(

@@ -131,10 +131,9 @@ class BlockPool:
         if num_slots <= 0:
             return 0
         end = (first_slot + num_slots - 1) // self.block_size + 1
-        held = len(block_ids)
-        needed = max(0, end - held)
-        for index in range(first_slot // self.block_size, min(end, held)):
-            if not self.is_writable(block_ids[index]):
+        needed, ref_counts, digests = max(0, end - len(block_ids)), self._ref_counts, self._digests
+        for block in block_ids[first_slot // self.block_size : end]:
+            if ref_counts[block] != 1 or digests[block] is not None:  # see `is_writable`
                 needed += 1
         return needed
 

@@ -266,6 +266,11 @@ class Engine:
         return self._flight is None or self._flight.is_done()
 
     @property
+    def launched(self) -> Flight | None:
+        """The step that is launched and not collected."""
+        return self._flight
+
+    @property
     def num_launched_rows(self) -> int:
         """Rows of the launched batch; 0 if none is launched."""
         return 0 if self._flight is None else self._flight.scheduled.num_tokens

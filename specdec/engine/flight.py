@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from specdec.engine.batch import Batch, ItemRows
 from specdec.engine.outputs import ItemOutput, StepOutput
-from specdec.engine.runner import LaunchedPass
+from specdec.engine.runner import LaunchedPass, ResultT
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
 from specdec.engine.sequence import Sequence
 
@@ -32,6 +33,10 @@ class Flight:
     def logits(self) -> torch.Tensor:
         """The pass's logits; waits for them. Raises the pass's error."""
         return self.computed if isinstance(self.computed, torch.Tensor) else self.computed.logits()
+
+    def behind(self, work: Callable[[torch.Tensor], ResultT]) -> Callable[[], ResultT] | None:
+        """See `LaunchedPass.behind`; None: the pass is over, and nothing was done."""
+        return None if isinstance(self.computed, torch.Tensor) else self.computed.behind(work)
 
     def output(self, logits: torch.Tensor) -> StepOutput:
         """The step's output, without sequences freed since."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 
 from specdec.engine.batch import Batch
 from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
+
+ResultT = TypeVar("ResultT")
 
 
 class Runner(Protocol):
@@ -49,6 +52,11 @@ class LaunchedPass(Protocol):
         """Logits as of `Runner.forward`. On a device, kernels that read them may be launched at once.
 
         Raises the pass's error.
+        """
+
+    def behind(self, work: Callable[[torch.Tensor], ResultT]) -> Callable[[], ResultT]:
+        """Launch work on the logits behind the pass, which is done only with it; `work` must not wait. The returned
+        function gives what `work` returned, after `logits` was called.
         """
 
     def gap_s(self) -> float | None:

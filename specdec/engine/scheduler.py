@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.errors import SequenceTooLong
 from specdec.engine.sequence import Sequence
 from specdec.engine.states.sessions import ItemStates, NoStates, SequenceStates
+
+_PRIORITY = attrgetter("priority")
 
 
 @dataclass(slots=True)
@@ -166,10 +169,9 @@ class Scheduler:
             (decodes if is_decode else prefills).append(seq)
         if len(decodes) > self.max_batch_seqs:  # take turns
             decodes.sort(key=lambda seq: (seq.priority, seq.last_turn, seq.arrival))
-        elif len(decodes) > 1:
-            decodes.sort(key=lambda seq: (seq.priority, seq.arrival))
-        if len(prefills) > 1:
-            prefills.sort(key=lambda seq: (seq.priority, seq.arrival))
+        else:
+            decodes.sort(key=_PRIORITY)  # arrivals are in order already
+        prefills.sort(key=_PRIORITY)
         return decodes, prefills
 
     def _place_all(
@@ -177,7 +179,7 @@ class Scheduler:
     ) -> None:
         """Give pending tokens rows and blocks, by priority, decodes first."""
         budget = self.max_batch_tokens
-        order = decodes if not prefills else sorted(decodes + prefills, key=lambda seq: seq.priority)
+        order = decodes if not prefills else sorted(decodes + prefills, key=_PRIORITY)
         waiting = {seq.seq_id for seq in prefills}
         for seq in order:
             if len(step.items) == self.max_batch_seqs or budget <= 0:
@@ -262,10 +264,11 @@ class Scheduler:
                 continue
             block_ids, length = item.seq.block_ids, len(item.seq.token_ids)
             num_nodes = min(len(tree), budget, self.max_model_len - length)
-            while num_nodes > 0 and pool.num_blocks_to_write(block_ids, length, num_nodes) > pool.num_free:
+            while (needed := pool.num_blocks_to_write(block_ids, length, num_nodes)) > pool.num_free:
                 num_nodes -= 1
             if num_nodes > 0:
-                step.copies += pool.ensure_writable(block_ids, length, num_nodes)
+                if needed:
+                    step.copies += pool.ensure_writable(block_ids, length, num_nodes)
                 item.num_tree_nodes = num_nodes
                 budget -= num_nodes
 

@@ -47,21 +47,25 @@ class TokenTree:
     Depth counts from 1.
     """
 
-    __slots__ = ("_children", "depths", "num_in_place", "parents", "token_ids")
+    __slots__ = ("depths", "num_in_place", "parents", "token_ids")
 
     def __init__(self, token_ids: Iterable[int] = (), parents: Iterable[int] | None = None) -> None:
         """Build from lists that pass `check_tree`; without parents, a chain.
 
         Equal children of one parent stay separate nodes (`child` finds the first); `add` returns an existing one.
         """
-        self.token_ids: list[int] = []
-        self.parents: list[int] = []
-        self.depths: list[int] = []
-        self.num_in_place = 0
+        self.token_ids = list(token_ids)
+        self.parents = list(range(-1, len(self.token_ids) - 1) if parents is None else parents)
+        num_in_place = 0
+        for parent in self.parents:
+            if parent != num_in_place - 1:
+                break
+            num_in_place += 1
+        self.depths = depths = list(range(1, num_in_place + 1))
+        for parent in self.parents[num_in_place:]:
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        self.num_in_place = num_in_place
         """Number of leading nodes that form a chain, whose slots are those of the tokens if accepted."""
-        self._children: dict[tuple[int, int], int] = {}
-        tokens = list(token_ids)
-        self._extend(tokens, range(-1, len(tokens) - 1) if parents is None else parents)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -73,6 +77,11 @@ class TokenTree:
     def is_chain(self) -> bool:
         """Whether every node is a child of the one before it."""
         return self.num_in_place == len(self.token_ids)
+
+    @property
+    def is_chain_first(self) -> bool:
+        """Whether the chain of first children comes before all other nodes."""
+        return self.num_in_place - 1 not in self.parents[self.num_in_place :]
 
     def depth(self, node: int) -> int:
         """Depth of a node, 1 below the last committed token; 0 for `ROOT`."""
@@ -89,7 +98,12 @@ class TokenTree:
 
     def child(self, parent: int, token_id: int) -> int | None:
         """The child of `parent` (or `ROOT`) with `token_id`, or None."""
-        return self._children.get((parent, token_id))
+        token_ids, parents, node = self.token_ids, self.parents, parent
+        while parent in parents[node + 1 :]:
+            node = parents.index(parent, node + 1)  # children come after their parent
+            if token_ids[node] == token_id:
+                return node
+        return None
 
     def add(self, parent: int, token_id: int) -> int:
         """Add a token below `parent`, unless an equal child exists. Returns its node.
@@ -99,28 +113,26 @@ class TokenTree:
         """
         if not ROOT <= parent < len(self.token_ids):
             raise TreeError("parent", f"no node {parent} in a tree of {len(self.token_ids)}")
-        existing = self._children.get((parent, token_id))
+        existing = self.child(parent, token_id)
         return self._append(parent, token_id) if existing is None else existing
 
     @property
     def is_set(self) -> bool:
         """Whether children of one parent have different tokens."""
-        return len(self._children) == len(self.token_ids)
+        return len(set(zip(self.parents, self.token_ids, strict=True))) == len(self.token_ids)
 
-    def subtree(self, root: int) -> tuple[TokenTree, dict[int, int]]:
-        """The tree below `root`, with `ROOT` in its place, and the new index of each node."""
-        below, mapping = TokenTree(), {root: ROOT}
-        tokens: list[int] = []
+    def subtree(self, root: int) -> tuple[TokenTree, list[int]]:
+        """The tree below `root`, with `ROOT` in its place, and the index in this one of each of its nodes."""
+        kept: list[int] = []
+        places = {root: ROOT}
         parents: list[int] = []
         for node, parent in enumerate(self.parents[root + 1 :], root + 1):
-            above = mapping.get(parent)
+            above = places.get(parent)
             if above is not None:
-                mapping[node] = len(tokens)
-                tokens.append(self.token_ids[node])
+                places[node] = len(kept)
+                kept.append(node)
                 parents.append(above)
-        del mapping[root]
-        below._extend(tokens, parents)
-        return below, mapping
+        return TokenTree([self.token_ids[node] for node in kept], parents), kept
 
     def check_path(self, nodes: Sequence[int]) -> None:
         """Check that `nodes` are a path from a child of `ROOT`.
@@ -134,24 +146,15 @@ class TokenTree:
                 raise TreeError("nodes", f"{list(nodes)}: node {node} is no child of {above}")
             above = node
 
-    def _extend(self, token_ids: Sequence[int], parents: Iterable[int]) -> None:
-        """Append nodes to an empty tree, without a call for each."""
-        depths, children, num_in_place = self.depths, self._children, 0
-        for node, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
-            self.parents.append(parent)
-            depths.append(depths[parent] + 1 if parent >= 0 else 1)
-            children.setdefault((parent, token), node)
-            if parent == node - 1 == num_in_place - 1:
-                num_in_place += 1
-        self.token_ids.extend(token_ids)
-        self.num_in_place = num_in_place
-
     def _append(self, parent: int, token_id: int) -> int:
         node = len(self.token_ids)
         self.token_ids.append(token_id)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1 if parent >= 0 else 1)
-        self._children.setdefault((parent, token_id), node)
         if parent == node - 1 == self.num_in_place - 1:
             self.num_in_place += 1
         return node
+
+
+NO_TREE = TokenTree()
+"""A tree without nodes, shared by all who have none: nothing may be added to it."""

@@ -32,7 +32,7 @@ class Tallies:
         """Bring the metrics up to date. Cost: one update for each series that changed."""
         for counter, amount in self._counts.items():
             if amount:
-                counter.inc(amount)
+                counter._value.inc(amount)  # `Counter.inc` checks each call for twice as long
         self._counts.clear()
         for histogram, values in self._observed.items():
             _observe_all(histogram, values)

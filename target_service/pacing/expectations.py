@@ -13,6 +13,7 @@ from specdec.target_service.policy.marginal_gains import DrafterCall, Headroom, 
 from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.session import TargetSession
 from specdec.target_service.tree.proposed import Node
+from specdec.target_service.tree.speculation_tree import Hung
 from specdec.target_service.tree.walk import Walk
 from specdec.wire.sampling_params import VerifyMode
 
@@ -96,26 +97,25 @@ class Expectations:
             rate = num_tokens / turn_s
             self.tokens_per_s += WEIGHT * (rate - self.tokens_per_s) if self.tokens_per_s else rate
 
-    def observe_walk(self, session: TargetSession, chosen: Sequence[int], walk: Walk) -> None:
-        """Learn from a session's walk, before its tree is pruned; `chosen`: the tree's nodes that were verified."""
+    def observe_walk(self, session: TargetSession, tree: Hung, chosen: Sequence[int], walk: Walk) -> None:
+        """Learn from a session's walk; `tree`: as it was before, `chosen`: its nodes that were verified."""
         session.num_walks += 1
         accepted = {chosen[index] for index in walk.path}
         self._observe_sources(session, accepted)
-        self._observe_offers(session, walk.token_ids)
+        self._observe_offers(session, tree, walk.token_ids)
         reached = {ROOT, *accepted}
         if walk.finish_reason and walk.path and len(walk.path) == len(walk.token_ids):
             reached.discard(chosen[walk.path[-1]])  # the choice ends there: the walk never tried its children
         branched: dict[int, bool] = {}
         for node in chosen:
-            parent = session.tree.tokens.parents[node]
-            if parent in reached and not session.tree.nodes[node].is_local:
+            parent = tree.tokens.parents[node]
+            if parent in reached and not tree.nodes[node].is_local:
                 branched[parent] = branched.get(parent, False) or node in accepted
         for went_on in branched.values():
             self.acceptance.observe_depth(went_on)
 
-    def _observe_offers(self, session: TargetSession, token_ids: Sequence[int]) -> None:
-        """Learn from all nodes below a committed token, verified or not; `token_ids`: the tokens committed now."""
-        tree = session.tree
+    def _observe_offers(self, session: TargetSession, tree: Hung, token_ids: Sequence[int]) -> None:
+        """Learn from all nodes below a committed token, verified or not; `token_ids`: the tokens committed then."""
         if not tree.nodes:
             return
         tokens, is_rejection = tree.tokens, session.mode is VerifyMode.REJECTION

@@ -26,7 +26,7 @@ PRIOR_RATE = 0.5
 
 def score_band(score: float) -> int:
     """Index of the range of scores that `score` falls into, from 0 to `NUM_BANDS` - 1."""
-    return max(0, min(int(score * NUM_BANDS), NUM_BANDS - 1))
+    return int(score * NUM_BANDS) if 0.0 <= score < 1.0 else NUM_BANDS - 1 if score > 0 else 0
 
 
 @dataclass(slots=True)
@@ -36,10 +36,10 @@ class Counts:
     accepted: float = 0.0
     reached: float = 0.0
 
-    def observe(self, accepted: bool, weight: float = SLOW_WEIGHT) -> None:
+    def observe(self, accepted: bool) -> None:
         """Count one more reached node."""
-        self.accepted = self.accepted * (1 - weight) + accepted
-        self.reached = self.reached * (1 - weight) + 1.0
+        self.accepted = self.accepted * (1 - SLOW_WEIGHT) + accepted
+        self.reached = self.reached * (1 - SLOW_WEIGHT) + 1.0
 
     def rate(self, prior: float) -> float:
         """Share of reached nodes that were accepted; `prior` before the first one."""
@@ -64,13 +64,15 @@ class SourceRecord:
         band = score_band(score)
         self.bands[bisect(_DEPTHS, depth) - 1][band].observe(accepted)
         if own is not None:
-            own.bands[band].observe(accepted, WEIGHT)
+            counts = own.bands[band]
+            counts.accepted = counts.accepted * (1 - WEIGHT) + accepted
+            counts.reached = counts.reached * (1 - WEIGHT) + 1.0
 
     def rates(self, scores: Sequence[float], depths: Sequence[int], own: OwnRecord | None) -> list[float]:
         """`rate` of many nodes, whose scores are from 0 to 1."""
         found: list[float] = []
         for score, depth in zip(scores, depths, strict=True):
-            band = min(int(score * NUM_BANDS), NUM_BANDS - 1)
+            band = int(score * NUM_BANDS) if score < 1 else NUM_BANDS - 1
             counts = self.bands[bisect(_DEPTHS, depth) - 1][band]
             rate = (counts.accepted + PRIOR_WEIGHT * score) / (counts.reached + PRIOR_WEIGHT)
             if own is not None:

@@ -30,31 +30,49 @@ def select_nodes(
         step_time: predicts the step's time from its rows.
         weights: worth of a token of each session; None: 1 for each.
     """
-    if weights is None:
-        weights = [1.0] * len(path_scores)
+    if weights is not None:
+        path_scores = [[score * weight for score in own] for own, weight in zip(path_scores, weights, strict=True)]
+    expected_tokens = float(len(path_scores) if weights is None else sum(weights))
+    num_rows = len(path_scores) + num_other_rows
+    is_stepped = bool(step_time.edges) and num_rows <= step_time.edges[-1]
+    if not is_stepped and _all_pay(path_scores, limits, num_rows, expected_tokens, step_time):
+        return [list(range(len(scores))) for scores in path_scores]
     ranked = sorted(
-        (
-            (score * weights[session], -index, session)
-            for session, scores in enumerate(path_scores)
-            for index, score in enumerate(scores)
-        ),
+        ((score, -index, session) for session, scores in enumerate(path_scores) for index, score in enumerate(scores)),
         reverse=True,
     )
-    chosen: list[list[int]] = [[] for _ in path_scores]
-    expected_tokens = float(sum(weights))
-    num_rows = len(path_scores) + num_other_rows
-    if step_time.edges and num_rows <= step_time.edges[-1]:
+    if is_stepped:
         return _up_to_an_edge(ranked, limits, num_rows, expected_tokens, step_time)
+    chosen: list[list[int]] = [[] for _ in path_scores]
     for score, negative_index, session in ranked:
         if len(chosen[session]) >= limits[session]:
             continue
-        rate = expected_tokens / step_time.predict(num_rows)
-        if score <= 0 or score < rate * step_time.row_s:
+        if not _pays(score, expected_tokens, num_rows, step_time):
             break
         chosen[session].append(-negative_index)
         expected_tokens += score
         num_rows += 1
     return [sorted(nodes) for nodes in chosen]
+
+
+def _pays(score: float, expected_tokens: float, num_rows: int, step_time: StepTimeModel) -> bool:
+    """Whether one more node raises the tokens per second of a step with these tokens and rows."""
+    return score > 0 and score * step_time.predict(num_rows) >= expected_tokens * step_time.row_s
+
+
+def _all_pay(
+    path_scores: Sequence[Sequence[float]],
+    limits: Sequence[int],
+    num_rows: int,
+    expected_tokens: float,
+    step_time: StepTimeModel,
+) -> bool:
+    """Whether all nodes are picked: each node that pays raises the rate, so all pay if the last one does."""
+    sizes = list(map(len, path_scores))
+    if not any(sizes) or any(size > limit for size, limit in zip(sizes, limits, strict=True)):
+        return not any(sizes)
+    last = min(min(scores) for scores in path_scores if scores)
+    return _pays(last, expected_tokens + sum(map(sum, path_scores)) - last, num_rows + sum(sizes) - 1, step_time)
 
 
 def _up_to_an_edge(
@@ -64,7 +82,10 @@ def _up_to_an_edge(
     expected_tokens: float,
     step_time: StepTimeModel,
 ) -> list[list[int]]:
-    """The best-first nodes with the most tokens per second, never past the last edge: larger steps are slower."""
+    """The best-first nodes with the most tokens per second, never past the last edge: larger steps are slower.
+
+    Up to an edge each node is free: only steps that reach one, and the largest, are compared.
+    """
     chosen: list[list[int]] = [[] for _ in limits]
     taken: list[tuple[int, int]] = []
     best_rate, num_best = expected_tokens / step_time.predict(num_rows), 0
@@ -77,8 +98,10 @@ def _up_to_an_edge(
         taken.append((session, -negative_index))
         expected_tokens += score
         num_rows += 1
-        if (rate := expected_tokens / step_time.predict(num_rows)) > best_rate:
+        if num_rows in step_time.edges and (rate := expected_tokens / step_time.predict(num_rows)) > best_rate:
             best_rate, num_best = rate, len(taken)
+    if expected_tokens / step_time.predict(num_rows) > best_rate:
+        num_best = len(taken)
     best: list[list[int]] = [[] for _ in limits]
     for session, node in taken[:num_best]:
         best[session].append(node)

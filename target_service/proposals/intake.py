@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from google.protobuf.message import DecodeError
 
 from specdec.replica.worker.errors import SessionFailure, invalid
@@ -19,9 +21,11 @@ from specdec.wire.sampling_params import RejectionMethod
 class ProposalIntake:
     """Merges proposals, and rejects malformed ones."""
 
-    def __init__(self, host: SessionHost[TargetSession], recorder: TargetRecorder) -> None:
+    def __init__(self, host: SessionHost[TargetSession], recorder: TargetRecorder, tell: Callable[[], None]) -> None:
+        """`tell`: tells owners of their sessions' latest tokens, before a rejection names the position after them."""
         self._host = host
         self._recorder = recorder
+        self._tell = tell
 
     def read_proposal(self, session: TargetSession, encoded: bytes) -> bytes | ReadProposal:
         """Parse and check a proposal while a GPU computes: the part of merging that needs no next verdict.
@@ -65,6 +69,7 @@ class ProposalIntake:
             pacing.observe_proposal(session, depth_before, proposal, now_s)
 
     def _reject(self, session: TargetSession, failure: SessionFailure) -> None:
+        self._tell()
         self._recorder.rejected_proposal()
         rejected = pb.ProposalRejected(status=failure.to_status(), expected_position=session.num_tokens)
         self._host.emit(session, proposal_rejected=rejected)

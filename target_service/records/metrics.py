@@ -15,7 +15,7 @@ from specdec.replica.worker.engine_gauges import EngineGauges
 from specdec.target_service.policy.step_clock import StepClock
 from specdec.target_service.records.step_record import Payoff, StepRecord
 from specdec.target_service.session import TargetSession
-from specdec.target_service.tree.speculation_tree import SpeculationTree
+from specdec.target_service.tree.speculation_tree import Hung
 from specdec.telemetry import Tallies, TargetMetrics
 from specdec.v1 import common_pb2 as pb
 
@@ -105,13 +105,13 @@ class TargetRecorder:
         """Count `elapsed_s` seconds of the own draft's call, for all sessions together."""
         self._tallies.count(self._seconds_of[DRAFT_MODEL], elapsed_s)
 
-    def drafts(self, tree: SpeculationTree, verified: Sequence[int], accepted: Sequence[int], draft_s: float) -> None:
+    def drafts(self, tree: Hung, verified: Sequence[int], accepted: Sequence[int], draft_s: float) -> None:
         """Count the nodes that drafts have proposed for a session since its last step, and their outcome in this step.
 
         Cost: a tenth of a microsecond per verified node, and one per draft.
 
         Args:
-            tree: the session's tree before it is pruned.
+            tree: the session's tree before the step's tokens were committed.
             verified: verified nodes of the tree.
             accepted: accepted nodes of the tree, from depth 1 on.
             draft_s: seconds that drafts report, divided among them by their nodes.
@@ -165,14 +165,20 @@ class TargetRecorder:
         self._count_depths(self._accepted_at, self._accepted_down_to)
         tallies.write()
 
-    def verdict(self, session: TargetSession, verdict: pb.Verdict, num_stale: int, decided_at_s: float) -> None:
-        """Count one verdict, before `session.times` is updated."""
+    def verdict(
+        self,
+        session: TargetSession,
+        verdict: pb.Verdict,
+        num_stale: int,
+        last_at_s: float | None,
+        decided_at_s: float,
+    ) -> None:
+        """Count one verdict, decided at `decided_at_s`, and the one before at `last_at_s`."""
         metrics, tallies = self._metrics, self._tallies
         origins, verified = list(verdict.origins), list(verdict.verified_by_depth)
         num_accepted = verdict.num_accepted
         for origin in set(origins):
             tallies.count(self._tokens[origin], origins.count(origin))
-        last_at_s = session.times.last_verdict_at_s
         if last_at_s is None:
             tallies.observe(metrics.ttft_seconds, decided_at_s - session.times.opened_at_s)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.engine.outputs import StepOutput
@@ -71,13 +71,14 @@ class StepRecord:
         elapsed_s: float,
     ) -> StepRecord:
         """The record before the decisions are committed, which ends hold-offs and prefills; `turn_s` is set later."""
-        gates = [decision.candidate.session.gate for decision in decisions]
+        sessions = [decision.candidate.session for decision in decisions]
+        gates = [session.gate for session in sessions]
         num_nodes = [decision.candidate.num_nodes for decision in decisions]
         return cls(
             output=output,
             preempted=preempted,
             elapsed_s=elapsed_s,
-            held_s=max((decision.candidate.session.held_s(due_at_s) for decision in decisions), default=0.0),
+            held_s=max([session.held_s(due_at_s) for session in sessions], default=0.0),
             num_committed=[len(decision.walk.token_ids) for decision in decisions],
             num_nodes=sum(num_nodes),
             are_free=[number > 0 and not gate.is_open(state) for number, state in zip(num_nodes, gates, strict=True)],
@@ -89,7 +90,3 @@ class StepRecord:
                 for item in output.items
             ),
         )
-
-
-StepObserver = Callable[[StepRecord], None]
-"""Called for every step."""

@@ -25,7 +25,7 @@ def trace_verdict(trace: SessionTrace, verdict: pb.Verdict) -> None:
 
 
 def trace_preemptions(step: StepRecord) -> None:
-    """Count a step's preemptions in the traces of the preempted sessions; a StepObserver."""
+    """Count a step's preemptions in the traces of the preempted sessions."""
     for session in step.preempted:
         if session.trace is not None:
             session.trace.add(num_preemptions=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -86,9 +86,10 @@ def check_proposal(
 
     Raises SessionFailure: the proposal is no valid tree, or in rejection mode no chain with distributions.
     """
-    token_ids = list(proposal.token_ids)
-    chain = list(range(-1, len(token_ids) - 1))
-    parents = list(proposal.parents) or chain
+    token_ids, parents = list(proposal.token_ids), list(proposal.parents)
+    num_nodes = len(token_ids)
+    chain = list(range(-1, num_nodes - 1)) if is_chain or not parents else []
+    parents = parents or chain
     try:
         check_tree(token_ids, parents, vocab_size)
     except TreeError as error:
@@ -99,22 +100,30 @@ def check_proposal(
             field=f"proposal.{error.field}",
             expected_position=num_committed,
         ) from error
+    num_distributions = len(proposal.distributions)
     if is_chain and parents != chain:
         raise invalid("proposal.parents", "rejection verification takes a chain")
-    if is_chain and len(proposal.distributions) != len(token_ids):
+    if is_chain and num_distributions != num_nodes:
         raise invalid("proposal.distributions", "rejection verification needs one per node")
-    for name in ("scores", "distributions"):
-        if len(getattr(proposal, name)) not in (0, len(token_ids)):
+    for name, number in (("scores", len(proposal.scores)), ("distributions", num_distributions)):
+        if number not in (0, num_nodes):
             raise invalid(f"proposal.{name}", "must be empty or have one entry per node")
-    if proposal.drafters and len(proposal.proposed_by) != len(token_ids):
+    if proposal.drafters or proposal.proposed_by:
+        _check_drafters(proposal, num_nodes)
+    if num_distributions:
+        _check_distributions("proposal", token_ids, proposal.distributions, vocab_size)
+    if proposal.continuations:
+        if not is_chain:
+            raise invalid("proposal.continuations", "only rejection verification takes them")
+        _add_continuations(proposal, token_ids, parents, vocab_size)
+    return token_ids, parents
+
+
+def _check_drafters(proposal: pb.Proposal, num_nodes: int) -> None:
+    if proposal.drafters and len(proposal.proposed_by) != num_nodes:
         raise invalid("proposal.proposed_by", "must have one entry per node")
     if max(proposal.proposed_by, default=0) >= max(1, len(proposal.drafters)):
         raise invalid("proposal.proposed_by", f"names one of {len(proposal.drafters)} drafters that is not there")
-    _check_distributions("proposal", token_ids, proposal.distributions, vocab_size)
-    if proposal.continuations and not is_chain:
-        raise invalid("proposal.continuations", "only rejection verification takes them")
-    _add_continuations(proposal, token_ids, parents, vocab_size)
-    return token_ids, parents
 
 
 def _add_continuations(proposal: pb.Proposal, token_ids: list[int], parents: list[int], vocab_size: int) -> None:
@@ -167,7 +176,17 @@ def payloads(proposal: pb.Proposal) -> Callable[[int], Node]:
     return payload_of
 
 
+def model_nodes(scores: bytes, indices: Iterable[int]) -> list[Node]:
+    """Payloads of some nodes of a draft model's proposal; `scores` has a byte for each node, or none."""
+    return [_BY_SCORE[scores[index]] for index in indices] if scores else [_WITHOUT_SCORE for _ in indices]
+
+
 @cache
 def _plain_node(score: float, draft: str) -> Node:
     """A node shared by all trees: there are 256 scores and a few names, and nodes are immutable."""
     return Node(score, draft=draft)
+
+
+_BY_SCORE = tuple(_plain_node(score / 255, DRAFT_MODEL) for score in range(256))
+"""Nodes of a draft model by their score's byte."""
+_WITHOUT_SCORE = _plain_node(DEFAULT_SCORE, DRAFT_MODEL)

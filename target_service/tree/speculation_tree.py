@@ -16,20 +16,33 @@ in its place, each with a chain below it. They were not drawn, and are never ver
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.errors import TreeError
-from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree, check_tree
+from specdec.engine.tree import MAX_TREE_NODES, NO_TREE, ROOT, TokenTree, check_tree
 from specdec.replica.worker.errors import invalid
-from specdec.target_service.tree.proposed import Node, check_proposal, payloads
+from specdec.target_service.tree.proposed import Node, check_proposal, model_nodes, payloads
 from specdec.v1 import common_pb2 as pb
 
 _NOWHERE = -1
 """Place of a proposed node that is neither on the committed path nor below the root."""
 _UNPLACED = 1 << 32
 """Place of a proposed node below the root for which the tree has no room."""
+
+
+class Hung(NamedTuple):
+    """The nodes of a tree and what was counted of them, before a step's tokens are committed. Nothing changes it."""
+
+    tokens: TokenTree
+    nodes: list[Node]
+    has_offers: bool
+    """See `SpeculationTree`, as for the other fields."""
+    num_hung: dict[str, int]
+    draft_us: int
+    num_stale: int
 
 
 @dataclass(slots=True)
@@ -163,6 +176,15 @@ class SpeculationTree:
         self.nodes = [replace(node, others=()) if node.others else node for node in self.nodes]
         return num_dropped
 
+    def hung(self) -> Hung:
+        """The tree before `advance`, which makes another one; the counts since the last verdict begin anew."""
+        tokens, nodes = (self.tokens, self.nodes) if self.nodes else (NO_TREE, [])
+        before = Hung(tokens, nodes, self.has_offers, self.num_hung, self.draft_us, self.num_stale)
+        self.draft_us = self.num_stale = 0
+        if self.num_hung:
+            self.num_hung = {}
+        return before
+
     def advance(self, token_ids: list[int]) -> int:
         """Keep the nodes below the newly committed tokens; returns the number of nodes dropped unaccepted."""
         if not self.nodes:
@@ -174,8 +196,8 @@ class SpeculationTree:
                 return self.clear() - num_walked
             root, num_walked = child, num_walked + 1
         before = len(self.nodes)
-        self.tokens, moved = self.tokens.subtree(root)
-        self.nodes = [self.nodes[old] for old in moved]
+        self.tokens, kept = self.tokens.subtree(root)
+        self.nodes = [self.nodes[node] for node in kept]
         return before - len(self.nodes) - num_walked
 
     def clear(self) -> int:
@@ -215,6 +237,8 @@ class SpeculationTree:
             accepted, its keys and values are in place already.
         """
         parents = self.tokens.parents
+        if len(chosen) == len(parents) and self.tokens.is_chain_first:
+            return self.tokens, chosen  # nothing is added to it before the step's tokens are committed
         chain: list[int] = []
         for node in chosen:
             if parents[node] == (chain[-1] if chain else ROOT):
@@ -237,9 +261,9 @@ class SpeculationTree:
         the tree, up to the first one without room. All others are stale. Equal children of one parent are one node,
         with the payload of the first.
         """
-        payload_of = payloads(proposal)
-        if self._replace(proposal, payload_of, token_ids, parents, walked):
+        if self._replace(proposal, token_ids, parents, walked):
             return
+        payload_of = payloads(proposal)
         num_walked, num_below, is_full = len(walked), 0, False
         # The place of each node. Up to num_walked: the number of walked tokens that it and its ancestors repeat, where
         # num_walked is the root. Above: num_walked + 1 + its index in the tree.
@@ -259,14 +283,7 @@ class SpeculationTree:
             places.append(place)
         self.num_stale += len(token_ids) - num_below
 
-    def _replace(
-        self,
-        proposal: pb.Proposal,
-        payload_of: Callable[[int], Node],
-        token_ids: list[int],
-        parents: list[int],
-        walked: list[int],
-    ) -> bool:
+    def _replace(self, proposal: pb.Proposal, token_ids: list[int], parents: list[int], walked: list[int]) -> bool:
         """Merge the usual proposal at once: a draft model's whole tree, which begins with this tree's nodes.
 
         Returns False, and changes nothing, if it is another proposal.
@@ -276,7 +293,7 @@ class SpeculationTree:
         grown, root = TokenTree(token_ids, parents), ROOT
         if not grown.is_set:
             return False
-        indices = list(range(len(token_ids)))
+        kept: Sequence[int] = range(len(token_ids))
         for token in walked:
             child = grown.child(root, token)
             if child is None:
@@ -284,13 +301,12 @@ class SpeculationTree:
                 return True
             root = child
         if walked:
-            grown, moved = grown.subtree(root)
-            indices = list(moved)
+            grown, kept = grown.subtree(root)
         known, present = len(self.nodes), self.tokens
         if grown.token_ids[:known] != present.token_ids or grown.parents[:known] != present.parents:
             return False
         self.tokens = grown
-        self.nodes += map(payload_of, indices[known:])
+        self.nodes += model_nodes(proposal.scores, kept[known:])
         self.num_stale += len(token_ids) - len(grown)
         if num_new := len(grown) - known:
             self.num_hung[DRAFT_MODEL] = self.num_hung.get(DRAFT_MODEL, 0) + num_new

@@ -33,7 +33,7 @@ class Walk:
     """Stop or end-of-sequence token that ended the choice."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EndOfChoice:
     """The conditions on tokens that end a choice."""
 
@@ -43,22 +43,27 @@ class EndOfChoice:
     """Length of the prompt."""
     max_model_len: int
     """Most tokens of a sequence, prompt included."""
+    token_ids: frozenset[int] = field(init=False)
+    """Tokens that end the choice."""
+    most_tokens: int = field(init=False)
+    """Number of tokens, prompt included, with which the choice ends."""
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.token_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else params.eos_token_ids)))
+        self.most_tokens = min(self.num_prompt_tokens + params.max_tokens, self.max_model_len)
 
     def check(self, token_id: int, num_tokens: int) -> tuple[pb.FinishReason.ValueType, int | None]:
         """Finish reason and stop token if the choice ends with `token_id`, its token number `num_tokens` (prompt
         included); else UNSPECIFIED and None."""
-        params = self.params
-        is_eos = token_id in params.eos_token_ids and not params.ignore_eos
-        if is_eos or token_id in params.stop_token_ids:
+        if token_id in self.token_ids:
             return pb.FINISH_REASON_STOP, token_id
-        if num_tokens - self.num_prompt_tokens >= params.max_tokens or num_tokens >= self.max_model_len:
-            return pb.FINISH_REASON_LENGTH, None
-        return pb.FINISH_REASON_UNSPECIFIED, None
+        is_full = num_tokens >= self.most_tokens
+        return (pb.FINISH_REASON_LENGTH if is_full else pb.FINISH_REASON_UNSPECIFIED), None
 
     def max_depth(self, num_tokens: int) -> int:
         """Most depth worth verifying after `num_tokens` committed tokens: one token always follows the last node."""
-        left = self.num_prompt_tokens + self.params.max_tokens - num_tokens
-        return max(0, min(left, self.max_model_len - num_tokens) - 1)
+        return max(0, self.most_tokens - num_tokens - 1)
 
 
 def walk_tree(
@@ -91,21 +96,17 @@ def walk_tree(
     while True:
         below = children.get(node, ())
         token = decide(node, below[0] if len(below) == 1 else None)
-        accepted = None
-        for child in below:
-            if token_ids[child] == token:
-                accepted = child
-                break
+        num_tokens += 1
         walk.token_ids.append(token)
         walk.rows.append(node)
-        if accepted is not None:
+        node = next((child for child in below if token_ids[child] == token), ROOT) if below else ROOT
+        if node != ROOT:
             walk.origins.append(pb.ORIGIN_DRAFT)
-            walk.path.append(accepted)
+            walk.path.append(node)
         elif below:
             walk.origins.append(pb.ORIGIN_RECOVERED)
         else:
             walk.origins.append(pb.ORIGIN_BONUS if num_verified else plain_origin)
-        walk.finish_reason, walk.stop_token_id = end.check(token, num_tokens + len(walk.token_ids))
-        if accepted is None or walk.finish_reason:
+        walk.finish_reason, walk.stop_token_id = end.check(token, num_tokens)
+        if node == ROOT or walk.finish_reason:
             return walk
-        node = accepted

@@ -169,10 +169,10 @@ class DraftSession(FollowingSession):
     def reroot(self, node: int) -> dict[int, int]:
         """Keep the nodes below `node`. Returns the new index of each."""
         above = self.path_score(node)
-        self.tree, moved = self.tree.subtree(node)
-        self.num_sent = sum(old < self.num_sent for old in moved)
-        self.notes = [_below(self.notes[old], above) for old in sorted(moved)]
-        return moved
+        self.tree, kept = self.tree.subtree(node)
+        self.num_sent = sum(old < self.num_sent for old in kept)
+        self.notes = [_below(self.notes[old], above) for old in kept]
+        return {old: new for new, old in enumerate(kept)}
 
     def clear(self) -> None:
         """Forget all guesses. The caller resets the heads."""

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from specdec.engine.errors import is_out_of_memory
+from specdec.engine.runner import ResultT
 
 _MOST_GRAPHS = 96
 """Captured graphs of one model, its drafts' rounds and heads included."""
@@ -53,6 +54,12 @@ class EnqueuedPass:
     def logits(self) -> torch.Tensor:
         """Logits of the pass, on the device, which may still compute them."""
         return self._logits
+
+    def behind(self, work: Callable[[torch.Tensor], ResultT]) -> Callable[[], ResultT]:
+        """See ``LaunchedPass``."""
+        found = work(self._logits)
+        self.end.record(torch.cuda.current_stream(self._logits.device))
+        return lambda: found
 
     def gap_s(self) -> float | None:
         """See ``LaunchedPass``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,8 +23,27 @@ def device_perturbed_top(
 
     Cost: a copy to the device, three kernels, and a copy back, for which it waits.
     """
+    return start_perturbed_top(logits, temperatures, keys, num_top)()
+
+
+def start_perturbed_top(
+    logits: torch.Tensor, temperatures: Sequence[float], keys: Sequence[int], num_top: int
+) -> Callable[[], tuple[list[int], list[float]]]:
+    """Launch ``device_perturbed_top`` without waiting; the returned function waits for its result."""
     rows = row_parameters(temperatures, keys).to(logits.device, non_blocking=True)
-    return read_top(launch_top(logits, rows, num_top).cpu())
+    out = launch_top(logits, rows, num_top)
+    if not out.is_cuda:  # interpreted kernels
+        return lambda: read_top(out)
+    on_host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)  # a copy to other memory would wait
+    on_host.copy_(out, non_blocking=True)
+    end: torch.cuda.Event = torch.cuda.Event()
+    end.record(torch.cuda.current_stream(out.device))
+
+    def found() -> tuple[list[int], list[float]]:
+        end.synchronize()
+        return read_top(on_host)
+
+    return found
 
 
 def row_parameters(temperatures: Sequence[float], keys: Sequence[int]) -> torch.Tensor:

@@ -30,6 +30,8 @@ NativeMode = Literal["auto", "on", "off"]
 
 _DEVICE_ROWS = 64
 """Rows sampled at once on a GPU: noise and sorted scores of 512 rows of 128,000 tokens would take gigabytes."""
+Top = tuple[list[int], list[float]]
+"""Token ids and scores, as `perturbed_top` returns them."""
 DRAFT_SUPPORT = 64
 """Greatest number of tokens of a draft's distribution in rejection mode."""
 
@@ -90,14 +92,16 @@ class Sampler:
         self._rows_at_once = rows_at_once or (None if self.device.type == "cpu" else _DEVICE_ROWS)
         self.is_native = False
         self._perturbed_top = perturbed_top
-        self._most_top: int | None = None
+        self._start_top: Callable[[Tensor, Sequence[float], Sequence[int], int], Callable[[], Top]] | None = None
+        self._most_top: float = math.inf
         self._cut_ = logit_processors.cut_
         self._device_cuts: Callable[[Tensor, list[float], CutArguments], Tensor] | None = None
         if self.device.type == "cuda" and native != "off":
             from specdec.engine.cuda.cuts import device_cuts  # a CPU has no triton
-            from specdec.engine.cuda.sampling import MOST_TOP, device_perturbed_top
+            from specdec.engine.cuda.sampling import MOST_TOP, device_perturbed_top, start_perturbed_top
 
             self._perturbed_top, self._most_top = device_perturbed_top, MOST_TOP
+            self._start_top = start_perturbed_top
             self._device_cuts = device_cuts
         if native == "off" or self.device.type != "cpu":
             return
@@ -116,9 +120,17 @@ class Sampler:
 
         Ties go to the lowest id. For a random seed this is an exact sample of softmax(scores).
         """
-        token_ids, scores = self._top(logits, rows, 1)
-        pairs = zip(token_ids, scores, strict=True)
-        return [token_id if math.isfinite(score) else None for token_id, score in pairs]
+        return self.start(logits, rows)()
+
+    def start(self, logits: Tensor, rows: Sequence[RowContext]) -> Callable[[], list[int | None]]:
+        """Launch `sample`; the returned function waits for its result. On a CPU all is computed at once."""
+        parts = self._started(logits, rows, 1)
+
+        def tokens() -> list[int | None]:
+            found = (pair for part in parts for pair in zip(*part(), strict=True))
+            return [token_id if math.isfinite(score) else None for token_id, score in found]
+
+        return tokens
 
     def candidates(self, logits: Tensor, rows: Sequence[RowContext], num_candidates: int) -> list[list[ScoredToken]]:
         """The best tokens of each row with noise, best first; the first is `sample`'s.
@@ -216,25 +228,32 @@ class Sampler:
     def _true_logits(self, logits: Tensor) -> Tensor:
         return logits[:, : self.vocab_size].to(torch.float32)
 
-    def _top(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> tuple[list[int], list[float]]:
-        # Cuts sort whole rows; without cuts, device kernels need no such memory.
-        is_heavy = self._most_top is None or any(row.params.has_cuts for row in rows)
-        most = self._rows_at_once if is_heavy else None
-        if most is None or len(rows) <= most:
-            return self._top_of_few(logits, rows, num_top)
-        parts = [self._top_of_few(logits[i : i + most], rows[i : i + most], num_top) for i in range(0, len(rows), most)]
+    def _top(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> Top:
+        parts = [part() for part in self._started(logits, rows, num_top)]
+        if len(parts) == 1:
+            return parts[0]
         return [token for ids, _ in parts for token in ids], [score for _, scores in parts for score in scores]
 
-    def _top_of_few(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> tuple[list[int], list[float]]:
+    def _started(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> list[Callable[[], Top]]:
+        # Cuts sort whole rows; without cuts, device kernels need no such memory.
+        is_heavy = self._start_top is None or any(row.params.has_cuts for row in rows)
+        most = self._rows_at_once if is_heavy else None
+        if most is None or len(rows) <= most:
+            return [self._started_few(logits, rows, num_top)]
+        return [self._started_few(logits[i : i + most], rows[i : i + most], num_top) for i in range(0, len(rows), most)]
+
+    def _started_few(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> Callable[[], Top]:
         adjusted = adjusted_logits(self._true_logits(logits), rows)
         scores, temperatures = self._cut_scores(adjusted, rows)
         places = [
             None if (params := row.params).is_greedy else (params.seed, params.choice, row.position) for row in rows
         ]
         keys = noise_keys(places, Purpose.PLAIN)
-        if self._most_top is not None and num_top > self._most_top:
-            return perturbed_top(scores, temperatures, keys, num_top)
-        return self._perturbed_top(scores, temperatures, keys, num_top)
+        if self._start_top is not None and num_top <= self._most_top:
+            return self._start_top(scores, temperatures, keys, num_top)
+        top = perturbed_top if num_top > self._most_top else self._perturbed_top
+        found = top(scores, temperatures, keys, num_top)
+        return lambda: found
 
     def _cut_scores(self, adjusted: Tensor, rows: Sequence[RowContext]) -> tuple[Tensor, list[float]]:
         """Logits, or processed scores in rows with cuts, and each row's remaining temperature."""

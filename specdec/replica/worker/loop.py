@@ -13,7 +13,8 @@ One thread, no locks. A turn (`EngineWorker._turn`):
         send_results
         wait for frames, or until the step is due
 
-    send_results: role.before_send; load; one message per coordinator, whatever the number of its sessions; answers
+    send_results: role.tell_results; direct links; role.before_send; load; one message per coordinator, whatever the
+                  number of its sessions; answers
 
 Frames that arrive while a CPU computes a step wait in the socket until it is over.
 """
@@ -212,6 +213,7 @@ class EngineWorker(Generic[SessionT]):
 
     def send_results(self) -> None:
         """See `DuringPass`; also loads, answers and that a drain is over. Drafts come first: they compute meanwhile."""
+        self._role.tell_results()
         self.links.flush()
         self._role.before_send()
         now_s = self._clock()

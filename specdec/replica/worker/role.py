@@ -61,6 +61,10 @@ class Role(Protocol[SessionT]):
     def step(self, during: DuringPass, /) -> None:
         """Run one step and emit its results."""
 
+    def tell_results(self) -> None:
+        """Emit what is left of the last step: results are sent next."""
+        return
+
     def before_send(self) -> None:
         """Owners are told next what was decided."""
         return

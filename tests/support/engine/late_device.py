@@ -16,7 +16,7 @@ import torch
 from specdec.engine.batch import Batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
-from specdec.engine.runner import Runner
+from specdec.engine.runner import ResultT, Runner
 from specdec.engine.scheduler import Scheduler
 from tests.support.engine.exact_runner import ExactRunner
 from tests.support.engine.free_rows import FreeRows
@@ -67,6 +67,10 @@ class LatePass:
             raise self._error
         assert self._logits is not None
         return self._logits
+
+    def behind(self, work: Callable[[torch.Tensor], ResultT]) -> Callable[[], ResultT]:
+        """Work that is done after the pass, when its result is asked for."""
+        return lambda: work(self.logits())
 
     def gap_s(self) -> float | None:
         """One millisecond."""

@@ -62,6 +62,11 @@ def _install(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         graph.current = lambda: device.current
         return graph
 
+    class WaitedEvent(Event):
+        def synchronize(self) -> None:
+            device.num_waits += 1
+            self.run()
+
     @contextlib.contextmanager
     def captured(graph: Graph, pool: Any = None, stream: Stream | None = None, **_: Any) -> Iterator[None]:
         device.wait()
@@ -111,7 +116,7 @@ def _install(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         "stream": device.on,
         "graph_pool_handle": lambda: (0, 1),
         "Stream": Stream,
-        "Event": Event,
+        "Event": WaitedEvent,
         "CUDAGraph": made_graph,
         "graph": captured,
     }.items():

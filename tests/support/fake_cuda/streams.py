@@ -129,7 +129,9 @@ class Event:
         if self._stream is not None:
             self._stream.run(self._end)
 
-    synchronize = run
+    def synchronize(self) -> None:
+        """Wait for the operations before it."""
+        self.run()
 
     def elapsed_time(self, end: Event) -> float:
         """One millisecond. Raises CUDA's error where an event has not happened."""

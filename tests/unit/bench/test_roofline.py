@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.roofline import GPUS, Gpu, fits, markdown, speed_up, step_of, step_s
+from bench.predictions import EAGLE_8B, decoding_s, markdown, prefill_s, speed_up
+from bench.roofline import GPUS, Gpu, fits, step_of, step_s
 
-PAGE = Path(__file__).resolve().parents[3] / "bench" / "results" / "roofline.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "gpu-predictions.md"
 
 
 def test_a_step_of_8b_reads_its_weights_once_whatever_few_rows_it_has() -> None:
@@ -22,9 +23,31 @@ def test_no_step_is_faster_than_the_weights_can_be_read() -> None:
         assert step_s("8B", 1, gpu) > 15.0e9 / gpu.bandwidth
 
 
-def test_a_gpu_without_limits_waits_for_starts_of_kernels_only() -> None:
-    infinite = Gpu(1e30, 1e30, 1e30)
-    assert step_s("1B", 1, infinite) == pytest.approx(step_of("1B", 1).num_kernels * 1.2e-6)
+def test_a_gpu_without_limits_waits_for_starts_of_kernels_and_ramps_only() -> None:
+    infinite, step = Gpu(1e30, 1e30, 1e30, 1 << 60), step_of("1B", 1)
+    assert step_s("1B", 1, infinite) == pytest.approx(step.num_kernels * 1.2e-6 + step.num_products * 3e-6)
+
+
+def test_a_layer_has_four_products_and_its_programs_without_work_grow_with_rows() -> None:
+    assert step_of("8B", 1).num_products == 4 * 32 + 1
+    dead = [step_of("8B", num_rows).num_dead for num_rows in (1, 8, 64)]
+    assert dead[0] == (1 * (8 + 1) - 4) * 8 * 32, "a table of 2,048 positions has eight splits, of which four are read"
+    assert dead == sorted(dead)
+
+
+def test_another_gpu_for_the_draft_is_better_than_turns_and_a_head_better_than_a_model() -> None:
+    gpu = GPUS["H100 SXM"]
+    for acceptance in (0.6, 0.7, 0.8):
+        in_turns, _ = speed_up("1B", "8B", 1, gpu, acceptance)
+        assert 1.0 < in_turns < speed_up("1B", "8B", 1, gpu, acceptance, is_apart=True)[0]
+        assert in_turns < speed_up(EAGLE_8B, "8B", 1, gpu, acceptance)[0]
+
+
+def test_many_streams_and_long_prompts_are_predicted_to_be_faster_elsewhere() -> None:
+    gpu = GPUS["H100 SXM"]
+    ratios = [decoding_s(number, gpu) / decoding_s(number, gpu, is_other=True) for number in (1, 64, 256)]
+    assert 1.0 < ratios[0] < 1.1 < ratios[2]
+    assert prefill_s(32768, gpu) > 2 * prefill_s(32768, gpu, is_other=True)
 
 
 def test_nothing_accepted_is_no_speed_up_and_more_accepted_is_more() -> None:
@@ -40,4 +63,4 @@ def test_weights_must_fit_the_memory_of_each_rank() -> None:
 
 
 def test_the_page_is_what_the_model_predicts() -> None:
-    assert PAGE.read_text() == markdown(), "python -m bench.roofline --markdown bench/results/roofline.md"
+    assert PAGE.read_text() == markdown(), "python -m bench.predictions --markdown docs/gpu-predictions.md"

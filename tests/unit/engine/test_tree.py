@@ -97,14 +97,14 @@ def test_adding_merges_equal_children_and_loses_no_path(lists: tuple[list[int], 
 def test_a_subtree_holds_exactly_what_hangs_below_its_root(lists: tuple[list[int], list[int]], pick: int) -> None:
     tree = TokenTree(*lists)
     root = min(pick, len(tree) - 1)
-    below, mapping = tree.subtree(root)
+    below, kept = tree.subtree(root)
     prefix = tree.path(root)
     descendants = [n for n in range(len(tree)) if n != root and tree.path(n)[: len(prefix)] == prefix]
-    assert list(mapping) == descendants
-    for node, moved in mapping.items():
+    assert kept == descendants
+    for moved, node in enumerate(kept):
         path = [tree.token_ids[i] for i in tree.path(node)[len(prefix) :]]
         assert [below.token_ids[i] for i in below.path(moved)] == path
-    assert len(below) == len(mapping)
+    assert len(below) == len(kept)
 
 
 @pytest.mark.parametrize("nodes", [[1], [0, 2], [0, 1, 3], [5], [-1]])
@@ -117,3 +117,10 @@ def test_nodes_that_do_not_hang_from_each_other_are_no_path(nodes: list[int]) ->
 @pytest.mark.parametrize("nodes", [[], [0], [0, 1], [2, 3]])
 def test_a_walk_down_from_the_root_is_a_path(nodes: list[int]) -> None:
     TokenTree([5, 6, 7, 8], [-1, 0, -1, 2]).check_path(nodes)
+
+
+@given(node_lists())
+def test_the_chain_of_first_children_is_known_to_come_first(lists: tuple[list[int], list[int]]) -> None:
+    tree, end = TokenTree(*lists), ROOT
+    chain = [end := node for node, parent in enumerate(tree.parents) if parent == end]
+    assert tree.is_chain_first == (chain == list(range(len(chain))))

@@ -166,6 +166,22 @@ def test_a_step_is_one_copy_to_the_device_and_its_tokens_one_wait_whatever_adjus
     assert (device.num_to_host - before[0], device.num_waits - before[1]) == (1, 1)
 
 
+def test_tokens_that_are_drawn_behind_a_pass_are_those_of_the_pass_and_nobody_has_waited_for_them(gpu: Gpu) -> None:
+    device, sampler = gpu.device, Sampler(gpu.runner.vocab_size, gpu.runner.device)
+    contexts = [
+        RowContext(SamplingParams(**{"max_tokens": 100, "seed": 3, **each}), len(prompt), 1, TokenHistory(prompt))
+        for each, prompt in zip([HARD[0], HARD[1], {"temperature": 0.0}], PROMPTS, strict=True)
+    ]
+    logits = torch.cat([prefill(gpu, prompt, line).cpu() for line, prompt in enumerate(PROMPTS)])
+    device.default.run()
+    before = device.num_waits, device.default.num_run
+    launched = gpu.runner.launch(batch_of(gpu, dict(enumerate(PROMPTS))))
+    drawn = launched.behind(lambda logits: sampler.start(logits, contexts))
+    assert (device.num_waits, device.default.num_run) == before
+    assert device.default.end == launched.end._end, "the pass ends with what was launched behind it"
+    assert drawn()() == Sampler(gpu.runner.vocab_size, "cpu").sample(logits, contexts)
+
+
 def compiled_for(counter: LaunchCounter) -> set[tuple[Any, ...]]:
     """What Triton compiles a kernel for: its constants, and what it makes of integers."""
     return {

@@ -253,7 +253,9 @@ def test_a_client_that_takes_nothing_for_long_is_no_session_that_decodes() -> No
         output=SimpleNamespace(num_tokens=1), turn_s=0.0, is_decode=True, num_committed=[1], gates=[],
         num_nodes=0, are_free=[],
     )  # fmt: skip
-    TurnTimes(cast("Any", SimpleNamespace(take_prompt_s=lambda: 0.0)), cast("Any", sessions)).observe(step, pacing)
+    times = TurnTimes(cast("Any", SimpleNamespace(take_prompt_s=lambda: 0.0)), cast("Any", sessions))
+    times.ended(step)
+    times.learn(pacing)
     assert told == [[0.2]], "starved"
 
 

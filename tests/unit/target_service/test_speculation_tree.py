@@ -150,6 +150,24 @@ def test_selected_nodes_keep_their_order_and_hang_as_before() -> None:
     assert order == [0, 2, 4]
 
 
+def test_a_whole_tree_that_is_verified_stays_what_it_was_when_its_session_goes_on() -> None:
+    tree = tree_of(proposal([1, 2, 5], [-1, 0, -1]))
+    verified, chosen = tree.select([0, 1, 2])
+    before = tree.hung()
+    tree.advance([1])
+    tree.merge(proposal([2, 9, 8], [-1, 0, 0], start=len(COMMITTED) + 1), [*COMMITTED, 1])
+    assert shape(tree) == ([2, 9, 8], [-1, 0, 0])
+    assert (verified.token_ids, verified.parents, chosen) == ([1, 2, 5], [-1, 0, -1], [0, 1, 2])
+    assert (before.tokens.token_ids, len(before.nodes)) == ([1, 2, 5], 3)
+
+
+def test_what_hung_without_nodes_is_not_what_hangs_later() -> None:
+    tree = tree_of()
+    before = tree.hung()
+    tree.merge(proposal([1, 2]), COMMITTED)
+    assert (len(before.tokens), before.nodes) == (0, [])
+
+
 def test_selected_first_children_come_first_so_that_their_kv_is_in_place() -> None:
     tree = tree_of(proposal([1, 5, 6, 2, 7, 3], [-1, -1, 1, 0, 0, 3]))
     selected, order = tree.select([0, 1, 2, 3, 4, 5])
