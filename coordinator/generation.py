@@ -27,6 +27,7 @@ from specdec.coordinator.sessions.request_trace import RequestTracer
 from specdec.coordinator.sessions.session import Request, Session
 from specdec.coordinator.sessions.table import SessionTable
 from specdec.coordinator.sessions.target_side import TargetSide
+from specdec.coordinator.tasks import in_turns
 from specdec.coordinator.tenants.quotas import TenantLease, TenantLimits
 from specdec.service.byte_budget import ByteBudget
 from specdec.store.interface import RequestHeld, RequestKey, TooManyConcurrent
@@ -101,6 +102,9 @@ class GenerateCalls:
             caller.held.enter_context(self._prompt_bytes.hold(caller.tenant, body.ByteSize()))
             with self._tenant_limits.lease(*key, caller.allowance, is_resume=body.HasField("resume")) as lease:
                 plan = await self._planner.plan(body, key, caller, trace)
+                # Each choice has the prompt's tokens as a list of its own.
+                num_more = (plan.sampling.n - 1) * len(plan.prompt)
+                caller.held.enter_context(self._prompt_bytes.hold(caller.tenant, num_more))
                 self._check_draining()  # nobody would wait for it any more
                 await self._run(plan, lease, write)
             code, reason, message = StatusCode.OK, "", ""
@@ -241,10 +245,10 @@ class GenerateCalls:
         unfinished = []
         for session, held in zip(request.sessions, plan.held, strict=True):
             session.tally.admission_s = admitted_s - request.arrived_s
-            if not replay(self._finisher, session, held, plan.max_model_len):
+            if not await in_turns(replay(self._finisher, session, held, plan.max_model_len)):
                 unfinished.append(session)
             self._journal.append(session, held.origins[: session.num_output_tokens])
-        return unfinished
+        return [session for session in unfinished if session.finish is None]
 
     async def _stream(self, plan: RequestPlan, write: Write, lease: TenantLease | None = None) -> None:
         request = plan.request

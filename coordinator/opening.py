@@ -11,6 +11,7 @@ from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.intake.admission import Place
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.sessions.session import Request, Session
+from specdec.coordinator.tasks import let_others_run
 from specdec.wire.errors import SpecdecError, internal_error
 
 
@@ -71,13 +72,17 @@ class Opener:
     async def _open(self, request: Request, sessions: Sequence[Session], place: Place) -> None:
         first = sessions[0]
         target = await self._fleet.pick_target(request, first.token_ids, self._target_timeout_s)
-        # No await from here on: the next pick must see this request's load.
-        draft = self._fleet.pick_draft(first.position) if first.speculate and first.may_have_draft else None
-        for session in sessions:
+        # No await from here on, but between long ones: the next pick must see this request's load.
+        for index, session in enumerate(sessions):
             if session.finish is not None:
                 place.end_one()
                 continue
+            if not target.is_up:  # since the last one was opened
+                await self._open(request, sessions[index:], place)
+                return
+            draft = self._fleet.pick_draft(first.position) if first.speculate and first.may_have_draft else None
             is_fork = session is not first and session.position == first.position == session.num_prompt_tokens
             session.fork_from = first.session_id if is_fork else ""
             session.on_ended = place.end_one
             self._decode_loop.open_session(session, target, draft)
+            await let_others_run(len(session.token_ids))

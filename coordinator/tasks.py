@@ -1,10 +1,14 @@
-"""End background tasks."""
+"""Background tasks are ended, and long work leaves turns of the event loop to others."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import TypeVar
 
+_T = TypeVar("_T")
+LONG_TOKENS = 32_768
+"""Tokens that are walked in one turn of the event loop, at most; a walk in C takes a millisecond."""
 _RETRY_S = 1.0
 """Seconds before a task is cancelled again, in case the first cancellation was lost."""
 
@@ -20,3 +24,27 @@ async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=_RETRY_S)
+
+
+async def in_turns(work: Generator[None, None, _T]) -> _T:
+    """Run work to its result; other tasks run wherever it yields."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+        await asyncio.sleep(0)
+
+
+async def let_others_run(num_tokens: int) -> None:
+    """Give other tasks a turn before the next walk over `num_tokens`, if they are many."""
+    if num_tokens > LONG_TOKENS:
+        await asyncio.sleep(0)
+
+
+def pieces(items: Sequence[_T], size: int | None = None) -> Iterator[Sequence[_T]]:
+    """A list in slices of at most `size` items, or `LONG_TOKENS`; one empty slice of an empty list."""
+    size = LONG_TOKENS if size is None else size
+    for start in range(0, max(1, len(items)), size):
+        yield items[start : start + size]

@@ -14,6 +14,7 @@ from specdec.coordinator.intake.planning import RequestCaller
 from specdec.coordinator.intake.reads.later_reads import LaterReads
 from specdec.coordinator.intake.reads.pending_reads import PendingReads
 from specdec.coordinator.intake.reads.reading import read_request, receive_request
+from specdec.coordinator.tasks import let_others_run
 from specdec.coordinator.tenants.api_keys import AUTHORIZATION_KEY, Authenticator
 from specdec.coordinator.tenants.quotas import Allowance
 from specdec.service.byte_budget import ByteBudget
@@ -104,6 +105,7 @@ class Callers:
             tenant = "" if is_open else self.identify(context)[0]
             data = await self.receive(context, tenant)
             request = read_request(request_type, data)
+            await let_others_run(len(data))
             del data
             return await behavior(request, context)
 

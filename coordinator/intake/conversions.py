@@ -7,13 +7,14 @@ answers encoded, in a thread when their tenant's turn comes, as long prompts are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from specdec.coordinator.intake.prompt import PromptReader
 from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import Limits, check_vocabulary
 from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.tasks import let_others_run
 from specdec.service.byte_budget import ByteBudget
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -89,9 +90,12 @@ class Conversions:
         num_bytes = request.ByteSize()
         held.enter_context(self._prompt_bytes.hold(tenant, num_bytes))
         served = self._fleet.require_served(request.model)
-        check_detokenized(request.token_ids, self._limits_of(served.identity))
+        limits = self._limits_of(served.identity)
+        check_num_ids(len(request.token_ids), limits)
+        token_ids = request.token_ids[:]  # as a list
+        await let_others_run(len(token_ids))
+        check_vocabulary("token_ids", token_ids, limits)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        token_ids = list(request.token_ids)
 
         def answer() -> bytes:
             text = served.tokenizer.decode(token_ids, skip, is_prompt=request.is_prompt)
@@ -118,10 +122,9 @@ class Conversions:
             raise InvalidRequest(field, f"the answer takes {num_bytes} bytes, the limit is {self._max_message_bytes}")
 
 
-def check_detokenized(token_ids: Sequence[int], limits: Limits) -> None:
-    """Check that token ids are of the vocabulary, and no more than a context holds. Raises InvalidRequest."""
-    if len(token_ids) > limits.max_model_len:
+def check_num_ids(num_ids: int, limits: Limits) -> None:
+    """Refuse more ids than a context holds. Raises InvalidRequest."""
+    if num_ids > limits.max_model_len:
         raise InvalidRequest(
-            "token_ids", f"{len(token_ids)} ids are more than a context of {limits.max_model_len} tokens holds"
+            "token_ids", f"{num_ids} ids are more than a context of {limits.max_model_len} tokens holds"
         )
-    check_vocabulary("token_ids", token_ids, limits)

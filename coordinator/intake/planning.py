@@ -39,6 +39,7 @@ from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.sessions.client_stream import ClientStream
 from specdec.coordinator.sessions.request_trace import RequestTrace
 from specdec.coordinator.sessions.session import Request
+from specdec.coordinator.tasks import in_turns, let_others_run
 from specdec.coordinator.tenants.quotas import Allowance
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
@@ -197,6 +198,7 @@ class Planner:
             turns, weight = self._turns, caller.allowance.weight
             reader = PromptReader(asked.served.tokenizer, asked.limits, turns, caller.tenant, weight)
             texts = await reader.tokenize(body, sampling)
+        await let_others_run(len(texts.prompt))
         terms = settle_terms(
             body,
             sampling,
@@ -214,7 +216,9 @@ class Planner:
             max_tokens=terms.max_tokens,
             stop=sampling.stop,
         )
+        await let_others_run(len(texts.prompt))
         journal_params = encode_params(body, texts.prompt, asked.seed)
+        await let_others_run(len(texts.prompt))
         prompt_start, held = await self._resume(body, key, asked, texts, terms, journal_params)
         return RequestPlan(
             request=_request(body, key, caller, asked, texts, terms, trace),
@@ -275,7 +279,7 @@ class Planner:
             check_params(record.params, params, str(body.WhichOneof("input")))
         lacks_prompt = sampling.prompt_logprobs is not None and start < len(texts.prompt)
         with_logprobs = sampling.token_sampling.HasField("num_logprobs")
-        held = held_choices(
+        merging = held_choices(
             body.resume,
             sampling.n,
             record,
@@ -283,7 +287,7 @@ class Planner:
             max_tokens=terms.max_tokens,
             computed_again=range(sampling.n) if with_logprobs else range(lacks_prompt),
         )
-        return start, held
+        return start, await in_turns(merging)
 
 
 def _request(

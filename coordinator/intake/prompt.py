@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import NoReturn
 
 from specdec.coordinator.intake.conversation import read_conversation
@@ -17,6 +16,7 @@ from specdec.coordinator.intake.prompt_length import (
 )
 from specdec.coordinator.intake.text_limits import TokenizingTurns
 from specdec.coordinator.intake.validation import CheckedSampling, Limits, check_vocabulary
+from specdec.coordinator.tasks import let_others_run
 from specdec.coordinator.text.bad_words import bad_word_sequences
 from specdec.coordinator.text.chat_template import RenderedTooLong
 from specdec.coordinator.text.request_templates import check_request_template
@@ -89,7 +89,9 @@ class PromptReader:
             raise InvalidRequest("input", "one of prompt, prompt_token_ids and messages is required")
         token_ids: Sequence[int]
         if kind == "prompt_token_ids":
-            token_ids = body.prompt_token_ids.token_ids
+            check_prompt_length(kind, len(body.prompt_token_ids.token_ids), sampling, self._limits)
+            token_ids = body.prompt_token_ids.token_ids[:]  # as a list
+            await let_others_run(len(token_ids))
         else:
             most = min(sampling.truncate_prompt_tokens or self._limits.max_model_len, self._limits.max_model_len)
             if kind == "messages":
@@ -129,7 +131,10 @@ class PromptReader:
                 _check_prediction_length("prediction.text", num_tokens, self._limits)
                 return token_ids
             case "token_ids":
-                return check_prediction("prediction.token_ids", prediction.token_ids.token_ids, self._limits)
+                _check_prediction_length("prediction.token_ids", len(prediction.token_ids.token_ids), self._limits)
+                token_ids = prediction.token_ids.token_ids[:]
+                await let_others_run(len(token_ids))
+                return check_prediction("prediction.token_ids", token_ids, self._limits)
             case _:
                 return []
 
@@ -272,18 +277,18 @@ def _refuse_prediction(field: str, size: str, limits: Limits) -> NoReturn:
     raise InvalidRequest(field, f"{size} are more than a context of {limits.max_model_len} tokens holds")
 
 
-def check_prediction(field: str, token_ids: Sequence[int], limits: Limits) -> list[int]:
+def check_prediction(field: str, token_ids: list[int], limits: Limits) -> list[int]:
     """Check predicted token ids: of the vocabulary, and no more than a context holds. Raises InvalidRequest."""
     _check_prediction_length(field, len(token_ids), limits)
     check_vocabulary(f"{field}.token_ids", token_ids, limits)
-    return list(token_ids)
+    return token_ids
 
 
 def check_prompt(field: str, token_ids: Sequence[int], sampling: CheckedSampling, limits: Limits) -> list[int]:
     """Check a prompt's token ids; returns them, truncated if the client asked for it. Raises InvalidRequest."""
     # Lengths first: a look at millions of ids would hold up other streams.
     num_cut = len(token_ids) - check_prompt_length(field, len(token_ids), sampling, limits)
-    kept = list(islice(token_ids, num_cut, None))
+    kept = [*token_ids[num_cut:]]
     if max(kept) >= limits.vocab_size:
         index = next(i for i, token in enumerate(kept) if token >= limits.vocab_size)
         raise InvalidRequest(

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
+from specdec.coordinator.tasks import LONG_TOKENS, pieces
 from specdec.store.interface import JournalRecord
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -97,12 +98,14 @@ def agree(choice: int, client_ids: Sequence[int], journal_ids: Sequence[int]) ->
     Raises:
         DataLoss: they differ; names the first position.
     """
-    for index, (ours, theirs) in enumerate(zip(journal_ids, client_ids, strict=False)):
-        if ours != theirs:
-            raise DataLoss(
-                f"choice {choice}: output token {index} is {theirs} for the client and {ours} in the journal",
-                reason="TOKENS_DIFFER",
-            )
+    num = min(len(client_ids), len(journal_ids))
+    if list(client_ids[:num]) != list(journal_ids[:num]):
+        pairs = enumerate(zip(journal_ids, client_ids, strict=False))
+        index, ours, theirs = next((index, ours, theirs) for index, (ours, theirs) in pairs if ours != theirs)
+        raise DataLoss(
+            f"choice {choice}: output token {index} is {theirs} for the client and {ours} in the journal",
+            reason="TOKENS_DIFFER",
+        )
     return list(journal_ids if len(journal_ids) > len(client_ids) else client_ids)
 
 
@@ -145,8 +148,8 @@ def held_choices(
     *,
     max_tokens: int,
     computed_again: Collection[int] = (),
-) -> list[HeldChoice]:
-    """Merge what client and journal hold, choice by choice.
+) -> Generator[None, None, list[HeldChoice]]:
+    """Merge what client and journal hold, choice by choice; for `in_turns`.
 
     For choices in `computed_again` only the client's tokens count: the journal keeps no log-probabilities.
 
@@ -155,7 +158,11 @@ def held_choices(
             `max_tokens` tokens.
         DataLoss: client and journal contradict each other.
     """
-    held = [_agreed(index, (), 0, record, index in computed_again) for index in range(n)]
+    held = list[HeldChoice]()
+    for index in range(n):
+        held.append(_agreed(index, (), 0, record, index in computed_again))
+        if len(held[-1].token_ids) > LONG_TOKENS:
+            yield
     seen: set[int] = set()
     for number, choice in enumerate(resume.choices):
         path = f"resume.choices[{number}]"
@@ -166,10 +173,15 @@ def held_choices(
         if len(choice.token_ids) > max_tokens:
             message = f"{len(choice.token_ids)} ids are more than the {max_tokens} tokens that a choice may have"
             raise InvalidRequest(f"{path}.token_ids", message)
-        if max(choice.token_ids, default=0) >= vocab_size:
-            raise InvalidRequest(f"{path}.token_ids", f"a token id is outside the vocabulary of {vocab_size}")
+        token_ids = list[int]()
+        for piece in pieces(choice.token_ids):
+            if max(piece, default=0) >= vocab_size:
+                raise InvalidRequest(f"{path}.token_ids", f"a token id is outside the vocabulary of {vocab_size}")
+            if token_ids:
+                yield
+            token_ids += piece
         index = choice.index
-        held[index] = _agreed(index, choice.token_ids, choice.text_offset_bytes, record, index in computed_again)
+        held[index] = _agreed(index, token_ids, choice.text_offset_bytes, record, index in computed_again)
     return held
 
 

@@ -8,7 +8,6 @@ from typing import Protocol, Self
 
 import grpc
 
-from specdec.coordinator.links.bounded_call import BoundedCall
 from specdec.coordinator.links.link_events import LinkEvents, LinkSettings
 from specdec.coordinator.links.replica_link import ReplicaLink
 from specdec.coordinator.links.wire import BidiCall
@@ -59,15 +58,19 @@ class DraftWire:
 
     def info(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
         """See `Wire.info`."""
-        return draft_pb2_grpc.DraftServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
+        return draft_pb2_grpc.DraftServiceStub(parsing(channel, counts_parts=True)).GetReplicaInfo(
+            pb.GetReplicaInfoRequest()
+        )
 
     def info_as_other(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
         """See `Wire.info_as_other`."""
-        return target_pb2_grpc.TargetServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
+        return target_pb2_grpc.TargetServiceStub(parsing(channel, counts_parts=True)).GetReplicaInfo(
+            pb.GetReplicaInfoRequest()
+        )
 
     def open(self, channel: grpc.aio.Channel) -> BidiCall[draft_pb2.DraftRequest]:
         """See `Wire.open`."""
-        return BoundedCall(channel)
+        return draft_pb2_grpc.DraftServiceStub(parsing(channel, counts_parts=True)).Draft()
 
     def attach(self, attach: pb.Attach) -> draft_pb2.DraftRequest:
         """See `Wire.attach`."""

@@ -43,15 +43,19 @@ class TargetWire:
 
     def info(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
         """See `Wire.info`."""
-        return target_pb2_grpc.TargetServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
+        return target_pb2_grpc.TargetServiceStub(parsing(channel, counts_parts=True)).GetReplicaInfo(
+            pb.GetReplicaInfoRequest()
+        )
 
     def info_as_other(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
         """See `Wire.info_as_other`."""
-        return draft_pb2_grpc.DraftServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
+        return draft_pb2_grpc.DraftServiceStub(parsing(channel, counts_parts=True)).GetReplicaInfo(
+            pb.GetReplicaInfoRequest()
+        )
 
     def open(self, channel: grpc.aio.Channel) -> BidiCall[target_pb2.VerifyRequest]:
         """See `Wire.open`."""
-        return target_pb2_grpc.TargetServiceStub(parsing(channel)).Verify()
+        return target_pb2_grpc.TargetServiceStub(parsing(channel, counts_parts=True)).Verify()
 
     def attach(self, attach: pb.Attach) -> target_pb2.VerifyRequest:
         """See `Wire.attach`."""
@@ -178,7 +182,7 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         pieces: list[bytes] = []
         configs: list[str] = []
         num_bytes = 0
-        stub = target_pb2_grpc.TargetServiceStub(parsing(self.channel.current))
+        stub = target_pb2_grpc.TargetServiceStub(parsing(self.channel.current, counts_parts=True))
         timeout_s = self._settings.connect_timeout_s * _TOKENIZER_PATIENCE
         asked = pb.GetTokenizerRequest(max_message_bytes=self._settings.max_message_bytes)
         async for piece in stub.GetTokenizer(asked, timeout=timeout_s):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from google.protobuf.json_format import ParseDict, ParseError
@@ -36,6 +37,11 @@ INPUTS = {
 """Types of the inputs; `streaming` is another name of `stream`."""
 _MOST_PARAMETERS_BYTES = 256 * 1024
 """Bytes of sampling_parameters, a schema among them."""
+_MOST_VALUES = 20_000
+"""Values of one parameter besides a schema: as many allowed tokens as there may be, and some. Each takes a microsecond
+and more."""
+_MOST_DEPTH = 64
+"""Depth of nested lists and objects, as in a conversation."""
 _OTHER_NAMES = {"include_stop_str_in_output": "include_stop_in_output", "max_new_tokens": "max_tokens"}
 _STRUCTURES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """Keys of vLLM's guided_decoding and structured_outputs, and our constraint's."""
@@ -65,15 +71,15 @@ class InferCall:
     """Names of the asked outputs."""
 
 
-def read_call(request: oip.ModelInferRequest, *, may_stream: bool) -> InferCall:
-    """Return the call of a request.
+def read_call(request: oip.ModelInferRequest, *, may_stream: bool, most_ids: int) -> InferCall:
+    """Return the call of a request, whose prompt may have `most_ids` token ids.
 
     Raises:
         InvalidRequest: names the tensor or parameter.
         NotFound: the model has no such version.
     """
     check_version(request.model_version)
-    tensors = read_tensors(request)
+    tensors = read_tensors(request, {"input_ids": most_ids})
     unknown = sorted(tensors.keys() - INPUTS.keys() - {"streaming"})
     if unknown:
         raise InvalidRequest("inputs", f"{unknown[0][:100]!r} is not read; the inputs are {', '.join(INPUTS)}")
@@ -107,7 +113,7 @@ def check_version(version: str) -> None:
         raise NotFound(f"model_version {version[:100]!r} does not exist: the only version is {VERSION}")
 
 
-def _outputs(request: oip.ModelInferRequest, tensors: Mapping[str, list[Any]]) -> tuple[str, ...]:
+def _outputs(request: oip.ModelInferRequest, tensors: Mapping[str, Sequence[Any]]) -> tuple[str, ...]:
     asked = [output.name for output in request.outputs] or [
         "text_output",
         *(name for name in OUTPUTS if _flag(tensors, f"return_{name}", False)),
@@ -120,7 +126,7 @@ def _outputs(request: oip.ModelInferRequest, tensors: Mapping[str, list[Any]]) -
     return tuple(dict.fromkeys(asked))
 
 
-def _one(tensors: Mapping[str, list[Any]], name: str, kind: type) -> Any:
+def _one(tensors: Mapping[str, Sequence[Any]], name: str, kind: type) -> Any:
     values = tensors[name]
     if len(values) != 1 or not isinstance(values[0], kind):
         what = "text (BYTES)" if kind is bytes else "truth value (BOOL)"
@@ -128,26 +134,29 @@ def _one(tensors: Mapping[str, list[Any]], name: str, kind: type) -> Any:
     return values[0]
 
 
-def _flag(tensors: Mapping[str, list[Any]], name: str, absent: bool) -> bool:
+def _flag(tensors: Mapping[str, Sequence[Any]], name: str, absent: bool) -> bool:
     return _one(tensors, name, bool) if name in tensors else absent
 
 
-def _text(tensors: Mapping[str, list[Any]], name: str) -> str:
+def _text(tensors: Mapping[str, Sequence[Any]], name: str) -> str:
     try:
         return _one(tensors, name, bytes).decode()
     except UnicodeDecodeError:
         raise InvalidRequest(name, "is not UTF-8") from None
 
 
-def _put_ids(generate: api.GenerateRequest, values: list[Any]) -> None:
+def _put_ids(generate: api.GenerateRequest, values: Sequence[Any]) -> None:
     generate.prompt_token_ids.SetInParent()
-    for index, value in enumerate(values):
-        if isinstance(value, bool | bytes) or not 0 <= value < 1 << 32:
-            raise InvalidRequest(f"input_ids[{index}]", "is no token id")
+    if not values:
+        return
+    are_numbers = not isinstance(values[0], bool | bytes)  # all are of one type
+    if not are_numbers or min(values) < 0 or max(values) >= 1 << 32:
+        wrong = (index for index, value in enumerate(values) if not are_numbers or not 0 <= value < 1 << 32)
+        raise InvalidRequest(f"input_ids[{next(wrong)}]", "is no token id")
     generate.prompt_token_ids.token_ids.extend(values)
 
 
-def _parameters(request: oip.ModelInferRequest, tensors: Mapping[str, list[Any]]) -> dict[str, Any]:
+def _parameters(request: oip.ModelInferRequest, tensors: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """Sampling parameters: those of the request's own map, and over them those of the tensor."""
     found: dict[str, Any] = {}
     for name, value in request.parameters.items():
@@ -160,11 +169,13 @@ def _parameters(request: oip.ModelInferRequest, tensors: Mapping[str, list[Any]]
             raise InvalidRequest("sampling_parameters", f"has more than {_MOST_PARAMETERS_BYTES} bytes")
         try:
             given = json.loads(text or "{}")
-            json.dumps(given, ensure_ascii=False).encode()  # half of a surrogate pair is in no text of protobuf
+            if "\\ud" in text.lower():  # half of a surrogate pair is in no text of protobuf
+                json.dumps(given, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise InvalidRequest("sampling_parameters", f"is not JSON: {error}") from None
         if not isinstance(given, dict):
             raise InvalidRequest("sampling_parameters", "must be a JSON object")
+        _check_values("sampling_parameters", given, inf)
         found |= given
     return found
 
@@ -205,7 +216,22 @@ def _constraint(field: str, value: Any) -> dict[str, Any]:
 
 
 def _parse(field: str, value: Any, message: Any) -> None:
+    _check_values(field, value, _MOST_VALUES)
     try:
         ParseDict(value, message)
     except (ParseError, TypeError, AttributeError, ValueError) as error:
         raise InvalidRequest(field, str(error).partition("\n")[0]) from None
+
+
+def _check_values(field: str, value: Any, most: float) -> None:
+    """Raises InvalidRequest for more than `most` values in lists and objects, or too deep ones."""
+    level, num = [value], 0
+    for _ in range(_MOST_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        num += sum(map(len, inner))
+        if num > most:
+            raise InvalidRequest(field, f"has more than {most:g} values")
+        if not inner:
+            return
+        level = [item for items in inner for item in items]
+    raise InvalidRequest(field, f"is nested deeper than {_MOST_DEPTH}")

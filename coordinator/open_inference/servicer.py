@@ -156,7 +156,8 @@ class OpenInferenceServicer:
         *,
         may_stream: bool,
     ) -> None:
-        call = read_call(request, may_stream=may_stream)
+        most_ids = self._fleet.require_served().identity.max_model_len
+        call = read_call(request, may_stream=may_stream, most_ids=most_ids)
         responses = InferResponses(call, request.id)
         del request
         caller = self._callers.request_caller(context, held)

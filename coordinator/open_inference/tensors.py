@@ -6,8 +6,9 @@ The binary form is little-endian; an element of BYTES has its length in 4 bytes 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from specdec.v1 import open_inference_pb2 as oip
@@ -26,21 +27,29 @@ _CONTENTS = {
 _LENGTH = struct.Struct("<I")
 _MOST_DIMENSIONS = 16
 """Of a shape: the product of thousands of sizes would take minutes."""
+_MOST_ELEMENTS = 64
+"""Elements of an input that is no list: one is read, and millions would take a second."""
 
 
-def read_tensors(request: oip.ModelInferRequest) -> dict[str, list[Any]]:
+def read_tensors(
+    request: oip.ModelInferRequest, most_elements: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Sequence[Any]]:
     """Elements of all inputs by name, in their order; BYTES stay bytes.
 
+    Args:
+        request: the request.
+        most_elements: elements that an input of numbers may have, by its name; others may have `_MOST_ELEMENTS`.
+
     Raises:
-        InvalidRequest: an input comes twice, has another type than `_CONTENTS` names, or not as many elements as its
-            shape says.
+        InvalidRequest: an input comes twice, has another type than `_CONTENTS` names, too many elements, or not as
+            many as its shape says.
     """
     raws = request.raw_input_contents
     if raws and len(raws) != len(request.inputs):
         raise InvalidRequest(
             "raw_input_contents", f"has {len(raws)} entries for {len(request.inputs)} inputs: send one for each"
         )
-    found: dict[str, list[Any]] = {}
+    found: dict[str, Sequence[Any]] = {}
     for index, tensor in enumerate(request.inputs):
         field = f"inputs[{index}]"
         if tensor.name in found:
@@ -53,11 +62,13 @@ def read_tensors(request: oip.ModelInferRequest) -> dict[str, list[Any]]:
             raise InvalidRequest(f"{field}.shape", f"has more than {_MOST_DIMENSIONS} dimensions")
         if any(size < 0 for size in tensor.shape):
             raise InvalidRequest(f"{field}.shape", "has a negative size")
-        count = prod(tensor.shape)
+        is_list = tensor.name in most_elements and tensor.datatype != "BYTES"
+        count, most = prod(tensor.shape), most_elements[tensor.name] if is_list else _MOST_ELEMENTS
+        if count > most:
+            raise InvalidRequest(f"{field}.shape", f"says {count} elements; {tensor.name[:100]!r} has at most {most}")
+        values: Sequence[Any] = getattr(tensor.contents, _CONTENTS[tensor.datatype])
         if raws:
             values = _from_raw(tensor.datatype, raws[index], count, f"raw_input_contents[{index}]")
-        else:
-            values = list(getattr(tensor.contents, _CONTENTS[tensor.datatype]))
         if len(values) != count:
             raise InvalidRequest(f"{field}.shape", f"says {count} elements, and there are {len(values)}")
         found[tensor.name] = values

@@ -5,6 +5,7 @@ Counts and buckets belong to this process. `shared_quotas.py` and the journal ha
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ _BURST_S = 10.0
 """Seconds of its rate that an idle tenant saves up, unless its burst is set."""
 _LEAST_SWEEP_BUCKETS = 1024
 """Buckets below which full ones are not removed: they take some hundred KiB."""
+_MOST_BUCKETS = 65_536
+"""Buckets kept, the emptiest first, when twice as many have debts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,11 @@ class _Bucket:
     def refill(self, rate: QuotaRate, now_s: float) -> None:
         self.level = min(rate.burst_tokens, self.level + (now_s - self.at_s) * rate.tokens_per_s)
         self.at_s, self.rate = now_s, rate
+
+    @property
+    def fullness(self) -> float:
+        """Fraction of the burst that is left; below 0 in debt."""
+        return self.level / self.rate.burst_tokens
 
 
 class Quotas(Protocol):
@@ -112,6 +120,9 @@ class TokenQuotas:
         for bucket in self._buckets.values():
             bucket.refill(bucket.rate, now_s)
         self._buckets = {t: b for t, b in self._buckets.items() if b.level < b.rate.burst_tokens}
+        if len(self._buckets) > _MOST_BUCKETS:
+            kept = heapq.nsmallest(_MOST_BUCKETS, self._buckets.items(), key=lambda entry: entry[1].fullness)
+            self._buckets = dict(kept)
         self._sweep_at = max(_LEAST_SWEEP_BUCKETS, 2 * len(self._buckets))
 
 

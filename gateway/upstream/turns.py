@@ -15,6 +15,8 @@ AVOID_S = 2.0
 """Seconds for which a coordinator that did not answer is tried last."""
 _BELIEVED_S = 0.5
 """Seconds for which an answer is reused: probes are frequent, and each calls every coordinator."""
+_MOST_TEMPLATES = 16
+"""Different chat templates of a model that are remembered, and logged."""
 _log = structlog.get_logger(__name__)
 
 
@@ -68,7 +70,7 @@ class Turns:
 
     def learn(self, address: str, template: str) -> None:
         """A coordinator has told the digest of its chat template; each that differs from the first is logged once."""
-        if template and template not in self.templates:
+        if template and template not in self.templates and len(self.templates) < _MOST_TEMPLATES:
             self.templates[template] = address
             if len(self.templates) > 1:
                 remedy = "give all targets the same chat template, and restart the coordinators"

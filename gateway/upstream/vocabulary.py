@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
@@ -9,8 +10,11 @@ from specdec.gateway.upstream.caller import CallerStub
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_PER_CALL = 1024
-_MOST_TOKENS = 2 * 1024 * 1024
-"""Tokens kept, of all tokenizers; more are of models no longer served, and all are dropped."""
+_MOST_TOKENS = 512 * 1024
+"""Tokens kept, of all tokenizers: some 80 MB. The tokenizer that was asked for least lately is dropped first."""
+_MOST_TOKENIZERS = 64
+_MOST_TOKEN_BYTES = 1024
+"""Bytes kept of a token's text, at most; the longest in use have an eighth."""
 
 
 @dataclass(slots=True)
@@ -23,20 +27,25 @@ class Vocabulary:
     """The texts of tokens, by the digest of their tokenizer."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
+        self._known: OrderedDict[str, _Known] = OrderedDict()
 
     async def learn(self, caller: CallerStub, digest: str, token_ids: Iterable[int]) -> TokenTexts:
         """Fetch the texts of missing tokens; returns all known ones of the tokenizer. Raises SpecdecError."""
-        if sum(len(known.texts) for known in self._known.values()) > _MOST_TOKENS:
-            self._known = {}
         known = self._known.setdefault(digest, _Known())
+        self._known.move_to_end(digest)
+        while self._is_full():
+            self._known.popitem(last=False)
         missing = sorted({token_id for token_id in token_ids if token_id not in known.texts})
         for start in range(0, len(missing), _MOST_PER_CALL):
             wanted = missing[start : start + _MOST_PER_CALL]
             answer = await caller.call("Detokenize", api.DetokenizeRequest(token_ids=wanted, with_tokens=True))
-            known.texts.update(zip(wanted, answer.tokens, strict=False))
-            known.special.update(answer.special_token_ids)
+            known.texts.update(zip(wanted, (text[:_MOST_TOKEN_BYTES] for text in answer.tokens), strict=False))
+            known.special.update(set(wanted).intersection(answer.special_token_ids))
         return TokenTexts(known.texts, known.special)
+
+    def _is_full(self) -> bool:
+        num_tokens = sum(len(known.texts) for known in self._known.values())
+        return num_tokens > _MOST_TOKENS or len(self._known) > _MOST_TOKENIZERS
 
 
 class TokenTexts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,25 @@ def is_short(num_processes: int = 1, root: Path = _CGROUPS, proc: Path = Path("/
 def own_bytes(proc: Path = Path("/proc/self")) -> int:
     """Bytes of memory that a process has."""
     return int((proc / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's struct mallinfo2: the fifth of its fields has the bytes of mapped blocks, the eighth those of others."""
+
+    _fields_ = [(f"field_{number}", ctypes.c_size_t) for number in range(10)]
+
+
+_MALLINFO = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if _MALLINFO is not None:
+    _MALLINFO.restype = _MallocInfo
+
+
+def allocated_bytes() -> int:
+    """Bytes that this process's native code has allocated; 0 where glibc does not tell. Takes some microseconds."""
+    if _MALLINFO is None:
+        return 0
+    info = _MALLINFO()
+    return int(info.field_4 + info.field_7)
 
 
 def limit_bytes(root: Path = _CGROUPS, proc: Path = Path("/proc/self")) -> int:

@@ -19,6 +19,8 @@ MAX_PROPOSAL_BYTES = 48 * 1024
 """Bytes of a proposal: 64 nodes with 64 probabilities each take 38 KB."""
 MAX_STREAM_FRAME_BYTES = 4 * 2**20
 """Bytes of a frame, a quarter of the default limit: an urgent message waits behind one such frame at most."""
+_MOST_FRAME_ENTRIES = 4096
+"""Entries of a frame: a receiver reads a frame as a whole, and counts its parts."""
 _FRAME_OVERHEAD_BYTES = 1024
 """Bytes of a stream's frame besides its entries: the load report, tags and lengths."""
 ENTRY_OVERHEAD_BYTES = 8
@@ -50,11 +52,12 @@ def frame_bytes(message_bytes: int) -> int:
 
 
 def frame_slices(sizes: Iterable[int], most: int) -> Iterator[slice]:
-    """Cut entries of these sizes into frames of at most `most` bytes, in order; an entry that is larger goes alone."""
+    """Cut entries of these sizes into frames of at most `most` bytes and 4096 entries, in order; an entry that is too
+    large goes alone."""
     start = num = size = 0
     for entry_bytes in sizes:
         needed = entry_bytes + ENTRY_OVERHEAD_BYTES
-        if num and size + needed > most:
+        if num and (size + needed > most or num == _MOST_FRAME_ENTRIES):
             yield slice(start, start + num)
             start, num, size = start + num, 0, 0
         num, size = num + 1, size + needed

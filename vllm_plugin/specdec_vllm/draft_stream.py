@@ -9,11 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 from google.rpc import code_pb2
 
-from specdec.coordinator.links.bounded_call import BoundedCall
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 from specdec.wire.backoff import Backoff
@@ -77,7 +77,7 @@ class DraftStream:
         self._wake = asyncio.Event()
         self._num_bad = self._num_strays = 0
         self._reset_reason = ""
-        self._call: BoundedCall | None = None
+        self._call: Any = None
 
     def fits(self, num_tokens: int) -> bool:
         """Whether it can take a row of this length."""
@@ -195,10 +195,10 @@ class DraftStream:
         await self._channel.renew()
         channel = self._channel.current
         async with asyncio.timeout(self._settings.connect_timeout_s):
-            stub = draft_pb2_grpc.DraftServiceStub(parsing(channel))
+            stub = draft_pb2_grpc.DraftServiceStub(parsing(channel, counts_parts=True))
             info = parsed(await stub.GetReplicaInfo(pb.GetReplicaInfoRequest()))
         self._message_bytes = most_bytes(info.max_message_bytes, self._settings.max_message_bytes)
-        call = self._call = BoundedCall(channel)
+        call = self._call = stub.Draft()
         writer: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
@@ -206,7 +206,7 @@ class DraftStream:
                     owner_id=self._owner_id, lease_generation=1, max_message_bytes=self._settings.max_message_bytes
                 )
                 await call.write(draft_pb2.DraftRequest(attach=attach))
-                frame = await call.read()
+                frame = parsed(await call.read())
             if not isinstance(frame, draft_pb2.DraftResponse) or not frame.HasField("attached"):
                 raise Unfit("its first frame answers no attach: is it a draft?")
             with self._lock:
@@ -215,7 +215,7 @@ class DraftStream:
             while isinstance(frame, draft_pb2.DraftResponse):
                 with self._lock:
                     self._take(frame)
-                frame = await call.read()
+                frame = parsed(await call.read())
         finally:
             self._call = None
             call.cancel()
@@ -236,7 +236,7 @@ class DraftStream:
         compared = "" if ours and theirs else "; its tokenizer could not be compared"
         _log.info("draft %s is ready: %s%s", self.address, identity.name, compared)
 
-    async def _write(self, call: BoundedCall) -> None:
+    async def _write(self, call: Any) -> None:
         try:
             while True:
                 await self._wake.wait()

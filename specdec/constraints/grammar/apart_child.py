@@ -14,11 +14,12 @@ from llguidance import LLTokenizer
 from specdec.constraints.grammar.follower import GrammarFollower
 from specdec.constraints.grammar.source import make_matcher, make_tokenizer
 from specdec.constraints.limits.faults import GrammarError
+from specdec.service.memory_limit import limit_bytes
 from specdec.service.process import die_with_parent
 
 _NICENESS = 19
 _MOST_BYTES = 2 * 2**30
-"""Bytes beyond those of the process at its start."""
+"""Bytes beyond those of the process at its start, at most; an eighth of the service's limit, if that is less."""
 
 
 def main() -> int:
@@ -40,7 +41,8 @@ def main() -> int:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Bound the process's memory to `more_bytes` beyond what it has."""
+    """Bound the process's memory to `more_bytes` beyond what it has, or an eighth of what its service may have."""
+    more_bytes = min(more_bytes, limit_bytes() // 8)
     with open("/proc/self/statm", encoding="ascii") as statm:
         own_bytes = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (own_bytes + more_bytes, own_bytes + more_bytes))

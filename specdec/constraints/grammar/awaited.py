@@ -36,7 +36,10 @@ class KnownConstraint:
 
     def follower(self) -> GrammarFollower:
         """A follower at the constraint's start. Raises GrammarError: the constraint does not compile."""
-        return GrammarFollower(self.compilation.result(), self.compilation.source.field, **self.following)
+        compilation = self.compilation
+        follower = GrammarFollower(compilation.result(), compilation.source.field, **self.following)
+        follower.on_grown = compilation.on_grown
+        return follower
 
 
 class Constrained(Protocol):

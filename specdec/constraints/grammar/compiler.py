@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from google.rpc import code_pb2
 from llguidance import LLMatcher, LLTokenizer
 
 from specdec.constraints.grammar.checker import GrammarChecker
 from specdec.constraints.grammar.figures import GrammarFigures
-from specdec.constraints.grammar.held import HeldConstraints
+from specdec.constraints.grammar.held import HeldConstraints, Holding
 from specdec.constraints.grammar.source import GrammarSource, TokenizerArguments, grammar_source, make_matcher
 from specdec.constraints.grammar.source import make_tokenizer as _make_tokenizer
 from specdec.constraints.grammar.structural_tags import SpecialTokens
@@ -46,6 +49,8 @@ class Compilation:
     num_asked: int = 1
     """Requests for it since it was cached."""
     code: int = code_pb2.INVALID_ARGUMENT
+    on_grown: Callable[[int], str] = lambda num_bytes: ""
+    """Counts bytes by which the automaton has grown; returns why it must not be used on, empty: it may."""
     debt_s: float = 0.0
     """Seconds by which its sessions' masks have exceeded the budgets of steps; only the engine's thread uses it."""
 
@@ -174,8 +179,17 @@ class GrammarCompiler:
                 for key in [key for key, known in self._known.items() if known is compilation]:
                     del self._known[key]  # it may be asked for again
                 return False
-            self._held.hold(compilation, compilation.tenant, num_bytes)
+            holding = self._held.hold(compilation, compilation.tenant, num_bytes)
+        compilation.on_grown = partial(self._grew, weakref.ref(compilation), holding)
         return True
+
+    def _grew(self, grown: weakref.ref[Compilation], holding: Holding, num_bytes: int) -> str:
+        with self._lock:
+            others = [key for key, known in self._known.items() if known.matcher is not None and known is not grown()]
+            while (refusal := self._held.grow(holding, num_bytes)) and others:
+                num_bytes = 0
+                del self._known[others.pop(0)]
+        return refusal
 
     def _take(self) -> Compilation:
         with self._lock:

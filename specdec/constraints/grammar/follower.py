@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,18 @@ from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
+from google.rpc import code_pb2
 from llguidance import LLMatcher
 
 from specdec.constraints.grammar.source import shown
 from specdec.constraints.limits.faults import GrammarError
+from specdec.service.memory_limit import allocated_bytes
 
 MaskWords = npt.NDArray[np.uint32]
+_WEIGHED_CALLS = 32
+"""Calls per call whose growth of memory is looked at, at random: a look takes as long as a mask."""
+_LEAST_GROWN_BYTES = 4096
+"""Bytes that other threads may have allocated meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,9 @@ class GrammarFollower:
         self._trail: list[tuple[_Phase, int]] = []
         """For each uncommitted token, the phase before it and the token."""
         self._spent_s = 0.0
+        self.on_grown: Callable[[int], str] | None = None
+        """Counts bytes by which the shared automaton has grown; returns why it must not be used on, empty: it may."""
+        self._outgrown: GrammarError | None = None
 
     def take_spent_s(self) -> float:
         """Seconds of processor time that calls have taken since the last call of this method."""
@@ -150,6 +160,8 @@ class GrammarFollower:
         """
         nothing = NodeMask(self._no_words())
         found = [nothing] * (1 + len(token_ids))
+        is_weighed = self.on_grown is not None and random.random() * _WEIGHED_CALLS < 1
+        before = allocated_bytes() if is_weighed else 0
 
         def look(node: int) -> bool:
             found[1 + node] = self._mask(held_back[1 + node] if held_back else ())
@@ -159,6 +171,8 @@ class GrammarFollower:
         if look(-1):
             self._visit(token_ids, parents, look)
         self._spent_s += time.thread_time() - began_s
+        if is_weighed:
+            self._grew(allocated_bytes() - before)
         return found
 
     def mask_after(self, token_ids: Sequence[int], held_back: Collection[int] = ()) -> NodeMask:
@@ -186,6 +200,13 @@ class GrammarFollower:
         return found[:limit]
 
     # --- details
+
+    def _grew(self, num_bytes: int) -> None:
+        """A call in `_WEIGHED_CALLS` is weighed, and stands for the others."""
+        if self.on_grown is None or num_bytes <= _LEAST_GROWN_BYTES:
+            return
+        if refusal := self.on_grown(num_bytes * _WEIGHED_CALLS):
+            self._outgrown = GrammarError(self._field, refusal, code_pb2.RESOURCE_EXHAUSTED)
 
     def _visit(self, token_ids: Sequence[int], parents: Sequence[int], look: Callable[[int], bool]) -> None:
         """Call `look` at each allowed node, depth first; skip the children of a node if it returns False."""
@@ -262,6 +283,8 @@ class GrammarFollower:
         return words
 
     def _mask(self, held_back: Collection[int]) -> NodeMask:
+        if self._outgrown is not None:
+            return NodeMask(self._no_words(), fault=self._outgrown)
         if self._phase is _Phase.BEFORE:
             if not self._holds_back_eos:
                 return NodeMask(None)

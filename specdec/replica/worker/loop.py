@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic
 
 import structlog
-from google.protobuf.message import DecodeError
 from google.rpc import code_pb2
 
 from specdec.replica.bridge.frames import EnginePort, Frame, FrameKind, PeerGone
@@ -40,6 +39,7 @@ from specdec.replica.worker.sessions import Owner, SessionT, StaleLease, may_rep
 from specdec.replica.worker.trace import SessionTrace
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.error_details import session_key
+from specdec.wire.parsing.parts import MalformedFrame, read_frame
 
 _LOAD_INTERVAL_S = 0.25
 """Seconds between two load reports."""
@@ -301,11 +301,9 @@ class EngineWorker(Generic[SessionT]):
 
     def _handle_message(self, stream_id: int, payload: bytes) -> Iterator[None]:
         try:
-            request = self._wire.request.FromString(payload)
-        except DecodeError:
-            self._responses.abort(
-                stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the message does not parse"
-            )
+            request = read_frame(self._wire.request, payload)
+        except MalformedFrame as error:
+            self._responses.abort(stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", str(error))
             return
         owner = self._sessions.owner_of(stream_id)
         if request.HasField("attach") == (owner is not None):

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+_MessageT = TypeVar("_MessageT", bound=Message)
 
 MOST_PARTS = 32_768
 """Parts of a message: its fields and those of inner messages. Thousands of chat messages have half as many."""
+_MOST_FRAME_PARTS = 2**17
+"""Parts of a frame between processes: 4096 entries of one token have half as many."""
 _PACKED_BYTES_PER_PART = 128
 """Bytes of a list of numbers that cost as much to parse as one part: 4 MiB of token ids fit into a message."""
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
@@ -31,6 +36,10 @@ class TooManyParts(Exception):
     def __init__(self, field: str, most: int) -> None:
         super().__init__(f"more than {most} values in one message")
         self.field = field
+
+
+class MalformedFrame(Exception):
+    """A peer's frame cannot be read; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,17 @@ def check_parts(message: Any, data: bytes, most: int = MOST_PARTS) -> None:
         raise TooManyParts(".".join(path) or "request", most) from None
     except (IndexError, KeyError):
         return
+
+
+def read_frame(kind: type[_MessageT], data: bytes) -> _MessageT:
+    """A frame of a peer, parsed. Raises MalformedFrame: it has too many parts, or does not parse."""
+    try:
+        check_parts(kind.DESCRIPTOR, data, _MOST_FRAME_PARTS)
+        return kind.FromString(data)
+    except TooManyParts as error:
+        raise MalformedFrame(f"{error.field}: {error}") from None
+    except DecodeError:
+        raise MalformedFrame("the message does not parse") from None
 
 
 def find_invalid_utf8(message: Any, data: bytes) -> str | None:

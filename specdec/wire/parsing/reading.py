@@ -1,7 +1,8 @@
-"""Answers and statuses of peers that do not parse."""
+"""Answers and statuses of peers that do not parse, or would take long to."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -12,12 +13,15 @@ from google.rpc import status_pb2
 
 from specdec.wire.error_details import cut
 from specdec.wire.errors import Internal, to_status
+from specdec.wire.parsing.parts import MOST_PARTS, TooManyParts, check_parts
 
 _T = TypeVar("_T")
 _ChannelT = TypeVar("_ChannelT", grpc.Channel, grpc.aio.Channel)
 _NEVER = {grpc.StatusCode.OK.value[0], grpc.StatusCode.UNKNOWN.value[0]}
 """Codes that no sound engine sends: it ends a stream only with an error and a reason."""
 _ERROR_CODES = {code.value[0] for code in grpc.StatusCode} - _NEVER
+_MOST_PARTS = {"specdec.v1.VerifyResponse": 2**20}
+"""Parts of an answer by its type, others `MOST_PARTS`: log-probabilities of 4 MiB have as many."""
 _MOST_BYTES = 4096
 """Bytes of a status, at most: gRPC drops larger trailers."""
 _log = structlog.get_logger(__name__)
@@ -31,9 +35,12 @@ class Unparsable:
         """For people."""
 
 
-def parsing(channel: _ChannelT) -> _ChannelT:
-    """A channel for stubs whose answers are checked with `parsed`; close the original channel."""
-    return cast(_ChannelT, _ParsingChannel(channel))
+def parsing(channel: _ChannelT, *, counts_parts: bool = False) -> _ChannelT:
+    """A channel for stubs whose answers are checked with `parsed`; close the original channel.
+
+    `counts_parts`: answers that have too many parts are not parsed, for the peer must not hold up others.
+    """
+    return cast(_ChannelT, _ParsingChannel(channel, counts_parts=counts_parts))
 
 
 def parsed(answer: _T) -> _T:
@@ -44,16 +51,23 @@ def parsed(answer: _T) -> _T:
 
 
 class _ParsingChannel:
-    def __init__(self, channel: grpc.Channel | grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.Channel | grpc.aio.Channel, *, counts_parts: bool) -> None:
         self._channel = channel
+        self._counts_parts = counts_parts
 
     def __getattr__(self, arity: str) -> Callable[..., Any]:
         make = getattr(self._channel, arity)
 
         def multi_callable(path: str, *, response_deserializer: Callable[[bytes], Any], **options: Any) -> Any:
+            kind = response_deserializer.__self__.DESCRIPTOR  # type: ignore[attr-defined]
+            most = _MOST_PARTS.get(kind.full_name, MOST_PARTS) if self._counts_parts else sys.maxsize
+
             def deserialize(data: bytes) -> Any:
                 try:
+                    check_parts(kind, data, most)
                     return response_deserializer(data)
+                except TooManyParts as error:
+                    return Unparsable(f"{error.field}: {error}")
                 except (DecodeError, TypeError) as error:  # there is no data where a call ended well without an answer
                     return Unparsable(str(error))
 

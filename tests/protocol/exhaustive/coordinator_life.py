@@ -158,7 +158,8 @@ class CoordinatorLife:
         for session, token_ids in zip(sessions, held, strict=True):
             origins = [pb.ORIGIN_DECODE] * len(token_ids)
             choice = HeldChoice(list(token_ids), origins, num_at_client=len(token_ids))
-            replay(self.finisher, session, choice, model.MAX_MODEL_LEN)
+            for _ in replay(self.finisher, session, choice, model.MAX_MODEL_LEN):
+                pass
         return request
 
     def _make_session(self, request: Request, choice: int) -> Session:

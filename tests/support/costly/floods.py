@@ -1,31 +1,14 @@
-"""Messages over gRPC in which one field has grown, and what an event loop does with them."""
+"""Messages over gRPC in which one field has grown."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import Message
 
-from specdec.coordinator.intake.conversions import check_detokenized
-from specdec.coordinator.intake.prompt import check_prediction, check_prompt
-from specdec.coordinator.intake.prompt_length import check_num_messages, check_prompt_bytes
-from specdec.coordinator.intake.reads.reading import read_request
-from specdec.coordinator.intake.resume import held_choices
-from specdec.coordinator.intake.validation import (
-    Limits,
-    check_cache_salt,
-    check_request_id,
-    check_sampling,
-    check_speculation,
-)
-from specdec.coordinator.open_inference.requests import read_call as read_infer
-from specdec.coordinator.vllm_engine.requests import read_call as read_vllm
-from specdec.v1 import common_pb2 as pb
-from specdec.v1 import coordinator_pb2 as api
+from specdec.coordinator.intake.validation import Limits
 from specdec.v1 import open_inference_pb2 as oip
-from specdec.v1 import vllm_engine_pb2 as vllm
 
 MOST_TOKENS = 2**20
 LIMITS = Limits(
@@ -74,31 +57,44 @@ def floods(message: Descriptor, num_bytes: int) -> Iterator[tuple[str, bytes]]:
                 yield f"{field.name}.{name}", delimited(field.number, payload)
 
 
-def check(kind: type[Message], data: bytes) -> None:
-    """All that is done on an event loop before a request waits for its turn."""
-    request: Any = read_request(kind, data)
-    if isinstance(request, oip.ModelInferRequest):
-        read_infer(request, may_stream=True)
-        return
-    if isinstance(request, vllm.VllmGenerateRequest):
-        read_vllm(request)
-        return
-    if not isinstance(request, api.GenerateRequest | api.TokenizeRequest | api.DetokenizeRequest):
-        return
-    if isinstance(request, api.DetokenizeRequest):
-        check_detokenized(request.token_ids, LIMITS)
-        return
-    if isinstance(request, api.TokenizeRequest):
-        check_num_messages(len(request.messages.messages), LIMITS)
-        return
-    check_request_id(request.request_id)
-    check_cache_salt(request.cache_salt)
-    sampling = check_sampling(request.sampling, LIMITS)
-    check_speculation(request.speculation, pb.VERIFY_MODE_COUPLED, LIMITS)
-    held_choices(request.resume, 16, None, LIMITS.vocab_size, max_tokens=LIMITS.max_tokens)
-    check_prediction("prediction", request.prediction.token_ids.token_ids, LIMITS)
-    check_num_messages(len(request.messages.messages), LIMITS)
-    if request.WhichOneof("input") == "prompt":
-        check_prompt_bytes("prompt", len(request.prompt.encode()), LIMITS)
-    if request.WhichOneof("input") == "prompt_token_ids":
-        check_prompt("prompt_token_ids", request.prompt_token_ids.token_ids, sampling, LIMITS)
+def infers(num_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """Requests of the Open Inference protocol whose parts belong together, the prompt's or a parameter's grown."""
+    for name, datatype, raw, num in (
+        ("text_input", "BYTES", bytes(num_bytes), num_bytes // 4),
+        ("stream", "BOOL", b"\1" * num_bytes, num_bytes),
+        ("input_ids", "BOOL", b"\1" * num_bytes, num_bytes),
+        ("input_ids", "BYTES", bytes(num_bytes), num_bytes // 4),
+        ("input_ids", "INT32", bytes(num_bytes), num_bytes // 4),
+        ("input_ids", "UINT64", bytes(8 * MOST_TOKENS), MOST_TOKENS),
+        ("input_ids", "INT64", b"\xff" * 8 * MOST_TOKENS, MOST_TOKENS),
+    ):
+        tensor = oip.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=[num])
+        yield f"{num} {datatype} of {name}", _infer(tensor, raw)
+    typed = oip.ModelInferRequest(inputs=[{"name": "input_ids", "datatype": "INT64", "shape": [MOST_TOKENS]}])
+    typed.inputs[0].contents.int64_contents.extend([LIMITS.vocab_size - 1] * MOST_TOKENS)
+    yield "typed ids", typed.SerializeToString()
+    for name, value in (
+        ("allowed_token_ids", [1] * 100_000),
+        ("allowed_token_ids", [1] * 16_384),
+        ("bad_words", [""] * 60_000),
+        ("logit_bias", dict.fromkeys(map(str, range(25_000)), 0)),
+        ("prediction", {"token_ids": {"token_ids": [1] * 100_000}}),
+        ("structured_outputs", {"choice": [""] * 60_000}),
+        ("structured_outputs", {"json": {"enum": [1] * 100_000}}),
+        ("unknown", [[]] * 60_000),
+    ):
+        text = json.dumps({name: value}, separators=(",", ":")).encode()
+        tensor = oip.ModelInferRequest.InferInputTensor(name="sampling_parameters", datatype="BYTES", shape=[1])
+        yield f"{len(text)} bytes of {name}", _infer(tensor, len(text).to_bytes(4, "little") + text)
+
+
+def _infer(tensor: oip.ModelInferRequest.InferInputTensor, raw: bytes) -> bytes:
+    """A request with this input and what it needs besides."""
+    others = {"exclude_input_in_output": ("BOOL", b"\1")}
+    if tensor.name == "sampling_parameters":
+        others |= {"text_input": ("BYTES", b"\1\0\0\0a")}
+    request = oip.ModelInferRequest(inputs=[tensor], raw_input_contents=[raw])
+    for name, (datatype, content) in others.items():
+        request.inputs.add(name=name, datatype=datatype, shape=[1])
+        request.raw_input_contents.append(content)
+    return request.SerializeToString()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from google.rpc import code_pb2
 
+from specdec.constraints.grammar import follower as follower_module
+from specdec.constraints.grammar.awaited import KnownConstraint
 from specdec.constraints.grammar.compiler import Compilation, GrammarCompiler
+from specdec.constraints.grammar.follower import Following
+from specdec.constraints.grammar.held import HeldConstraints
 from specdec.constraints.limits import MAX_CHOICES, MAX_CONSTRAINT_BYTES
 from specdec.constraints.limits.faults import GrammarError
 from specdec.v1 import common_pb2 as pb
@@ -166,3 +172,75 @@ def test_a_tenant_that_holds_many_constraints_is_refused_and_others_and_those_th
     held.clear()
     again = [compile(number, b"greedy") for number in range(3000, 3000 + num_held // 2)]
     assert not any(compilation.fault for compilation in again)
+
+
+BLOWS_UP = pb.Constraint(regex="([a-z ]*a[a-z ]{12})*")
+"""Its automaton has 2**12 states and more, which come into being as texts reach them."""
+
+
+def walk(compiler: GrammarCompiler, tenant: bytes, seed: int, num_steps: int) -> GrammarError | None:
+    """Follow random texts; returns the fault that ended it."""
+    constraint = KnownConstraint(
+        wait_for(compiler.compile(BLOWS_UP, tenant)),
+        Following(
+            vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], after_token_id=None, opening_token_id=None, holds_back_eos=True
+        ),
+    )
+    follower, rng = constraint.follower(), random.Random(seed)
+    for _ in range(num_steps):
+        (mask,) = follower.masks((), ())
+        if mask.fault is not None:
+            return mask.fault
+        assert mask.words is not None
+        allowed = np.flatnonzero(np.unpackbits(mask.words.view(np.uint8), bitorder="little")[:VOCAB_SIZE])
+        follower.commit([int(rng.choice(allowed))])
+    return None
+
+
+def test_what_a_constraint_grows_to_while_it_is_used_counts_and_what_it_may_not_have_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follower_module, "_WEIGHED_CALLS", 1)
+    large = GrammarCompiler(TOKENIZER.to_str(), VOCAB_SIZE, (EOS,))
+    assert walk(large, b"greedy", 1, 300) is None
+    small = GrammarCompiler(TOKENIZER.to_str(), VOCAB_SIZE, (EOS,), most_bytes=2 * 2**20)
+    other = wait_for(small.compile(pb.Constraint(regex="b+"), b"greedy"))
+    fault = walk(small, b"greedy", 1, 300)
+    assert fault is not None
+    assert (fault.field, fault.code) == ("constraint.regex", code_pb2.RESOURCE_EXHAUSTED)
+    assert "of the tenant's constraints are in use, the limit is 512 KiB" in str(fault)
+    assert other.matcher is not None
+    assert not wait_for(small.compile(pb.Constraint(regex="c+"), b"polite")).fault
+
+
+def test_samples_of_growth_stand_for_all_of_it() -> None:
+    held = HeldConstraints(2**30)
+    told = []
+    for seed in range(2):
+        compiler = GrammarCompiler(TOKENIZER.to_str(), VOCAB_SIZE, (EOS,))
+        compiler._held = held
+        wait_for(compiler.compile(BLOWS_UP, b"%d" % seed))
+        before = held._num_bytes[b"%d" % seed]
+        for walked in range(4):
+            assert walk(compiler, b"%d" % seed, walked, 400) is None
+        told.append(held._num_bytes[b"%d" % seed] - before)
+    assert max(told) <= 24 * 2**20
+    assert sum(told) > 2**17
+
+
+def test_who_names_a_new_tenant_for_each_constraint_has_a_bound_too() -> None:
+    held, owners = HeldConstraints(2**20), [_Owner() for _ in range(100)]
+    refused = 0
+    for number, owner in enumerate(owners):
+        if held.refusal(b"%d" % number, 1):
+            refused += 1
+        else:
+            held.hold(owner, b"%d" % number, 1)
+    assert refused == 92
+    del owner
+    owners.clear()
+    assert not held._num_bytes
+
+
+class _Owner:
+    """What holds a constraint."""

@@ -87,7 +87,7 @@ def test_parameters_have_vllms_names_and_values_that_ask_for_nothing() -> None:
         "include_stop_str_in_output": True, "max_tokens": 7, "seed": 3, "logit_bias": {"5": 1.0}, "stop": "end",
         "guided_decoding": {"json": {"type": "object"}}, "cache_salt": "s", "speculation": {"enabled": False},
     }  # fmt: skip
-    call = read_call(infer(given), may_stream=False)
+    call = read_call(infer(given), may_stream=False, most_ids=100)
     sampling = api.SamplingParams(
         temperature=0.5, top_p=0.9, stop=["end"], include_stop_in_output=True, max_tokens=7, seed=3,
         logit_bias={5: 1.0}, n=2,
@@ -104,16 +104,16 @@ def test_the_requests_own_parameters_count_and_the_tensor_overrides_them() -> No
     request.parameters["max_tokens"].int64_param = 9
     request.parameters["temperature"].double_param = 0.25
     request.parameters["triton_enable_empty_final_response"].bool_param = True
-    sampling = read_call(request, may_stream=False).generate.sampling
+    sampling = read_call(request, may_stream=False, most_ids=100).generate.sampling
     assert (sampling.max_tokens, sampling.temperature) == (5, 0.25)
 
 
 def test_streams_leave_the_prompt_out_and_outputs_are_those_asked_for() -> None:
     request = infer(stream=[True], return_finish_reason=[True])
-    call = read_call(request, may_stream=True)
+    call = read_call(request, may_stream=True, most_ids=100)
     assert (call.is_streamed, call.echoes_prompt, call.outputs) == (True, False, ("text_output", "finish_reason"))
     request.outputs.add(name="output_ids")
-    assert read_call(request, may_stream=True).outputs == ("output_ids",)
+    assert read_call(request, may_stream=True, most_ids=100).outputs == ("output_ids",)
 
 
 REFUSED: dict[str, tuple[oip.ModelInferRequest, str]] = {
@@ -135,19 +135,28 @@ REFUSED: dict[str, tuple[oip.ModelInferRequest, str]] = {
     "half a character": (infer({"cache_salt": "\ud800"}), "sampling_parameters"),
     "half a character in a name": (infer({"\ud800": 1}), "sampling_parameters"),
     "two structures": (infer({"guided_decoding": {"json": {}, "regex": "a"}}), "sampling_parameters.guided_decoding"),
+    "more ids than a context has": (infer(input_ids=[1] * 101, exclude_input_in_output=[True]), "inputs[0].shape"),
+    "a deep schema": (
+        infer({"guided_decoding": {"json": json.loads('{"a":' * 200 + "1" + "}" * 200)}}), "sampling_parameters",
+    ),
+    "many flags": (infer(stream=[True] * 65), "inputs[0].shape"),
+    "values of a prediction": (
+        infer({"prediction": {"token_ids": {"token_ids": [1] * 20_000}}}), "sampling_parameters.prediction",
+    ),
+    "allowed tokens": (infer({"allowed_token_ids": [1] * 30_000}), "sampling_parameters.allowed_token_ids"),
     "ids of two choices": (infer({"n": 2}, return_output_ids=[True]), "inputs"),
-}
+}  # fmt: skip
 
 
 def test_a_shape_of_many_sizes_is_refused_before_they_are_multiplied() -> None:
     request = infer()
     request.inputs[0].shape[:] = [2**62] * 500_000
     with pytest.raises(InvalidRequest, match="dimensions"):
-        read_call(request, may_stream=False)
+        read_call(request, may_stream=False, most_ids=100)
 
 
 def test_a_streamed_response_counts_its_own_tokens() -> None:
-    call = read_call(infer(stream=[True], return_num_output_tokens=[True]), may_stream=True)
+    call = read_call(infer(stream=[True], return_num_output_tokens=[True]), may_stream=True, most_ids=100)
     responses, counts = InferResponses(call, "r"), list[int]()
     tokens = [api.OutputToken(id=1), api.OutputToken(id=2)]
     for chunk in (api.ChoiceDelta(text="a", tokens=tokens), api.ChoiceDelta(text="b", tokens=tokens[:1])):
@@ -160,15 +169,16 @@ def test_a_streamed_response_counts_its_own_tokens() -> None:
 @for_each("name", list(REFUSED))
 def test_what_cannot_be_done_is_refused_by_name(name: str) -> None:
     request, field = REFUSED[name]
-    with pytest.raises(InvalidRequest) as caught:
-        read_call(request, may_stream=False)
-    assert caught.value.field == field
+    for form in (request, as_raw(request)):
+        with pytest.raises(InvalidRequest) as caught:
+            read_call(form, may_stream=False, most_ids=100)
+        assert caught.value.field == field
 
 
 def test_output_ids_of_several_choices_and_other_versions_are_refused() -> None:
     request = infer({"n": 2})
     request.outputs.add(name="output_ids")
     with pytest.raises(InvalidRequest, match="n to be 1"):
-        read_call(request, may_stream=False)
+        read_call(request, may_stream=False, most_ids=100)
     with pytest.raises(NotFound, match="only version is 1"):
-        read_call(oip.ModelInferRequest(model_version="2"), may_stream=False)
+        read_call(oip.ModelInferRequest(model_version="2"), may_stream=False, most_ids=100)

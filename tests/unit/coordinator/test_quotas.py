@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from specdec.coordinator.tenants import quotas as quotas_module
 from specdec.coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from specdec.wire.errors import Overloaded, RequestExists
 
@@ -82,6 +83,20 @@ async def test_made_up_tenants_do_not_fill_the_memory() -> None:
     assert len(quotas._buckets) < 2000
     with pytest.raises(Overloaded):
         await quotas.admit("in debt", RATE, 1)
+
+
+async def test_made_up_tenants_in_debt_do_not_fill_it_either_and_the_deepest_debts_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quotas_module, "_MOST_BUCKETS", 1000)
+    quotas = TokenQuotas(Clock())
+    await quotas.admit("deep in debt", RATE, 10**9)
+    for number in range(5000):
+        await quotas.admit(f"tenant {number}", RATE, 200 + number)
+        assert len(quotas._buckets) <= 2000
+    for tenant in ("deep in debt", "tenant 4999"):
+        with pytest.raises(Overloaded):
+            await quotas.admit(tenant, RATE, 1)
 
 
 def test_a_rate_without_a_burst_saves_up_ten_seconds() -> None:

@@ -378,6 +378,22 @@ def test_the_rest_of_a_message_is_dropped_when_its_stream_is_cut_off(client: Wor
     assert client.session() is not None
 
 
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_frame_of_too_many_parts_ends_its_stream_before_it_is_parsed(role: str, loaded_pair: LocalPair) -> None:
+    client = WorkerClient(loaded_pair, role)
+    opened(client)
+    empty_entry = b"\x12\0"
+    assert len(client.wire.request.FromString(empty_entry).entries) == 1
+    for stream_id, payload in ((2, empty_entry * 200_000), (3, b"\x12\x80\x80\x40" + b"\x0a\0" * 2**19)):
+        client.attach(stream_id, owner=f"b{stream_id}")
+        client.frame(FrameKind.MESSAGE, stream_id, payload)
+        client.turn()
+        assert reason_of(client.aborts[stream_id]) == "MALFORMED_MESSAGE"
+        assert client.aborts[stream_id].message.startswith("entries")
+    assert client.session() is not None
+    client.end_all()
+
+
 def test_an_owner_whose_id_is_too_long_is_not_attached(client: WorkerClient) -> None:
     client.attach(owner="o" * 513)
     client.turn()

@@ -328,7 +328,8 @@ FLOORS = {
         channel
     """,
     "specdec.wire.parsing": """
-        parts reading
+        parts
+        reading
     """,
 }
 """Floors from the lowest up: a line imports from lines before it only. Names on one line do not know each other."""

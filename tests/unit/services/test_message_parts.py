@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError, Message
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from specdec.v1 import draft_pb2
+from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from specdec.wire.errors import Internal
 from specdec.wire.parsing.parts import MOST_PARTS, TooManyParts, check_parts, find_invalid_utf8
+from specdec.wire.parsing.reading import parsed, parsing
 from tests.support.cost import lines_run
 
 MOST_LINES = 40 * MOST_PARTS
@@ -133,6 +136,38 @@ def test_a_proposal_in_a_drafts_frame_is_bytes_and_not_looked_into() -> None:
     proposal = pb.Proposal(token_ids=range(60)).SerializeToString()
     frame = draft_pb2.DraftResponse(results=[draft_pb2.DraftResult(session_id="a", proposal=proposal)] * 256)
     check_parts(frame.DESCRIPTOR, frame.SerializeToString(), 4 * 256)
+
+
+class Told:
+    """A channel with one answer to all calls."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+
+    def __getattr__(self, _arity: str) -> Any:
+        def multi_callable(_path: str, *, response_deserializer: Any, **_codec: Any) -> Any:
+            return lambda *_arguments: response_deserializer(self._answer)
+
+        return multi_callable
+
+
+@pytest.mark.parametrize(
+    ("method", "part"), [("GetReplicaInfo", b"\x0a\0"), ("Verify", b"\x12\0"), ("Draft", b"\x12\0")]
+)
+def test_no_answer_of_a_replica_is_parsed_that_has_too_many_parts(method: str, part: bytes) -> None:
+    channel: Any = parsing(Told(part * LARGE), counts_parts=True)  # type: ignore[type-var]
+    stub: Any = (draft_pb2_grpc.DraftServiceStub if method == "Draft" else target_pb2_grpc.TargetServiceStub)(channel)
+    with pytest.raises(Internal, match="more than") as caught:
+        parsed(getattr(stub, method)(None))
+    assert caught.value.reason == "MALFORMED_ANSWER"
+
+
+def test_log_probabilities_of_a_whole_batch_are_an_answer() -> None:
+    position = pb.PositionLogprobs(top=[pb.TokenLogprob(token_id=70_000, logprob=-1.5)] * 20)
+    verdict = pb.Verdict(token_ids=[70_000] * 65, logprobs=[position] * 65)
+    frame = target_pb2.VerifyResponse(results=[target_pb2.TargetResult(session_id="a", verdict=verdict)] * 128)
+    stub = target_pb2_grpc.TargetServiceStub(parsing(Told(frame.SerializeToString()), counts_parts=True))  # type: ignore[type-var]
+    assert parsed(stub.Verify(None)) == frame
 
 
 def test_what_a_draft_has_for_thousands_of_sessions_is_a_frame() -> None:

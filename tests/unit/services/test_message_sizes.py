@@ -25,6 +25,7 @@ from specdec.wire.message_sizes import (
     tokens_bytes,
     varint_bytes,
 )
+from specdec.wire.parsing.parts import read_frame
 from specdec.wire.sampling_limits import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 UINT32_MAX = 2**32 - 1
@@ -40,6 +41,15 @@ def test_frames_have_all_entries_in_order_and_are_bounded_unless_one_alone_is_la
         size = sum(sizes[frame]) + ENTRY_OVERHEAD_BYTES * (frame.stop - frame.start)
         assert frame.stop > frame.start
         assert size <= most or frame.stop - frame.start == 1
+
+
+def test_a_frame_of_many_small_entries_is_cut_so_that_its_receiver_takes_it() -> None:
+    frames = list(frame_slices([2] * 10_000, 2**22))
+    assert [frame.stop - frame.start for frame in frames] == [4096, 4096, 1808]
+    entry = target_pb2.TargetEntry(session_id="c/0123456789abcdef/0", epoch=1)
+    entry.credit.CopyFrom(pb.Credit(position=1, acknowledged_position=1, prompt_logprobs_position=1))
+    frame = target_pb2.VerifyRequest(entries=[entry] * 4096)
+    assert read_frame(target_pb2.VerifyRequest, frame.SerializeToString()) == frame
 
 
 @given(st.lists(st.integers(1, 300), min_size=1), st.integers(310, 2000))

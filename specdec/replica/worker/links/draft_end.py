@@ -21,7 +21,7 @@ _MOST_OVERTAKEN = 2
 """Commits in a row, relayed by the coordinator with news for a session that has joined, after which it leaves the
 link: the link is slower than the relay."""
 _MOST_TARGETS = 256
-"""Targets whose failures are remembered."""
+"""Targets to which there are streams, and whose failures are remembered."""
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class DraftEnd(LinkEnd[SessionT]):
 
     def _dial(self, target: str, now_s: float) -> int | None:
         failures = self._failures.get(target)
-        if failures is not None and now_s < failures.next_s:
+        if len(self._dialled) >= _MOST_TARGETS or (failures is not None and now_s < failures.next_s):
             return None
         stream_id = self._dialled[target] = self._next_stream_id
         self._next_stream_id += 1

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic
 
 import structlog
-from google.protobuf.message import DecodeError
 
 from specdec.replica.bridge.frames import EnginePort
 from specdec.replica.worker.errors import SessionFailure
@@ -16,12 +15,10 @@ from specdec.replica.worker.links.streams import LinkStreams
 from specdec.replica.worker.role import Role
 from specdec.replica.worker.sessions import SessionT
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.parsing.parts import TooManyParts, check_parts
+from specdec.wire.parsing.parts import MalformedFrame, read_frame
 
 _MOST_ID_CHARS = 512
 """Characters of a session's id, which answers repeat."""
-_MOST_PARTS = 2**17
-"""Parts of a frame: proposals and commits of 256 sessions have a tenth. Parsing as many takes 0.1 s."""
 LEAST_KEY_BYTES = 16
 """Bytes of a grant's key, at least: a key cannot be guessed."""
 
@@ -77,13 +74,9 @@ class LinkEnd(ABC, Generic[SessionT]):
         if not self.streams.is_open(stream_id):
             return
         try:
-            check_parts(pb.LinkFrame.DESCRIPTOR, payload, _MOST_PARTS)
-            frame = pb.LinkFrame.FromString(payload)
-        except DecodeError:
-            self._abort(stream_id, "MALFORMED_MESSAGE", "the message does not parse")
-            return
-        except TooManyParts as error:
-            self._abort(stream_id, "MALFORMED_MESSAGE", f"{error.field}: {error}")
+            frame = read_frame(pb.LinkFrame, payload)
+        except MalformedFrame as error:
+            self._abort(stream_id, "MALFORMED_MESSAGE", str(error))
             return
         if frame.HasField("hello"):
             self.streams.greeted(stream_id, frame.hello)
