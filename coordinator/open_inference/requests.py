@@ -40,6 +40,8 @@ _MOST_PARAMETERS_BYTES = 256 * 1024
 _MOST_VALUES = 20_000
 """Values of one parameter besides a schema: as many allowed tokens as there may be, and some. Each takes a microsecond
 and more."""
+_MOST_MARKS = 50_000
+"""Commas and opening brackets of sampling_parameters: what these separate takes half a microsecond each to read."""
 _MOST_DEPTH = 64
 """Depth of nested lists and objects, as in a conversation."""
 _OTHER_NAMES = {"include_stop_str_in_output": "include_stop_in_output", "max_new_tokens": "max_tokens"}
@@ -167,6 +169,8 @@ def _parameters(request: oip.ModelInferRequest, tensors: Mapping[str, Sequence[A
         text = _text(tensors, "sampling_parameters")
         if len(text.encode()) > _MOST_PARAMETERS_BYTES:
             raise InvalidRequest("sampling_parameters", f"has more than {_MOST_PARAMETERS_BYTES} bytes")
+        if sum(map(text.count, ",[{")) > _MOST_MARKS:
+            raise InvalidRequest("sampling_parameters", f"has more than {_MOST_MARKS} commas, lists and objects")
         try:
             given = json.loads(text or "{}")
             if "\\ud" in text.lower():  # half of a surrogate pair is in no text of protobuf

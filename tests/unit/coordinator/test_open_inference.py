@@ -139,6 +139,7 @@ REFUSED: dict[str, tuple[oip.ModelInferRequest, str]] = {
     "a deep schema": (
         infer({"guided_decoding": {"json": json.loads('{"a":' * 200 + "1" + "}" * 200)}}), "sampling_parameters",
     ),
+    "many values": (infer({"guided_decoding": {"json": {"enum": [1] * 60_000}}}), "sampling_parameters"),
     "many flags": (infer(stream=[True] * 65), "inputs[0].shape"),
     "values of a prediction": (
         infer({"prediction": {"token_ids": {"token_ids": [1] * 20_000}}}), "sampling_parameters.prediction",

@@ -30,7 +30,7 @@ def table() -> str:
 
 def rows() -> dict[str, list[str]]:
     """Figures by the names of a row."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table().splitlines()[2:]]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table().splitlines()[1:]]
     return {name: figures for names, *figures in cells for name in re.findall(r"`([^`]+)`", names)}
 
 
