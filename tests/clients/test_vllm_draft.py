@@ -25,6 +25,8 @@ PROMPTS = (
     "for index in range(10):\n",
 )
 NUM_TOKENS = 5
+RELEASES = ("vllm", "vllm-0.31")
+"""Environments with the newest releases of vLLM."""
 
 
 class Offline:
@@ -47,9 +49,11 @@ class Offline:
 
 
 @contextmanager
-def vllm(model: Path, folder: Path, speculation: dict[str, Any] | None, **environment: str) -> Iterator[Offline]:
+def vllm(
+    release: str, model: Path, folder: Path, speculation: dict[str, Any] | None, **environment: str
+) -> Iterator[Offline]:
     log = folder / "vllm.log"
-    command = [ROOT / ".tools/clients/vllm/bin/python", ROOT / "tests/support/vllm/offline_main.py", model]
+    command = [ROOT / f".tools/clients/{release}/bin/python", ROOT / "tests/support/vllm/offline_main.py", model]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **environment}
     with (
         log.open("wb") as errors,
@@ -69,18 +73,19 @@ def vllm(model: Path, folder: Path, speculation: dict[str, Any] | None, **enviro
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("release", RELEASES)
 async def test_vllm_with_our_draft_says_what_it_says_alone_whatever_happens_to_the_draft(
-    shipped_pair: ModelPair, tmp_path: Path
+    release: str, shipped_pair: ModelPair, tmp_path: Path
 ) -> None:
-    with vllm(shipped_pair.target, tmp_path, None) as alone:
+    with vllm(release, shipped_pair.target, tmp_path, None) as alone:
         plain = alone.generate()
     own = {"method": "draft_model", "model": str(shipped_pair.draft), "num_speculative_tokens": NUM_TOKENS}
-    with vllm(shipped_pair.target, tmp_path, own) as itself:
+    with vllm(release, shipped_pair.target, tmp_path, own) as itself:
         drafted = itself.generate()
     assert drafted["ids"] == plain["ids"]
     ours = {"method": "custom_class", "model": "specdec_vllm.RemoteDraft", "num_speculative_tokens": NUM_TOKENS}
     async with running("draft", {"model": str(shipped_pair.draft)}, tmp_path) as draft:
-        with vllm(shipped_pair.target, tmp_path, ours, SPECDEC_VLLM_DRAFTS=draft.spec.address) as remote:
+        with vllm(release, shipped_pair.target, tmp_path, ours, SPECDEC_VLLM_DRAFTS=draft.spec.address) as remote:
             remote.generate(PROMPTS[:1])  # until here the draft is ready
             before = remote.generate(PROMPTS[:1])
             found = remote.generate()
