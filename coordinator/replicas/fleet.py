@@ -16,7 +16,7 @@ from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.replicas.compatibility import ServedModel, difference, may_serve, unsound
 from specdec.coordinator.replicas.load import has_room, has_spare, is_idle, weight, with_room
 from specdec.coordinator.replicas.outliers import EjectionSettings
-from specdec.coordinator.replicas.router import PrefixRouter, block_digests
+from specdec.coordinator.replicas.router import BLOCK_TOKENS, PrefixRouter, block_digests
 from specdec.coordinator.replicas.standings import Standings
 from specdec.coordinator.sessions.session import DraftHost, Request, Session, SessionHost, TargetHost
 from specdec.coordinator.text.tokenizer import TextTokenizer, read_tokenizer
@@ -123,7 +123,9 @@ class Fleet:
         Raises:
             Unavailable: none was ready in time.
         """
-        digests = block_digests(token_ids, request.cache_salt)
+        digests = block_digests(token_ids, request.cache_salt, request.prompt_digests)
+        if request.sessions:
+            request.prompt_digests = digests[: request.sessions[0].num_prompt_tokens // BLOCK_TOKENS]
         try:
             async with asyncio.timeout(timeout_s):
                 usable = await self._usable_targets(request)
@@ -202,7 +204,9 @@ class Fleet:
 
     def remember(self, link: TargetLink, session: Session) -> None:
         """A session ended on a target, which caches its prompt and output."""
-        self._router.remember(block_digests(session.token_ids, session.request.cache_salt), link.holder)
+        request = session.request
+        digests = block_digests(session.token_ids, request.cache_salt, request.prompt_digests)
+        self._router.remember(digests, link.holder)
 
     def failed(self, replica: SessionHost, *, is_proven: bool = False) -> bool:
         """A replica failed; returns whether it is ejected. See `Standings.failed`."""

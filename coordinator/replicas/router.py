@@ -100,16 +100,17 @@ class PrefixRouter:
         return known
 
 
-def block_digests(token_ids: Sequence[int], salt: bytes) -> list[bytes]:
+def block_digests(token_ids: Sequence[int], salt: bytes, known: Sequence[bytes] = ()) -> list[bytes]:
     """One digest per full block of a prompt, over all tokens up to the block's end.
 
     Args:
         token_ids: the prompt.
         salt: the tenant's cache salt; prefixes under different salts are different.
+        known: the digests of the first blocks, which are not computed again.
     """
-    digest = blake2b(salt, digest_size=_DIGEST_BYTES).digest()
-    digests = []
-    for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
+    digest = known[-1] if known else blake2b(salt, digest_size=_DIGEST_BYTES).digest()
+    digests = [*known]
+    for end in range((1 + len(known)) * BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
         block = array("Q", token_ids[end - BLOCK_TOKENS : end]).tobytes()
         digest = blake2b(digest + block, digest_size=_DIGEST_BYTES).digest()
         digests.append(digest)

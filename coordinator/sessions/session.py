@@ -68,6 +68,8 @@ class Request:
 
     sessions: Sequence[Session] = ()
     """One per choice, after admission; see `start`."""
+    prompt_digests: Sequence[bytes] = ()
+    """Digests of the prompt's blocks, once a target was picked by them: all choices have the same."""
     num_unfinished: int = 0
     num_cached_tokens: int = 0
     has_output: bool = False

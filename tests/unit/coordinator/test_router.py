@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from specdec.coordinator.replicas.prefix_map import SharedPrefixes
 from specdec.coordinator.replicas.router import PrefixRouter, block_digests
 from specdec.store.memory import MemoryStore
+from tests.support.cost import lines_run
 
 PROMPT = list(range(200))
 TTL_S = 60.0
@@ -114,3 +118,16 @@ async def test_others_are_asked_only_when_their_answer_can_matter() -> None:
     assert store.num_asked == 0
     assert await router.ask_others(digests([*PROMPT, *PROMPT]), ["a", "b"]) == {}
     assert store.num_asked == 1
+
+
+@given(num_known=st.integers(0, 6), num_tokens=st.integers(192, 300))
+def test_digests_go_on_behind_those_that_are_known(num_known: int, num_tokens: int) -> None:
+    tokens = list(range(num_tokens))
+    digests = block_digests(tokens, b"salt")
+    assert block_digests(tokens, b"salt", digests[:num_known]) == digests
+
+
+def test_the_digests_of_a_prompt_are_computed_once_for_all_choices() -> None:
+    tokens = list(range(32_000))
+    known = block_digests(tokens, b"salt")
+    assert lines_run(lambda: block_digests([*tokens, *range(64)], b"salt", known)) < 20
