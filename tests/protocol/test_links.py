@@ -320,3 +320,13 @@ def test_bytes_that_are_no_frame_end_the_link_and_nothing_else(role: str) -> Non
 
 def test_the_reference_is_what_a_pair_decodes() -> None:
     assert tuple(expected()[:5]) == reference(tuple(PROMPT), 11, 0, 1.0, MAX_TOKENS)[:5]
+
+
+def test_a_coordinator_that_grants_ever_new_targets_makes_a_draft_dial_a_bounded_number() -> None:
+    with linked_pair() as pair:
+        pair.open()
+        for number in range(400):
+            pair.tell_draft(link=pb.LinkGrant(key=KEY, epoch=EPOCH, target=f"target-{number}:1"))
+        ends: Any = pair.draft.worker.links
+        pair.draft.worker._turn()
+        assert len(ends._dialled) == 256
