@@ -33,7 +33,8 @@ class Place:
     num_missing: int
     """Places that the claim still wants."""
     _queue: AdmissionQueue = field(repr=False)
-    _started_s: float = field(default_factory=time.monotonic)
+    began_s: float
+    """Monotonic time."""
     is_held: bool = True
     on_more: Callable[[], None] = field(default=lambda: None, repr=False)
     """Called when it gets one more of its missing places."""
@@ -59,7 +60,7 @@ class Place:
         """Give the places back, with the work done in tokens if it is known. A second call does nothing."""
         if self.is_held:
             self.is_held = False
-            self._queue.give_back(self, time.monotonic() - self._started_s, used)
+            self._queue.give_back(self, used)
 
 
 class AdmissionQueue:
@@ -79,12 +80,15 @@ class AdmissionQueue:
         queue_timeout_s: float | None,
         on_change: Callable[[int, int], None] = lambda num_running, num_waiting: None,
         capacity: Callable[[], int | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Set the bounds.
 
         `on_change` gets the numbers of running and waiting claims. `capacity` returns the places that there are behind
-        this queue, if they are known: who waits here is served in turn, and who is sent there is refused.
+        this queue, if they are known: who waits here is served in turn, and who is sent there is refused. `clock`
+        returns monotonic seconds, as the running event loop's does, which measures `queue_timeout_s`.
         """
+        self._clock = clock
         self._capacity = capacity
         self.max_running = max_running
         self.max_waiting = max_waiting
@@ -95,7 +99,7 @@ class AdmissionQueue:
         self._queue_timeout_s = queue_timeout_s
         self._growing: dict[Place, None] = {}
         self._queue = FairQueue()
-        self._shares = PlaceShares(self._queue)
+        self._shares = PlaceShares(self._queue, clock)
         self._mean_held_s = _FIRST_GUESS_S
         self._num_returned = 0
         self._on_change = on_change
@@ -129,10 +133,10 @@ class AdmissionQueue:
         """Seconds until this claim is likely to be granted if it comes again."""
         return min(_MOST_RETRY_S, max(_LEAST_RETRY_S, self._wait_s(claim)))
 
-    def give_back(self, place: Place, held_s: float, used: float | None) -> None:
-        """For `Place`: it was held for `held_s` and did `used` tokens of work."""
+    def give_back(self, place: Place, used: float | None) -> None:
+        """For `Place`: it is held no more, and did `used` tokens of work."""
         self._num_returned += 1
-        self._mean_held_s += _SMOOTHING * (held_s - self._mean_held_s)
+        self._mean_held_s += _SMOOTHING * (self._clock() - place.began_s - self._mean_held_s)
         if used is not None:
             self._queue.correct(place.claim, used)
         self._free(place)
@@ -150,7 +154,7 @@ class AdmissionQueue:
     def _check_deadline(self, claim: Claim) -> None:
         if claim.deadline_s is None or self._num_returned < _LEAST_RETURNED:
             return
-        wait_s, left_s = self._wait_s(claim), claim.deadline_s - time.monotonic()
+        wait_s, left_s = self._wait_s(claim), claim.deadline_s - self._clock()
         if wait_s > left_s:
             raise Overloaded(
                 f"a place is likely to be free in {wait_s:.1f} s, the deadline is in {max(0.0, left_s):.1f} s",
@@ -255,7 +259,8 @@ class AdmissionQueue:
 
     def _take(self, claim: Claim) -> Place:
         num_held = max(1, min(claim.num_places, self._most(claim))) if claim.is_divisible else self._need(claim)
-        place = Place(claim, num_held, claim.num_places - num_held if claim.is_divisible else 0, self)
+        num_missing = claim.num_places - num_held if claim.is_divisible else 0
+        place = Place(claim, num_held, num_missing, self, self._clock())
         if place.num_missing:
             self._growing[place] = None
         self.num_running += 1

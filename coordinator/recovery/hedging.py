@@ -153,7 +153,7 @@ class Hedging:
 
     def on_load(self, link: DraftLink) -> None:
         """A draft reported its load: a full draft drops its hedges."""
-        if self._open and is_strained(link):
+        if self._open and is_strained(link, self._clock()):
             for hedge in list(self._open.values()):
                 if hedge.session.drafting.sides[1].host is link:
                     link.close_session(hedge.session, "overloaded")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import structlog
 
 from specdec.coordinator.links.draft_link import DraftLink
-from specdec.coordinator.links.link_events import LinkState
 from specdec.coordinator.links.replica_link import ReplicaLink
 from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.replicas.compatibility import ServedModel, difference, may_serve, unsound
-from specdec.coordinator.replicas.load import has_room, has_spare, is_idle, weight, with_room
+from specdec.coordinator.replicas.load import has_room, has_spare, is_idle, usable, weight, with_room
 from specdec.coordinator.replicas.outliers import EjectionSettings
 from specdec.coordinator.replicas.router import BLOCK_TOKENS, PrefixRouter, block_digests
 from specdec.coordinator.replicas.standings import Standings
@@ -26,27 +25,12 @@ from specdec.wire.message_sizes import most_entry_bytes
 
 _MOST_NOTICES = 8
 """Notices about drafts, at most: there may be hundreds of drafts, and people read notices."""
-_Link = TypeVar("_Link", bound=ReplicaLink)
 _log = structlog.get_logger(__name__)
 
 
 def _require_sound(identity: pb.ModelIdentity) -> None:
     if (cause := unsound(identity)) is not None:
         raise IncompatibleReplica(f"the replica reports an impossible model: {cause}")
-
-
-def _usable(links: Sequence[_Link]) -> list[_Link]:
-    """Links that may get a session: first a link on probation without sessions, then ready ones.
-
-    Without ready links, all on probation are used, and without these the ejected ones.
-    """
-    on_probation = [link for link in links if link.state is LinkState.PROBATION]
-    return (
-        [link for link in on_probation if not link.sessions]
-        or [link for link in links if link.is_ready]
-        or on_probation
-        or [link for link in links if link.state is LinkState.EJECTED]
-    )
 
 
 class Fleet:
@@ -62,8 +46,12 @@ class Fleet:
         ejection: EjectionSettings | None = None,
         *,
         allow_mixed_numerics: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`allow_mixed_numerics`: a session may go on at a target whose logits differ in their last bits."""
+        """`allow_mixed_numerics`: a session may go on at a target whose logits differ in their last bits; `clock`:
+        monotonic seconds, as of `ReplicaLink.refused_s`.
+        """
+        self._clock = clock
         self.targets: Sequence[TargetLink] = ()
         """The known targets; `TargetRecovery.set_links` replaces them."""
         self.drafts: Sequence[DraftLink] = ()
@@ -128,31 +116,30 @@ class Fleet:
             request.prompt_digests = digests[: request.sessions[0].num_prompt_tokens // BLOCK_TOKENS]
         try:
             async with asyncio.timeout(timeout_s):
-                usable = await self._usable_targets(request)
-                known_to_others = await self._router.ask_others(digests, [link.holder for link in usable])
-                usable = await self._usable_targets(request)  # they may have changed meanwhile
+                links = await self._usable_targets(request)
+                known_to_others = await self._router.ask_others(digests, [link.holder for link in links])
+                links = await self._usable_targets(request)  # they may have changed meanwhile
         except TimeoutError:
             raise NoTarget(f"no target was ready within {timeout_s:g} s") from None
-        loads = {link.holder: weight(link) for link in with_room(usable)}
-        holder = self._router.pick(digests, loads, known_to_others)
-        return next(link for link in usable if link.holder == holder)
+        return self._router.pick_link(links, digests, self._clock(), known_to_others)
 
     def find_target(self, request: Request, besides: TargetHost, *, only_ready: bool = False) -> TargetLink | None:
         """The least loaded other target that can serve a request and takes sessions; None if there is none.
 
         `only_ready`: exclude targets on probation, which a session that need not move should not try.
         """
-        usable = with_room(self._usable_for(request, besides, only_ready=only_ready))
-        return min(usable, key=weight, default=None)
+        links = with_room(self._usable_for(request, besides, only_ready=only_ready), self._clock())
+        return min(links, key=weight, default=None)
 
     def find_idle(self, request: Request, besides: TargetHost) -> TargetLink | None:
         """Another target that would step a request's sessions at once; None if there is none."""
-        idle = [link for link in self._usable_for(request, besides, only_ready=True) if is_idle(link)]
+        links, now_s = self._usable_for(request, besides, only_ready=True), self._clock()
+        idle = [link for link in links if is_idle(link, now_s)]
         return min(idle, key=weight, default=None)
 
     def has_room(self, link: TargetLink) -> bool:
         """Whether a target would take one more session, by its last report."""
-        return has_room(link)
+        return has_room(link, self._clock())
 
     def capacity(self) -> int | None:
         """Sessions that all usable targets together hold; None: not every one has told."""
@@ -188,12 +175,12 @@ class Fleet:
 
     def pick_draft(self, position: int, besides: DraftHost | None = None) -> DraftLink | None:
         """The least loaded draft that takes sessions and whose context is longer than `position`; None without one."""
-        return min(with_room(_usable(self._fit_drafts(position, besides))), key=weight, default=None)
+        return min(with_room(usable(self._fit_drafts(position, besides)), self._clock()), key=weight, default=None)
 
     def find_spare_draft(self, position: int, besides: DraftHost) -> DraftLink | None:
         """Another such draft with spare capacity; None if there is none."""
-        fit = self._fit_drafts(position, besides)
-        return min((link for link in fit if link.is_ready and has_spare(link)), key=weight, default=None)
+        fit, now_s = self._fit_drafts(position, besides), self._clock()
+        return min((link for link in fit if link.is_ready and has_spare(link, now_s)), key=weight, default=None)
 
     def _fit_drafts(self, position: int, besides: DraftHost | None) -> list[DraftLink]:
         return [
@@ -359,9 +346,9 @@ class Fleet:
         alike = [
             link for link in fit if link.identity is not None and link.identity.numerics_id == request.model.numerics_id
         ]
-        return _usable(alike) or _usable(fit)
+        return usable(alike) or usable(fit)
 
     async def _usable_targets(self, request: Request) -> list[TargetLink]:
-        while not (usable := self._usable_for(request)):
+        while not (links := self._usable_for(request)):
             await self.wait_changed()
-        return usable
+        return links

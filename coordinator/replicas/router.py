@@ -6,13 +6,26 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import Protocol, TypeVar
 
+from specdec.coordinator.replicas.load import LoadedLink, weight, with_room
 from specdec.coordinator.replicas.prefix_map import SharedPrefixes
 
 BLOCK_TOKENS = 32
 """Tokens per hashed block: twice the length of a replica's block, for half the digests."""
 _DIGEST_BYTES = 16
 """Bytes of a digest: chance collisions are negligible."""
+
+
+class RoutedLink(LoadedLink, Protocol):
+    """A link to a replica that caches prefixes."""
+
+    @property
+    def holder(self) -> str:
+        """Name of the process that holds the cache."""
+
+
+Link = TypeVar("Link", bound=RoutedLink)
 
 
 class PrefixRouter:
@@ -43,6 +56,18 @@ class PrefixRouter:
         if any(known.get(replica) == len(digests) for replica in replicas):
             return {}
         return await self._shared.lengths(digests)
+
+    def pick_link(
+        self,
+        links: Sequence[Link],
+        digests: Sequence[bytes],
+        now_s: float,
+        known_to_others: Mapping[str, int] | None = None,
+    ) -> Link:
+        """Pick a link with room, or of all if none has, and remember the choice; `links` is not empty."""
+        loads = {link.holder: weight(link) for link in with_room(links, now_s)}
+        holder = self.pick(digests, loads, known_to_others)
+        return next(link for link in links if link.holder == holder)
 
     def pick(
         self,

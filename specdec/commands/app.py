@@ -30,6 +30,10 @@ _LOADED_LATER = {
         "specdec.commands.tune.command",
         "Measure step times and acceptance of a pair on this machine, and advise settings.",
     ),
+    "plan": (
+        "specdec.plan.command",
+        "Find the cheapest deployment that holds objectives for a load, by simulation.",
+    ),
     "train": (
         "specdec.commands.train.command",
         "Train a small draft or a head (EAGLE-3, DSpark, Medusa) for a target, in a format of other engines.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 
 import pytest
@@ -296,7 +297,7 @@ async def test_a_deadline_before_any_likely_place_is_refused_at_once() -> None:
     for _ in range(20):
         queue.num_running += 1
         queue._count(claim, 1)
-        queue.give_back(Place(claim, 1, 0, queue), held_s=100.0, used=None)
+        queue.give_back(Place(claim, 1, 0, queue, time.monotonic() - 100.0), used=None)
     with pytest.raises(Overloaded) as caught:
         await queue.acquire(Claim("b", deadline_s=loop.time() + 1.0))
     assert caught.value.reason == "DEADLINE_UNREACHABLE"

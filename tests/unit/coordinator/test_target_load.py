@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from specdec.coordinator.replicas.load import has_room, is_idle, num_sessions, weight, with_room
 from specdec.v1 import common_pb2 as pb
+
+NOW_S = 100.0
 
 
 def a_link(num_own: int = 0, num_own_at_load: int = 0, refused_s: float | None = None, **load: int) -> Any:
@@ -33,28 +33,27 @@ def test_prompts_that_wait_weigh_by_their_length() -> None:
 
 
 def test_a_target_at_its_limit_or_that_refused_has_no_room() -> None:
-    assert has_room(a_link(num_sessions=7, max_sessions=8))
-    assert not has_room(a_link(num_sessions=8, max_sessions=8))
-    assert not has_room(a_link(num_own=1, num_sessions=7, max_sessions=8))
-    assert has_room(a_link(num_sessions=8)), "a limit that is not told is none"
+    assert has_room(a_link(num_sessions=7, max_sessions=8), NOW_S)
+    assert not has_room(a_link(num_sessions=8, max_sessions=8), NOW_S)
+    assert not has_room(a_link(num_own=1, num_sessions=7, max_sessions=8), NOW_S)
+    assert has_room(a_link(num_sessions=8), NOW_S), "a limit that is not told is none"
 
 
-def test_who_refused_is_full_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.monotonic", lambda: 100.0)
-    assert not has_room(a_link(refused_s=99.5))
-    assert has_room(a_link(refused_s=98.0))
+def test_who_refused_is_full_for_a_while() -> None:
+    assert not has_room(a_link(refused_s=99.5), NOW_S)
+    assert has_room(a_link(refused_s=98.0), NOW_S)
 
 
 def test_full_targets_are_used_only_when_all_are_full() -> None:
     full, free = a_link(num_sessions=8, max_sessions=8), a_link(num_sessions=1, max_sessions=8)
-    assert with_room([full, free]) == [free]
-    assert with_room([full, full]) == [full, full]
+    assert with_room([full, free], NOW_S) == [free]
+    assert with_room([full, full], NOW_S) == [full, full]
 
 
 def test_idle_is_who_said_so_and_got_nothing_since() -> None:
     told = {"num_sessions": 1, "max_sessions": 8, "kv_blocks_total": 10}
-    assert is_idle(a_link(**told))
-    assert not is_idle(a_link())
-    assert not is_idle(a_link(**told, num_waiting=1))
-    assert not is_idle(a_link(num_own=2, num_own_at_load=1, **told))
-    assert not is_idle(a_link(**told, kv_blocks_used=10))
+    assert is_idle(a_link(**told), NOW_S)
+    assert not is_idle(a_link(), NOW_S)
+    assert not is_idle(a_link(**told, num_waiting=1), NOW_S)
+    assert not is_idle(a_link(num_own=2, num_own_at_load=1, **told), NOW_S)
+    assert not is_idle(a_link(**told, kv_blocks_used=10), NOW_S)

@@ -12,6 +12,7 @@ FLOORS = {
         drafting
         commands
         coordinator draft_service gateway target_service
+        plan
     """,
     "specdec.commands": """
         field_flags request_options shipped_pair views
@@ -251,6 +252,33 @@ FLOORS = {
         messages tool_calls
         reasoning thoughts
         parsing
+    """,
+    "specdec.plan": """
+        inputs
+        simulation
+        deployment
+        trial
+        assumptions search
+        results
+        command
+    """,
+    "specdec.plan.inputs": """
+        devices
+        models traffic
+        step_times trace_file
+    """,
+    "specdec.plan.results": """
+        sweep values_file
+        page
+    """,
+    "specdec.plan.simulation": """
+        clock draft tally
+        pair
+        curve
+        target
+        autoscaler coordinator
+        faults
+        fleet
     """,
     "specdec.replica": """
         bridge

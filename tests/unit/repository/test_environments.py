@@ -248,7 +248,7 @@ def test_an_image_without_the_hubs_client_says_in_a_line_that_it_downloads_nothi
     [
         *((f"image {stage}", f"{MODULES[role]}.__main__") for stage in FINAL for role in roles(stage)),
         ("no extra", "specdec.client"),
-        ("extra engine+gateway+s3", "specdec.commands.main"),
+        ("extra engine+gateway+plan+s3", "specdec.commands.main"),
     ],
 )
 def test_all_that_a_start_leads_to_imports_only_what_is_installed(

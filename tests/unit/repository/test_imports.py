@@ -73,7 +73,9 @@ def test_services_never_import_each_other(service: str) -> None:
 
 @pytest.mark.smoke
 def test_the_shared_package_never_imports_a_service() -> None:
-    assert offences("specdec", *(f"specdec.{service}" for service in SERVICES)) == []
+    """But for `specdec.plan`, which runs the services' own policies in simulated time, and which nobody imports."""
+    found = offences("specdec", *(f"specdec.{service}" for service in SERVICES))
+    assert [each for each in found if not each.startswith("specdec/plan/")] == []
 
 
 @pytest.mark.smoke

@@ -1,0 +1,1 @@
+"""What a plan is made from: devices, models, step times, acceptance, traffic."""

@@ -1,0 +1,1 @@
+"""What a plan consists of: figures, a values file, a page."""

@@ -1,0 +1,119 @@
+"""A plan as tables, and as one HTML page that loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from specdec.commands.measuring.tables import Table
+from specdec.plan.results.sweep import SweepPoint, Use
+from specdec.plan.search import Found
+from specdec.plan.simulation.tally import Interval
+from specdec.plan.trial import Figures
+
+_STYLE = """
+body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222; background: #fff }
+table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .8em; border-bottom: 1px solid #ddd }
+th, td { text-align: right } th:first-child, td:first-child { text-align: left }
+pre { background: #f4f4f4; padding: 1em; overflow: auto } svg { max-width: 100%; height: auto }
+.note { color: #555 }
+"""
+
+
+def tables_of(found: Found, points: Sequence[SweepPoint], parts: Sequence[Use]) -> list[Table]:
+    """Tables of the deployment, its figures, its curves, the parts that are full first, and what was tried."""
+    return [
+        _deployment(found),
+        _figures(found),
+        *([_curves(points)] if points else []),
+        _parts(parts),
+        _tried(found),
+    ]
+
+
+def _deployment(found: Found) -> Table:
+    deployment = found.deployment
+    table = Table("Deployment, predicted", ("part", "number", "each"))
+    placement = deployment.placement
+    ranks = (
+        f"{placement.device.name}, {placement.num_ranks} ranks" if placement.num_ranks > 1 else placement.device.name
+    )
+    table.add("targets", deployment.num_targets, ranks)
+    if placement.draft_device is not None:
+        table.add("drafts", deployment.num_drafts, placement.draft_device.name)
+    elif placement.is_together:
+        table.add("drafts", 0, "in the targets")
+    table.add("coordinators", deployment.num_coordinators, "a core")
+    table.add("gateways", deployment.num_gateways, "a core")
+    table.add("Redis", 0 if deployment.redis == "none" else 1, deployment.redis)
+    table.add("dollars per hour", round(deployment.price, 2), "assumed prices")
+    return table
+
+
+def _figures(found: Found) -> Table:
+    columns = ("situation", "TTFT p50 ms", "TTFT p99 ms", "ITL p50 ms", "ITL p99 ms", "served", "tokens/s")
+    table = Table("Figures, predicted", columns)
+    table.add("undisturbed", *_cells(found.figures))
+    for scope, figures in found.with_loss.items():
+        table.add(f"{scope} gone", *_cells(figures))
+    table.notes.append("Means of runs with other seeds, and half widths of their 95 % confidence intervals.")
+    return table
+
+
+def _cells(figures: Figures) -> list[str]:
+    times = (figures.first_token_p50, figures.first_token_p99, figures.inter_token_p50, figures.inter_token_p99)
+    return [*(_text(each, 1e3) for each in times), f"{figures.served.mean:.1%}", _text(figures.tokens_per_s, 1.0)]
+
+
+def _text(interval: Interval, unit: float) -> str:
+    mean, half = unit * interval.mean, unit * interval.half
+    shown = f"{mean:.0f}" if mean >= 100 else f"{mean:.3g}"
+    return f"{shown} ± {half:.2g}" if half else shown
+
+
+def _curves(points: Sequence[SweepPoint]) -> Table:
+    columns = ("speculation", "load", "TTFT p50 ms", "TTFT p99 ms", "ITL p50 ms", "ITL p99 ms", "served", "tokens/s")
+    table = Table("Load against latency, predicted", columns)
+    for point in points:
+        table.add(str(point.speculation), f"{point.factor:.0%}", *_cells(point.figures))
+    return table
+
+
+def _parts(parts: Sequence[Use]) -> Table:
+    table = Table("What is full first", ("part", "full"))
+    for part in parts:
+        table.add(part.part, f"{part.share:.0%}")
+    return table
+
+
+def _tried(found: Found) -> Table:
+    table = Table("Kinds of replicas", ("kind", "targets at least", "targets that hold", "dollars per hour", "why not"))
+    for each in found.tried:
+        table.add(each.label, each.least or None, each.num_targets, each.price or None, each.why_not)
+    table.notes.append("At least: by throughput alone. Dollars: of targets and drafts, for the number to the left.")
+    return table
+
+
+def page(title: str, assumptions: Sequence[str], tables: Sequence[Table], plots: Mapping[str, str], values: str) -> str:
+    """The page: no script, and nothing from elsewhere."""
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        "<p><b>Predictions by simulation, not measurements.</b></p>",
+        "<h2>Assumptions</h2>",
+        "<ul>",
+        *(f"<li>{escape(each)}</li>" for each in assumptions),
+        "</ul>",
+        *(_html(table) for table in tables),
+        *plots.values(),
+        "<h2>Values for the chart</h2>",
+        f"<pre>{escape(values)}</pre>",
+    ]
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
+
+
+def _html(table: Table) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in table.rows)
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in table.notes)
+    return f"<h2>{escape(table.title)}</h2><table><tr>{head}</tr>{rows}</table>{notes}"

@@ -1,0 +1,73 @@
+"""A plan as a values file of the chart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from specdec.plan.deployment import BATCH_TOKENS, MOST_BATCH, Deployment
+from specdec.plan.simulation.pair import Speculation
+
+_WAITING_PER_PLACE = 2
+_ZONES = {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "ScheduleAnyway"}
+_NODES = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+
+
+def values_of(deployment: Deployment, speculation: Speculation, sources: tuple[str, str]) -> dict[str, Any]:
+    """Values of the chart. `sources`: of target and draft as the chart names them; empty: left out."""
+    placement, num_coordinators = deployment.placement, deployment.num_coordinators
+    is_gpu = placement.device.flops > 0
+    most_sessions = max(1, min(256, round(1.5 * MOST_BATCH)))
+    running = max(1, -(-deployment.num_targets * most_sessions // max(1, num_coordinators - deployment.spare)))
+    spread = [_ZONES, _NODES] if deployment.num_zones > 1 else [_NODES]
+    target: dict[str, Any] = {
+        "replicas": deployment.num_targets,
+        "gpu": {"count": placement.num_ranks if is_gpu else 0},
+        "settings": {
+            "max_batch_seqs": MOST_BATCH,
+            "max_batch_tokens": BATCH_TOKENS["gpu" if is_gpu else "cpu"],
+            "max_sessions": most_sessions,
+            "adaptive_speculation": speculation is Speculation.ADAPTIVE,
+        },
+        "topologySpreadConstraints": spread,
+    }
+    draft: dict[str, Any] = {"enabled": deployment.num_drafts > 0}
+    if deployment.num_drafts:
+        gpu = {"count": 1 if placement.draft_device is not None and placement.draft_device.flops else 0}
+        draft |= {"replicas": deployment.num_drafts, "gpu": gpu, "topologySpreadConstraints": spread}
+    target_source, draft_source = sources
+    if target_source:
+        target["model"] = {"source": target_source}
+    if draft_source and deployment.num_drafts:
+        draft["model"] = {"source": draft_source}
+    if placement.is_together:
+        target["settings"]["own_draft"] = draft_source.removeprefix("hf://") or "DRAFT"
+    if placement.draft_steps is None:
+        target["settings"]["max_draft_tokens"] = 0
+    return {
+        "coordinator": {
+            "replicas": num_coordinators,
+            "settings": {"max_running": running, "max_waiting": _WAITING_PER_PLACE * running},
+            "topologySpreadConstraints": spread,
+        },
+        "gateway": {"replicas": deployment.num_gateways, "topologySpreadConstraints": spread},
+        "target": target,
+        "draft": draft,
+        "redis": {"mode": deployment.redis},
+    }
+
+
+def values_file(deployment: Deployment, speculation: Speculation, sources: tuple[str, str], reasons: list[str]) -> str:
+    """YAML for `helm install -f FILE`; `reasons` are its first lines. An external Redis' URL is the operator's."""
+    values = values_of(deployment, speculation, sources)
+    lines = ["Written by specdec plan: predictions, not measurements.", *reasons]
+    if deployment.redis == "external":
+        lines.append("redis.external.existingSecret: name the secret with your Redis' url.")
+        values["redis"]["external"] = {"existingSecret": "specdec-redis", "urlKey": "url"}
+    if values["target"]["settings"].get("own_draft") == "DRAFT":
+        lines.append("target.settings.own_draft: put the draft's hub id or folder in place of DRAFT.")
+    if not sources[0]:
+        lines.append("target.model.source and draft.model.source: name your models.")
+    comments = "\n".join(f"# {line}" for line in lines)
+    return f"{comments}\n{yaml.safe_dump(values, sort_keys=False)}"

@@ -1,0 +1,207 @@
+"""The cheapest deployment that holds the objectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from specdec.plan.deployment import MOST_BATCH, Deployment, Placement, Question, placements
+from specdec.plan.inputs.devices import PlanImpossible
+from specdec.plan.simulation.curve import ReplicaCurve, measure_curve
+from specdec.plan.simulation.faults import Scope
+from specdec.plan.simulation.pair import PairSettings, Speculation
+from specdec.plan.trial import Figures, Kind, Trials
+
+_DRAWS = 400
+_MOST_TARGETS = 100_000
+_MORE = 1.08
+"""Factor to the next number of targets that is tried, in large fleets."""
+_WORTH_TRYING = 1.02
+"""Factor over the best price so far up to which a kind's least price makes it worth a trial: estimates are rough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A kind of replica that was looked at."""
+
+    label: str
+    least: int
+    """Targets by its throughput alone."""
+    num_targets: int | None
+    """Targets that hold the objectives; None: not tried, as it costs more, or cannot hold them."""
+    price: float
+    """Dollars per hour: of the least number, or of what holds."""
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The plan."""
+
+    kind: Kind
+    deployment: Deployment
+    figures: Figures
+    """Undisturbed."""
+    with_loss: dict[Scope, Figures]
+    tried: Sequence[Tried] = field(default_factory=tuple)
+
+
+def search(
+    question: Question,
+    trials: Trials,
+    speculation: Speculation,
+    seeds: Sequence[int],
+    tell: Callable[[str], None] = lambda what: None,
+) -> Found:
+    """Try kinds of replicas by price, each with as few targets as hold. Raises PlanImpossible, with what is."""
+    options = [_estimated(question, trials, placement, speculation, tell) for placement in placements(question)]
+    possible = [option for option in options if option.least is not None]
+    if not possible:
+        raise _impossible(options, trials)
+    possible.sort(key=lambda option: option.price)
+    tried: list[Tried] = []
+    best: tuple[float, Kind, int] | None = None
+    for option in possible:
+        label, least = option.kind.placement.label, option.least or 1
+        if best is not None and option.price > best[0] * _WORTH_TRYING:
+            tried.append(Tried(label, least, None, option.price, "costs more"))
+            continue
+        most = _MOST_TARGETS if best is None else math.ceil(best[0] / option.kind.placement.price)
+        num = _fewest(trials, option.kind, least, most, seeds[0], partial(_tell, tell, label))
+        if num is None:
+            tried.append(Tried(label, least, None, option.price, "does not hold the objectives at a lower price"))
+            continue
+        price = num * option.kind.placement.price
+        tried.append(Tried(label, least, num, price))
+        if best is None or price < best[0]:
+            best = (price, option.kind, num)
+    if best is None:
+        raise _impossible(options, trials)
+    _, kind, num = best
+    figures = _figures(trials, kind, num, seeds, None, tell)
+    return Found(
+        kind=kind,
+        deployment=trials.deployment(kind, num, figures),
+        figures=figures,
+        with_loss={scope: _figures(trials, kind, num, seeds, scope, tell) for scope in trials.scopes},
+        tried=tried + [Tried(o.kind.placement.label, 0, None, 0.0, o.why_not) for o in options if o.least is None],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    kind: Kind
+    least: int | None
+    price: float
+    why_not: str = ""
+    best_gap_s: float = 0.0
+    """99th percentile of the time between tokens with one session."""
+    best_first_s: float = 0.0
+    """Time of the mean prompt on an idle target."""
+
+
+def _estimated(
+    question: Question, trials: Trials, placement: Placement, speculation: Speculation, tell: Callable[[str], None]
+) -> _Option:
+    prompt, output = trials.traffic.mean_tokens
+    pair = placement.pair(question)
+    most = max(1, min(MOST_BATCH, int(placement.kv_tokens // (prompt + output))))
+
+    def told(what: str) -> None:
+        tell(f"{placement.label}: {what}")
+
+    plain = measure_curve(pair, Speculation.OFF, output, most)
+    curve = plain if placement.draft_steps is None else measure_curve(pair, speculation, output, most, tell=told)
+    kind = Kind(placement=placement, curve=curve, plain=plain)
+    gap_s, first_s = gap_p99(curve, 1), _prompt_s(pair, kind, prompt)
+    objectives = trials.objectives
+    if placement.kv_tokens < prompt + output:
+        return _Option(kind, None, math.inf, "its memory holds no request of the mean length", gap_s, first_s)
+    if gap_s > objectives.inter_token_s or first_s > objectives.first_token_s:
+        why = f"alone on a target, a request has {first_s * 1e3:.0f} ms and {gap_s * 1e3:.1f} ms"
+        return _Option(kind, None, math.inf, why, gap_s, first_s)
+    loads = [load for load in range(1, most + 1) if gap_p99(curve, load) <= objectives.inter_token_s]
+    rates = [
+        load / curve.mean(load, lambda p: p.mean_turn_s) * curve.mean(load, lambda p: p.mean_tokens) for load in loads
+    ]
+    request_s = output / max(rates) + first_s
+    least = max(1, math.ceil(trials.traffic.per_s * request_s))
+    return _Option(kind, least, least * placement.price, "", gap_s, first_s)
+
+
+def gap_p99(curve: ReplicaCurve, num_sessions: int) -> float:
+    """99th percentile of the time per token at a load, once per token, without prompts beside it."""
+    rng = np.random.default_rng(1)
+    turns_s = np.array([curve.turn_s(num_sessions, rng) for _ in range(_DRAWS)])
+    tokens = curve.tokens(num_sessions, _DRAWS, rng)
+    gaps = np.repeat(turns_s / tokens, tokens)
+    return float(np.quantile(gaps, 0.99))
+
+
+def _prompt_s(pair: PairSettings, kind: Kind, prompt: float) -> float:
+    """Seconds of a prompt's chunks on an idle target."""
+    chunk = kind.settings().max_batch_tokens
+    whole, rest = divmod(round(prompt), chunk)
+    return whole * pair.target.seconds(1, chunk) + (pair.target.seconds(1, rest) if rest else 0.0)
+
+
+def _tell(tell: Callable[[str], None], label: str, what: str) -> None:
+    tell(f"{label}: {what}")
+
+
+def _fewest(trials: Trials, kind: Kind, least: int, most: int, seed: int, tell: Callable[[str], None]) -> int | None:
+    """The fewest targets that hold the objectives, at most `most`; None: they would be more."""
+    num, below = max(least, _fewest_for(trials.scopes, kind, trials.num_zones)), 0
+    while num <= most:
+        tell(f"{num} targets")
+        if trials.holds(kind, num, seed):
+            break
+        below, num = num, max(num + 1, round(num * _MORE))
+    else:
+        return None
+    while num - below > max(1, num // 50) and below >= least:
+        middle = (num + below) // 2
+        tell(f"{middle} targets")
+        if trials.holds(kind, middle, seed):
+            num = middle
+        else:
+            below = middle
+    return num
+
+
+def _fewest_for(scopes: Sequence[Scope], kind: Kind, num_zones: int) -> int:
+    """Targets of which some are left after each loss."""
+    least = 1
+    for scope in scopes:
+        if scope is Scope.REPLICA:
+            least = max(least, 2)
+        else:
+            least = max(least, kind.placement.per_node + 1)
+    return max(least, num_zones) if Scope.ZONE in scopes else least
+
+
+def _figures(
+    trials: Trials, kind: Kind, num: int, seeds: Sequence[int], scope: Scope | None, tell: Callable[[str], None]
+) -> Figures:
+    runs, scale = [], 1.0
+    for number, seed in enumerate(seeds, 1):
+        tell(f"{num} targets, {scope or 'undisturbed'}: run {number} of {len(seeds)}")
+        run, scale = trials.run(kind, num, seed, scope)
+        runs.append(run)
+    return Figures.of(runs, scale)
+
+
+def _impossible(options: Sequence[_Option], trials: Trials) -> PlanImpossible:
+    gap = min(options, key=lambda option: option.best_gap_s)
+    first = min(options, key=lambda option: option.best_first_s)
+    objectives = trials.objectives
+    return PlanImpossible(
+        f"no deployment holds {objectives.first_token_s * 1e3:g} ms to the first token and "
+        f"{objectives.inter_token_s * 1e3:g} ms between tokens (p99): possible are at best "
+        f"{first.best_first_s * 1e3:.3g} ms ({first.kind.placement.label}) and {gap.best_gap_s * 1e3:.3g} ms "
+        f"({gap.kind.placement.label}), each alone and without load"
+    )

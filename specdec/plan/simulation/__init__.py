@@ -1,0 +1,1 @@
+"""Replicas, coordinators, networks and failures on a simulated clock."""

@@ -1,0 +1,114 @@
+"""Planned failures of a run: what ends when, and when it is there again."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import simpy
+
+from specdec.plan.simulation.coordinator import SimulatedCoordinator
+from specdec.plan.simulation.target import SimulatedTarget
+
+SILENT_S = 5.0
+"""Seconds until a coordinator finds that a node is gone: a peer's silence, and the ping's time-out
+(`keepalive_time_s`, `keepalive_timeout_s`). A process that ends is found at once."""
+
+
+class Scope(StrEnum):
+    """What is gone together."""
+
+    REPLICA = "one replica"
+    NODE = "one node"
+    ZONE = "one zone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A part of the fleet is lost at once."""
+
+    scope: Scope
+    at_s: float
+    down_s: float
+    """Seconds until it serves again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """Targets are replaced one after the other."""
+
+    at_s: float
+    drain_s: float
+    """Longest time for the sessions of a target to end."""
+    start_s: float
+    """Seconds from its end until its successor serves."""
+
+
+Event = Loss | Rollout
+
+
+def happen(
+    event: Event,
+    env: simpy.Environment,
+    targets: Sequence[SimulatedTarget],
+    coordinators: Sequence[SimulatedCoordinator],
+) -> Generator[simpy.Event, Any, None]:
+    """A SimPy process that lets an event happen to a fleet."""
+    yield env.timeout(event.at_s)
+    if isinstance(event, Rollout):
+        yield from _rolled(event, env, targets)
+    else:
+        yield from _lost(event, env, targets, coordinators)
+
+
+def hit(scope: Scope, targets: Sequence[SimulatedTarget]) -> list[SimulatedTarget]:
+    """The targets that a loss hits: the first one, and those on its node or in its zone."""
+    first = next((target for target in targets if target.is_up), None)
+    if first is None:
+        return []
+    if scope is Scope.REPLICA:
+        return [first]
+    alike = (lambda each: each.node == first.node) if scope is Scope.NODE else (lambda each: each.zone == first.zone)
+    return [target for target in targets if target.is_up and alike(target)]
+
+
+def _lost(
+    loss: Loss,
+    env: simpy.Environment,
+    targets: Sequence[SimulatedTarget],
+    coordinators: Sequence[SimulatedCoordinator],
+) -> Generator[simpy.Event, Any, None]:
+    gone = hit(loss.scope, targets)
+    zones = {target.zone for target in gone} if loss.scope is Scope.ZONE else set()
+    ended = [each for each in coordinators if each.zone in zones]
+    silent_s = 0.0 if loss.scope is Scope.REPLICA else SILENT_S
+    for target in gone:
+        target.freeze()
+    yield env.timeout(silent_s)
+    for target in gone:
+        target.end()
+    for coordinator in ended:
+        coordinator.end()
+    yield env.timeout(max(0.0, loss.down_s - silent_s))
+    for target in gone:
+        target.begin()
+    for coordinator in ended:
+        coordinator.begin()
+
+
+def _rolled(
+    rollout: Rollout, env: simpy.Environment, targets: Sequence[SimulatedTarget]
+) -> Generator[simpy.Event, Any, None]:
+    for target in targets:
+        if not target.is_up:
+            continue
+        target.drain()
+        waited_s, look_s = 0.0, max(0.1, rollout.drain_s / 20)
+        while target.num_sessions and waited_s < rollout.drain_s:
+            yield env.timeout(look_s)
+            waited_s += look_s
+        target.end()
+        yield env.timeout(rollout.start_s)
+        target.begin()

@@ -1,0 +1,202 @@
+"""A fleet in simulated time: traffic, coordinators, targets over nodes and zones, failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import simpy
+
+from specdec.plan.inputs.traffic import Arrival
+from specdec.plan.simulation.autoscaler import Autoscaler, ScalingRule
+from specdec.plan.simulation.clock import SimulatedLoop
+from specdec.plan.simulation.coordinator import CoordinatorSettings, SimulatedCoordinator
+from specdec.plan.simulation.faults import Event, happen
+from specdec.plan.simulation.tally import RunTally
+from specdec.plan.simulation.target import SimulatedTarget, Stream, TargetSettings
+from specdec.wire.errors import NoTarget, Overloaded
+
+_RESUME_S = 0.5
+"""Seconds after which a client resumes at another coordinator."""
+_LEAST_RETRY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPlan:
+    """A deployment of one model."""
+
+    num_targets: int
+    num_coordinators: int
+    target: TargetSettings
+    coordinator: CoordinatorSettings
+    targets_per_node: int = 1
+    num_zones: int = 1
+    links_per_coordinator: int | None = None
+    """Targets that each coordinator has links to; None: all."""
+    scaling: ScalingRule | None = None
+    """Rule by which targets come and go; `num_targets` are there at first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clients:
+    """How clients behave, and what they want. Times in seconds."""
+
+    retries: int = 2
+    """Tries after a refusal, each after the delay that the refusal names, as OpenAI's clients do."""
+    first_token_s: float = float("inf")
+    """Objective of the first token, of goodput."""
+    inter_token_s: float = float("inf")
+    """Objective of a request's mean time between tokens."""
+    way_s: float = 0.001
+    """From client to coordinator and back, by way of a gateway, each."""
+
+
+@dataclass(slots=True)
+class FleetRun:
+    """Result of a run."""
+
+    tally: RunTally
+    seconds: float
+    busy: float
+    """Share of the time in which the targets compute, on average over those that are up at the end."""
+    kv_share: float
+    """Highest share of a target's KV cache in use, over all looks."""
+    most_sessions: int
+    """Highest number of sessions of a target, over all looks."""
+    mean_sessions: float
+    """Sessions of all targets, on average."""
+    sizes: list[tuple[float, int]] = field(default_factory=list)
+    """Number of targets that are up, by time, where they are scaled."""
+
+
+class FleetSimulation:
+    """One run. `clock` of all parts is the loop's."""
+
+    def __init__(self, plan: FleetPlan, clients: Clients, seed: int) -> None:
+        self.env = simpy.Environment()
+        self.loop = SimulatedLoop(self.env)
+        self.tally = RunTally()
+        self._clients = clients
+        self._plan = plan
+        self._rng = np.random.default_rng([seed, 0])
+        self.targets = [self._target(number, seed) for number in range(plan.num_targets)]
+        self.coordinators = [self._coordinator(number, seed) for number in range(plan.num_coordinators)]
+        self._looks: list[tuple[float, int, int]] = []
+        self._next = 0
+        self.last_end_s = 0.0
+        """When the last request ended so far."""
+
+    def run(
+        self, arrivals: Sequence[Arrival], seconds: float, events: Sequence[Event] = (), tail_s: float = 0.0
+    ) -> FleetRun:
+        """Let the requests arrive, and events happen; `tail_s`: seconds after the last one in which streams may end."""
+        with self.loop.running():
+            self.env.process(self._arrive(arrivals))
+            self.env.process(self._look(max(0.1, seconds / 200)))
+            for event in events:
+                self.env.process(happen(event, self.env, self.targets, self.coordinators))
+            scaler = None
+            if self._plan.scaling is not None:
+                scaler = Autoscaler(self._plan.scaling, self.env, self.targets)
+                self.env.process(scaler.run())
+        self.loop.run(seconds + tail_s)
+        up = [target for target in self.targets if target.is_up]
+        elapsed_s = seconds + tail_s
+        found = FleetRun(
+            tally=self.tally,
+            seconds=elapsed_s,
+            busy=sum(target.busy_s for target in up) / (elapsed_s * max(1, len(up))),
+            kv_share=max((share for share, _, _ in self._looks), default=0.0),
+            most_sessions=max((most for _, most, _ in self._looks), default=0),
+            mean_sessions=sum(total for _, _, total in self._looks) / max(1, len(self._looks)),
+            sizes=[] if scaler is None else scaler.sizes,
+        )
+        self.loop.close()
+        return found
+
+    def _target(self, number: int, seed: int) -> SimulatedTarget:
+        node = number // self._plan.targets_per_node
+        return SimulatedTarget(
+            name=f"t{number}",
+            node=f"n{node}",
+            zone=f"z{node % self._plan.num_zones}",
+            env=self.env,
+            settings=self._plan.target,
+            tally=self.tally,
+            rng=np.random.default_rng([seed, 1, number]),
+        )
+
+    def _coordinator(self, number: int, seed: int) -> SimulatedCoordinator:
+        most, rng = self._plan.links_per_coordinator, np.random.default_rng([seed, 2, number])
+        targets = self.targets
+        if most is not None and most < len(targets):
+            chosen = rng.choice(len(targets), most, replace=False)
+            targets = [self.targets[index] for index in sorted(chosen)]
+        zone = f"z{number % self._plan.num_zones}"
+        return SimulatedCoordinator(f"c{number}", zone, self.loop, self._plan.coordinator, targets, self.tally, rng)
+
+    def _arrive(self, arrivals: Sequence[Arrival]) -> Generator[simpy.Event, Any, None]:
+        for arrival in arrivals:
+            if arrival.at_s > self.env.now:
+                yield self.env.timeout(arrival.at_s - self.env.now)
+            self.tally.num_arrived += 1
+            self.loop.start(self._request(arrival))
+
+    async def _request(self, request: Arrival) -> None:
+        """A client's request with its retries: it ends, is refused or fails."""
+        clients, tally = self._clients, self.tally
+        stream = Stream(request, self.loop.time() - clients.way_s)
+        num_tries = 0
+        await asyncio.sleep(clients.way_s)
+        while stream.left:
+            coordinator = self._choose()
+            if coordinator is None:
+                tally.failures["no coordinator"] += 1
+                return
+            try:
+                await coordinator.start(stream)
+            except Overloaded as error:
+                tally.num_refused_calls += 1
+                if num_tries == clients.retries:
+                    tally.refusals[error.reason] += 1
+                    return
+                num_tries += 1
+                await asyncio.sleep(max(_LEAST_RETRY_S, error.retry_after_s))
+            except NoTarget as error:
+                tally.failures[error.reason] += 1
+                return
+            except asyncio.CancelledError:
+                if coordinator.is_up:  # the run is over
+                    raise
+                await asyncio.sleep(_RESUME_S)
+        self._ended(stream)
+
+    def _ended(self, stream: Stream) -> None:
+        tally, clients = self.tally, self._clients
+        tally.num_ended += 1
+        self.last_end_s = self.loop.time()
+        tally.tokens_of[stream.request.tenant] += stream.request.output_tokens
+        if stream.first_s is None or stream.last_s is None:
+            return
+        mean_s = (stream.last_s - stream.first_s) / max(1, stream.request.output_tokens - 1)
+        tally.num_good += stream.first_s - stream.arrived_s <= clients.first_token_s and mean_s <= clients.inter_token_s
+
+    def _choose(self) -> SimulatedCoordinator | None:
+        """The less loaded one of two: one in turn, one at random."""
+        up = [coordinator for coordinator in self.coordinators if coordinator.is_up]
+        if not up:
+            return None
+        self._next += 1
+        pair = (up[self._next % len(up)], up[int(self._rng.integers(len(up)))])
+        return min(pair, key=lambda each: each.num_requests)
+
+    def _look(self, every_s: float) -> Generator[simpy.Event, Any, None]:
+        while True:
+            yield self.env.timeout(every_s)
+            up = [target for target in self.targets if target.is_up]
+            share = max((target.kv_used / target.settings.kv_tokens for target in up), default=0.0)
+            numbers = [target.num_sessions for target in up]
+            self._looks.append((share, max(numbers, default=0), sum(numbers)))

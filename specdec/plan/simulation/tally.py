@@ -1,0 +1,116 @@
+"""Times and ends of a run's requests: quantiles in bounded memory, and confidence intervals over runs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+_LEAST_S, _PER_DECADE, _DECADES = 1e-5, 200, 9
+"""Shortest time that is told apart, classes per tenfold (1.2 % each), and tenfolds up to the longest time."""
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Student's t for 95 %, by degrees of freedom from 1."""
+
+
+class TimeCounts:
+    """Counts of times by classes of 1.2 %."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(_PER_DECADE * _DECADES + 1)
+
+    def __len__(self) -> int:
+        return round(float(self._counts.sum()))
+
+    def add(self, times_s: np.ndarray, weights: np.ndarray) -> None:
+        """Count many times, each with a weight."""
+        index = np.log10(np.maximum(times_s, _LEAST_S) / _LEAST_S) * _PER_DECADE
+        classes = np.minimum(index.astype(np.int64), len(self._counts) - 1)
+        self._counts += np.bincount(classes, weights, len(self._counts))
+
+    def add_one(self, time_s: float, weight: float = 1.0) -> None:
+        """Count one time."""
+        index = int(math.log10(max(time_s, _LEAST_S) / _LEAST_S) * _PER_DECADE)
+        self._counts[min(index, len(self._counts) - 1)] += weight
+
+    def quantile(self, share: float) -> float:
+        """Seconds below which a share of the times lies, within 1.2 %; 0.0 without times."""
+        total = self._counts.sum()
+        if not total:
+            return 0.0
+        index = int(np.searchsorted(np.cumsum(self._counts), share * total))
+        return float(_LEAST_S * 10 ** ((index + 0.5) / _PER_DECADE))
+
+    def share_above(self, time_s: float) -> float:
+        """Share of the times above one; 0.0 without times."""
+        total = self._counts.sum()
+        index = int(math.log10(max(time_s, _LEAST_S) / _LEAST_S) * _PER_DECADE)
+        return float(self._counts[index + 1 :].sum() / total) if total else 0.0
+
+
+@dataclass(slots=True)
+class RunTally:
+    """A run's figures. A request is counted in exactly one of `num_ended`, `refusals`, `failures`, or runs."""
+
+    first_token: TimeCounts = field(default_factory=TimeCounts)
+    inter_token: TimeCounts = field(default_factory=TimeCounts)
+    """Time between two commits of a stream over the tokens of the later one, once per token."""
+    queued: TimeCounts = field(default_factory=TimeCounts)
+    num_arrived: int = 0
+    num_ended: int = 0
+    num_tokens: int = 0
+    tokens_of: Counter[str] = field(default_factory=Counter)
+    """Output tokens by tenant."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Requests given up after their retries, by the last refusal's reason."""
+    failures: Counter[str] = field(default_factory=Counter)
+    num_refused_calls: int = 0
+    """Refusals, those with a retry after them included."""
+    num_moved: int = 0
+    """Times that a stream went on at another target."""
+    num_good: int = 0
+    """Requests that ended within both objectives."""
+    num_plain: int = 0
+    """Requests opened without speculation because requests had queued."""
+    store_calls: Counter[str] = field(default_factory=Counter)
+    """Estimated commands to Redis."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that neither ended, failed nor were refused."""
+        return self.num_arrived - self.num_ended - sum(self.refusals.values()) - sum(self.failures.values())
+
+    @property
+    def served_share(self) -> float:
+        """Share of the requests that have come to an end which ended well; 1.0 without any."""
+        lost = sum(self.refusals.values()) + sum(self.failures.values())
+        return self.num_ended / (self.num_ended + lost) if self.num_ended + lost else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean over runs with other seeds, and the half width of its 95 % confidence interval."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """By Student's t; one value has no width."""
+        if len(values) < 2:
+            return cls(values[0], 0.0)
+        t = _T95[len(values) - 2] if len(values) - 2 < len(_T95) else 1.96
+        return cls(statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values)))
+
+    @property
+    def low(self) -> float:
+        """The lower bound, at least 0."""
+        return max(0.0, self.mean - self.half)
+
+    @property
+    def high(self) -> float:
+        """The upper bound."""
+        return self.mean + self.half
