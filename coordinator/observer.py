@@ -11,7 +11,7 @@ from specdec.coordinator.links.link_events import LinkState
 from specdec.coordinator.links.replica_link import ReplicaLink
 from specdec.coordinator.sessions.session import Request, Session
 from specdec.store.guarded import OperationObserver, StateObserver
-from specdec.telemetry import CoordinatorMetrics
+from specdec.telemetry import CoordinatorMetrics, CoordinatorPickerMetrics
 from specdec.telemetry.coordinator_metrics import FALLBACK_CAUSES
 from specdec.v1 import common_pb2 as pb
 
@@ -22,8 +22,9 @@ _ROLES = ("target", "draft")
 class Observer:
     """All of the coordinator's metrics are updated here."""
 
-    def __init__(self, metrics: CoordinatorMetrics) -> None:
+    def __init__(self, metrics: CoordinatorMetrics, picker: CoordinatorPickerMetrics | None = None) -> None:
         self.metrics = metrics
+        self._picker = picker
         names = {value: name.removeprefix("ORIGIN_").lower() for name, value in pb.Origin.items() if value}
         self._tokens = {value: metrics.tokens.labels(name) for value, name in names.items()}
         self._verify, self._plain, self._prefill = (
@@ -137,15 +138,18 @@ class Observer:
         """The numbers of running and waiting requests changed."""
         self.metrics.running.set(num_running)
         self.metrics.queue_length.set(num_waiting)
-        self.metrics.picker.running.set(num_running)
-        self.metrics.picker.waiting.set(num_waiting)
+        if self._picker is not None:
+            self._picker.running.set(num_running)
+            self._picker.waiting.set(num_waiting)
 
     def target_load(self, targets: Sequence[ReplicaLink]) -> None:
         """A target reported its load."""
+        if self._picker is None:
+            return
         loads = [link.load for link in targets if link.load is not None]
         num_blocks = sum(load.kv_blocks_total for load in loads)
         num_used = sum(load.kv_blocks_used for load in loads)
-        self.metrics.picker.kv_use.set(num_used / num_blocks if num_blocks else 0.0)
+        self._picker.kv_use.set(num_used / num_blocks if num_blocks else 0.0)
 
     def of_store(self, is_shared: bool) -> tuple[OperationObserver | None, StateObserver | None]:
         """Callbacks for the store's operations and state; none for a store in this process, which never fails."""

@@ -55,7 +55,7 @@ from specdec.service.memory_limit import budget_bytes, is_short
 from specdec.service.server import run_service
 from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
-from specdec.telemetry import BuildInfo, CoordinatorMetrics
+from specdec.telemetry import BuildInfo, CoordinatorMetrics, CoordinatorPickerMetrics
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.backoff import Backoff
@@ -99,8 +99,7 @@ class CoordinatorService:
         timings = timings or Timings()
         self._tasks: list[asyncio.Task[None]] = []
         self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
-        self._observer = observer = Observer(CoordinatorMetrics(registry))
-        observer.metrics.picker.block_size.labels(BLOCK_TOKENS, "").set(1)
+        self._observer = observer = Observer(CoordinatorMetrics(registry), _picker_metrics(settings, registry))
         self._tracing = Tracing(settings, self.name, settings.trace_sample_ratio)
         is_shared = settings.redis_url is not None
         self.store = open_store(settings, *observer.of_store(is_shared))
@@ -403,6 +402,14 @@ class CoordinatorService:
             gate=self._gate,
             tracer=RequestTracer(self._tracing, settings.trace_content),
         )
+
+
+def _picker_metrics(settings: CoordinatorSettings, registry: CollectorRegistry) -> CoordinatorPickerMetrics | None:
+    if not settings.picker_metrics:
+        return None
+    picker = CoordinatorPickerMetrics(registry)
+    picker.block_size.labels(BLOCK_TOKENS, "").set(1)
+    return picker
 
 
 async def run_coordinator(

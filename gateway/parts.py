@@ -47,14 +47,10 @@ class Parts:
         Its calls raise NotReady until it is known that clients need a key where they must. `holds`: they wait for a
         model that is not served, if requests are held.
         """
-        return self.coordinators.caller(
-            request.state.metadata,
-            request.state.held,
-            model or "",
-            hold=self.health.hold,
-            arrived_s=request.state.arrived_s if holds else float("-inf"),
-            check=self.openness.check,
-        )
+        caller = self.coordinators.caller(request.state.metadata, request.state.held, model or "")
+        arrived_s = request.state.arrived_s if holds else float("-inf")
+        caller.wait_for_model(self.health.hold, arrived_s, self.openness.check)
+        return caller
 
     async def parsers_of(self, request: Request, model: str | None, *, streams: bool) -> ParserPair:
         """The parsers of a model's output. Raises SpecdecError if none of its coordinators answers.

@@ -64,7 +64,9 @@ class Gateway:
             self._connect, settings.coordinators_of, metrics.failovers.inc, settings.shares
         )
         models = self._coordinators.models
-        hold = Hold(settings.hold_s, settings.max_held_requests, metrics.held, models)
+        # Without holding there are no series: by them alerts know deployments whose models may be away.
+        by_model = {model: metrics.held.labels(model) for model in models if settings.hold_s > 0}
+        hold = Hold(settings.hold_s, settings.max_held_requests, by_model)
         self._health = Health(self._coordinators, hold)
         self.parts = Parts(
             settings=settings,

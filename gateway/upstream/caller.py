@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
@@ -11,13 +11,14 @@ import structlog
 from google.protobuf.message import Message
 
 from specdec.client import Client, ResumePolicy, generate_resuming
-from specdec.gateway.upstream.hold import Waits
+from specdec.gateway.upstream.hold import Hold, Waits
 from specdec.gateway.upstream.turns import AVOID_S, Member, Turns
 from specdec.service.byte_budget import Held
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import NotReady, Unavailable
 
 _log = structlog.get_logger(__name__)
+_NO_HOLD = Hold()
 Metadata = tuple[tuple[str, str], ...]
 """Metadata of a caller's calls: its key, its trace."""
 
@@ -26,23 +27,28 @@ class CallerStub:
     """Calls of one caller. Every method raises the typed errors of `specdec.wire.errors`."""
 
     def __init__(
-        self,
-        turns: Turns,
-        metadata: Metadata,
-        held: Held,
-        on_failover: Callable[[], None],
-        *,
-        waits: Callable[[Callable[[], Awaitable[bool]]], AbstractContextManager[Waits]],
-        check: Callable[[], None],
+        self, turns: Turns, metadata: Metadata, held: Held, on_failover: Callable[[], None], model: str = ""
     ) -> None:
-        """Call nobody yet. See `Coordinators.caller`."""
+        """Call nobody yet. `model`: the entry of the coordinators."""
         self.held = held
         self._turns = turns
         self._release: str | None = None
         self._metadata = metadata
         self._on_failover = on_failover
-        self._waits = waits
-        self._check = check
+        self._model = model
+        self._hold = _NO_HOLD
+        self._arrived_s = float("-inf")
+        self._check: Callable[[], None] = _allow
+
+    def wait_for_model(self, hold: Hold, arrived_s: float, check: Callable[[], None]) -> None:
+        """Let calls wait while the model is not served.
+
+        Args:
+            hold: bounds the waits.
+            arrived_s: monotonic time of the request's arrival; minus infinity: its calls do not wait.
+            check: raises NotReady while nobody may be called.
+        """
+        self._hold, self._arrived_s, self._check = hold, arrived_s, check
 
     def stream(self, request: api.GenerateRequest) -> AsyncGenerator[api.GenerateResponse, None]:
         """The chunks of a request, resumed if a coordinator fails.
@@ -55,7 +61,7 @@ class CallerStub:
         """The chunks of one attempt, from the first coordinator that answers."""
         if self._release is None:  # A request stays at its release: another one may not take up its stream.
             self._release = self._turns.next_release()
-        with self._waits(self._serves) as waits:
+        with self._waits() as waits:
             while True:
                 await self._allowed(waits)
                 members, failure = self._turns.order(self._release), Unavailable("no coordinator answers")
@@ -82,7 +88,7 @@ class CallerStub:
 
     async def call(self, method: str, request: Message) -> Any:
         """The answer to a unary call, from the first coordinator that answers."""
-        with self._waits(self._serves) as waits:
+        with self._waits() as waits:
             while True:
                 await self._allowed(waits)
                 members, failure = self._turns.order(self._release or ""), Unavailable("no coordinator answers")
@@ -98,12 +104,12 @@ class CallerStub:
 
     async def until_served(self) -> None:
         """Wait until the model is served, if requests are held. Raises Unavailable if it is not in time."""
-        with self._waits(self._serves) as waits:
+        with self._waits() as waits:
             while not await self._turns.serves():
                 await waits.after(Unavailable("no coordinator serves"))
 
-    async def _serves(self) -> bool:
-        return await self._turns.serves()
+    def _waits(self) -> AbstractContextManager[Waits]:
+        return self._hold.call(self._model, self._arrived_s, self._turns.serves)
 
     async def _allowed(self, waits: Waits) -> None:
         """Wait until coordinators may be called."""
@@ -120,3 +126,7 @@ class CallerStub:
         member.avoid_until_s = time.monotonic() + AVOID_S
         _log.info("coordinator_failed", address=member.client.address, reason=error.reason, error=error.message)
         self._on_failover()
+
+
+def _allow() -> None:
+    """Calls need no permission."""

@@ -63,35 +63,10 @@ class Coordinators:
         """The entry of `models` whose coordinators are asked for a model."""
         return model if model in self._turns else ""
 
-    def caller(
-        self,
-        metadata: Metadata,
-        held: Held,
-        model: str,
-        *,
-        hold: Hold,
-        arrived_s: float,
-        check: Callable[[], None],
-    ) -> CallerStub:
-        """The coordinators of a model for one caller.
-
-        Args:
-            metadata: the caller's.
-            held: the bytes that its request holds.
-            model: the model's name.
-            hold: of requests whose model is not served.
-            arrived_s: monotonic time of the request's arrival.
-            check: raises NotReady while nobody may be called.
-        """
+    def caller(self, metadata: Metadata, held: Held, model: str = "") -> CallerStub:
+        """The coordinators of a model with one caller's metadata, and the bytes that its request holds."""
         entry = self.serving(model)
-        return CallerStub(
-            self._turns[entry],
-            metadata,
-            held,
-            self._on_failover,
-            waits=lambda serves: hold.call(entry, arrived_s, serves),
-            check=check,
-        )
+        return CallerStub(self._turns[entry], metadata, held, self._on_failover, entry)
 
     async def any_serves(self) -> bool:
         """Whether any coordinator serves. Takes about a second at most."""

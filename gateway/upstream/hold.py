@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from prometheus_client import Gauge
 
@@ -18,22 +19,25 @@ _RETRY_S = 10.0
 """Seconds after which a client may try again that was held in vain."""
 
 
+_NO_GAUGES: Mapping[str, Gauge] = MappingProxyType({})
+
+
 class Hold:
     """Counts and bounds held requests. An autoscaler starts a model because the gauge counts its held requests."""
 
-    def __init__(self, most_s: float, most: int, gauge: Gauge, models: Sequence[str]) -> None:
+    def __init__(
+        self, most_s: float = 0.0, most: int = 1, by_model: Mapping[str, Gauge] = MappingProxyType({})
+    ) -> None:
         """Hold nothing yet.
 
         Args:
             most_s: seconds from a request's arrival for which it may be held; 0: none is held.
             most: requests held at once.
-            gauge: held requests by model.
-            models: the entries of the coordinators, which are shown as 0.
+            by_model: held requests by entry of the coordinators; may be empty if none is held.
         """
         self.most_s = most_s
         self._most = most
-        # Without holding there are no series: by them alerts know deployments whose models may be away.
-        self._by_model = {model: gauge.labels(model) for model in models if most_s > 0}
+        self._by_model = by_model
         self._num = 0
         self.is_draining = False
         """Held requests are refused: the gateway ends before they could be served."""

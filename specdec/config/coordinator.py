@@ -177,6 +177,10 @@ class CoordinatorSettings(ServiceSettings, PeerSettings):
     reconnect_backoff_max_s: float = Field(
         default=5.0, gt=0, description="Longest wait before a replica is connected to again, in seconds."
     )
+    picker_metrics: bool = Field(
+        default=False,
+        description="Export load under vLLM's names, too, by which an endpoint picker of the Gateway API chooses.",
+    )
     target_timeout_s: float = Field(
         default=30.0, gt=0, description="Seconds that a session may be without a target before it fails."
     )

@@ -21,7 +21,7 @@ from specdec.telemetry.metric_files import (
     metrics_folder,
     scrape_registry,
 )
-from specdec.telemetry.picker_metrics import PickerMetrics
+from specdec.telemetry.picker_metrics import CoordinatorPickerMetrics, PickerMetrics
 from specdec.telemetry.registry import BuildInfo
 from specdec.telemetry.relay_metrics import RelayMetrics
 from specdec.telemetry.tallies import Tallies
@@ -31,6 +31,7 @@ from specdec.telemetry.tls_metrics import TlsMetrics
 __all__ = [
     "BuildInfo",
     "CoordinatorMetrics",
+    "CoordinatorPickerMetrics",
     "DraftMetrics",
     "GatewayMetrics",
     "PickerMetrics",

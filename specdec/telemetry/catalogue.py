@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from specdec.telemetry.coordinator_metrics import CoordinatorMetrics, SupervisorMetrics
 from specdec.telemetry.draft_metrics import DraftMetrics
 from specdec.telemetry.gateway_metrics import GatewayMetrics, VllmMetrics
-from specdec.telemetry.picker_metrics import PickerMetrics
+from specdec.telemetry.picker_metrics import CoordinatorPickerMetrics
 from specdec.telemetry.registry import BuildInfo, MetricDoc
 from specdec.telemetry.relay_metrics import RelayMetrics
 from specdec.telemetry.target_metrics import TargetMetrics
@@ -38,15 +38,16 @@ _SERVICES = {
 
 def catalogue() -> dict[str, list[MetricDoc]]:
     """The metrics of each service; "all" holds those of every service."""
-    registry, of_gateways = CollectorRegistry(), CollectorRegistry()
-    coordinator = CoordinatorMetrics(registry)
+    registry = CollectorRegistry()
     target, draft = TargetMetrics(registry), DraftMetrics(registry)
     return {
         "all": BuildInfo(registry, "coordinator").docs + TlsMetrics(registry).docs,
-        "coordinator": coordinator.docs + SupervisorMetrics(registry).docs + coordinator.picker.docs,
+        "coordinator": CoordinatorMetrics(registry).docs
+        + SupervisorMetrics(registry).docs
+        + CoordinatorPickerMetrics(registry).docs,
         "target": target.docs + RelayMetrics(registry, "target").docs,
         "draft": draft.docs + RelayMetrics(registry, "draft").docs,
-        "gateway": GatewayMetrics(registry).docs + VllmMetrics(registry).docs + PickerMetrics(of_gateways).docs,
+        "gateway": GatewayMetrics(registry).docs + VllmMetrics(registry).docs,
     }
 
 

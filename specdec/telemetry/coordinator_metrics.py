@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from specdec.telemetry.picker_metrics import CoordinatorPickerMetrics
 from specdec.telemetry.registry import COARSE_S, FINE_S, MetricGroup
 
 _DEPTH = {"depth": "1, 2, ...: the distance from the last committed token"}
@@ -53,7 +52,6 @@ class CoordinatorMetrics(MetricGroup):
         self._make_speculation_metrics()
         self._make_fleet_metrics()
         self._make_store_metrics()
-        self.picker = CoordinatorPickerMetrics(registry)
 
     def _make_request_metrics(self) -> None:
         self.requests = self._counter(

@@ -6,8 +6,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+from prometheus_client import CollectorRegistry
 
-from specdec.telemetry.catalogue import catalogue
+from specdec.telemetry import CoordinatorPickerMetrics, PickerMetrics
 from tests.chart.rendered import CHART, Document, Helm, Render, containers
 from tests.support.for_each import for_each
 
@@ -80,6 +81,7 @@ def test_a_pool_has_the_pods_of_one_role_at_a_port_that_they_serve(
     ]
     assert selected == [f"demo-specdec-{role}"]
     (container,) = [container for name, _, container in containers(documents) if name == role]
+    assert ("--picker-metrics" in container["args"]) == (role == "coordinator")
     (port,) = pool["spec"]["targetPorts"]
     assert port["number"] in {each["containerPort"] for each in container["ports"]}
 
@@ -97,9 +99,11 @@ def test_a_route_leads_to_the_pool_and_the_picker_may_read_metrics_at_its_port(r
 
 
 def test_members_export_what_the_reference_picker_reads() -> None:
-    gauges = {role: {doc.name for doc in docs if doc.type == "gauge"} for role, docs in catalogue().items()}
-    assert set(OF_COORDINATORS) <= gauges["coordinator"]
-    assert set(PICKER) <= gauges["gateway"]
+    gauges = {
+        kind: {doc.name for doc in kind(CollectorRegistry()).docs if doc.type == "gauge"}
+        for kind in (CoordinatorPickerMetrics, PickerMetrics)
+    }
+    assert gauges == {CoordinatorPickerMetrics: set(OF_COORDINATORS), PickerMetrics: set(PICKER)}
 
 
 @for_each(
