@@ -60,6 +60,34 @@ def test_torch_is_asked_for_by_the_version_that_pyproject_names(stage: str) -> N
     assert any(line.startswith("torch==") for line in requirements_of_image(stage))
 
 
+@pytest.mark.parametrize(
+    ("stage", "cuda", "said"),
+    [
+        ("engine-cpu", None, ""),
+        ("engine-cpu", "13.0", "not a CPU build of torch: set TORCH_CPU_PIP_ARGS\n"),
+        ("engine-cuda", "13.0", ""),
+        ("engine-cuda", None, "not a CUDA build of torch: set TORCH_CUDA_PIP_ARGS\n"),
+    ],
+)
+def test_a_build_with_the_wrong_torch_says_so_without_the_libraries_that_it_lacks(
+    stage: str, cuda: str | None, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcublas')")
+    (tmp_path / "torch" / "version.py").write_text(f"cuda = {cuda!r}")
+    (built, _) = copied_stages(stage)
+    (install,) = [rest for keyword, rest in STAGES[built] if keyword == "RUN" and "${TORCH_" in rest]
+    check = install.partition("&& /opt/specdec/bin/python ")[2]
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} {check}"],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1 if said else 0, said)
+
+
 @pytest.mark.parametrize("lock", LOCK_OF)
 def test_what_images_install_is_pinned_by_hashes_and_is_all_they_need(lock: str) -> None:
     stages = [lock] if lock in SMALL else list(ENGINES)
