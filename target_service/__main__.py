@@ -22,6 +22,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.targe
     """Run until a signal ends the process; returns the exit code: 0 drained and stopped, 1 failed, 2 bad settings."""
     arguments = sys.argv[1:] if argv is None else argv
     settings = settings_or_exit(TargetSettings, arguments, env_prefix=TargetSettings.env_prefix, prog=prog)
+    if settings.node_rank:
+        from specdec.replica.ranks.node_service import run_node  # takes a second
+
+        return run_node(ROLE.name, ROLE.grpc_name, settings)
     return run_replica(ROLE, settings)
 
 

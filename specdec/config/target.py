@@ -20,6 +20,7 @@ from specdec.config.draft import DraftSettings
 from specdec.config.drafter_options import DrafterOptions, check_drafters, read_drafters
 from specdec.config.endpoint_options import ApiTargetOptions
 from specdec.config.generation_config import FIELDS, defaults_of
+from specdec.config.nodes import NodeSettings
 from specdec.config.replica import ReplicaSettings
 from specdec.config.retired import REMOVED
 from specdec.service.settings import Names
@@ -63,7 +64,7 @@ def _checked_defaults(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-class TargetSettings(ReplicaSettings):
+class TargetSettings(NodeSettings, ReplicaSettings):
     """Settings of a target replica."""
 
     env_prefix: ClassVar[str] = "SPECDEC_TARGET_"
@@ -139,6 +140,11 @@ class TargetSettings(ReplicaSettings):
         """See `ServiceSettings.draft_names`."""
         return self.tls_draft_names
 
+    @property
+    def most_engine_restarts(self) -> int:
+        """See `ReplicaServiceSettings.most_engine_restarts`: all nodes of a group start anew together."""
+        return self.engine_restarts if self.nnodes == 1 else 0
+
     @model_validator(mode="after")
     def _check_draft_names(self) -> Self:
         if self.tls_draft_names and not self.tls_allowed_client_names:
@@ -158,6 +164,12 @@ class TargetSettings(ReplicaSettings):
     def _check_api(self) -> Self:
         if self.api is not None and (self.own_draft is not None or self.drafters):
             raise ValueError("api: own_draft and drafters run beside a model, and there is none; unset them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_ranks_of_nodes(self) -> Self:
+        if self.nnodes > 1 and self.tensor_parallel_size % self.nnodes:
+            raise ValueError(f"nnodes {self.nnodes} does not divide tensor_parallel_size {self.tensor_parallel_size}")
         return self
 
     @model_validator(mode="after")

@@ -10,15 +10,8 @@ import torch
 
 from specdec.engine.batch import Batch
 from specdec.engine.model.runner import ModelRunner
-from specdec.engine.parallel.step_frames import (
-    StepFrame,
-    StepKind,
-    batch_of,
-    copies_frame,
-    copies_of,
-    forward_frame,
-    receive_frame,
-)
+from specdec.engine.parallel.frames import BadFrame, StepFrame, StepKind, receive_frame
+from specdec.engine.parallel.step_frames import batch_of, copies_frame, copies_of, forward_frame
 from specdec.engine.runner import LaunchedPass
 
 
@@ -88,3 +81,5 @@ def follow(runner: ModelRunner, connection: socket.socket) -> None:
                 runner.copy_slots(*copies_of(frame))
             case StepKind.STOP:
                 return
+            case _:
+                raise BadFrame(f"a {frame.kind.name} frame among steps")

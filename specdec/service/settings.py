@@ -129,3 +129,8 @@ class ReplicaServiceSettings(ServiceSettings):
         description="Most bytes of responses kept for a coordinator that does not read. At half of them its sessions "
         "wait; when it reads nothing for 30 s its stream is aborted.",
     )
+
+    @property
+    def most_engine_restarts(self) -> int:
+        """Most restarts in ten minutes of an engine that was ready once."""
+        return self.engine_restarts

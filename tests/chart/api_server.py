@@ -22,6 +22,7 @@ KINDS = {
     "apps/v1": ("Deployment",),
     "batch/v1": ("Job",),
     "autoscaling/v2": ("HorizontalPodAutoscaler",),
+    "leaderworkerset.x-k8s.io/v1": ("LeaderWorkerSet",),
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "policy/v1": ("PodDisruptionBudget",),
     "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),

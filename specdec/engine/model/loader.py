@@ -78,8 +78,9 @@ class LoadedModel:
         self.model = None  # type: ignore[assignment]
 
 
-def check_tensor_parallel(settings: EngineSettings) -> str:
-    """Check that the model and the machine allow ``tensor_parallel_size``. Returns rank 0's device.
+def check_tensor_parallel(settings: EngineSettings, num_nodes: int = 1) -> str:
+    """Check that the model and the machine, one of ``num_nodes``, allow ``tensor_parallel_size``. Returns the device of
+    the machine's first rank.
 
     Raises ``TensorParallelRefused``, and the errors of ``load_model`` for a config. Reads no weights.
     """
@@ -88,7 +89,7 @@ def check_tensor_parallel(settings: EngineSettings) -> str:
     config = read_config(directory, settings)
     device = _choose_device(settings.device)
     num_gpus = torch.cuda.device_count()
-    if device.type == "cuda" and num_gpus < (device.index or 0) + size:
+    if device.type == "cuda" and num_gpus < (device.index or 0) + size // num_nodes:
         raise TensorParallelRefused(size, f"it needs one GPU per rank from {device} on, and torch sees {num_gpus}")
     if device.type == "cpu" and num_gpus:
         raise TensorParallelRefused(size, "ranks on the CPU must not see GPUs: set CUDA_VISIBLE_DEVICES=-1")

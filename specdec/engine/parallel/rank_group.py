@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 _LOAD_TIMEOUT = timedelta(hours=24)  # longer than the servicer's load_timeout_s, which ends a load
 _LOOPBACK = "lo"
@@ -16,9 +17,24 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def device_of_rank(first_device: str, rank: int) -> torch.device:
-    """A rank's device: the CPU, or the GPU with the first one's index plus ``rank``."""
+    """Device of a machine's rank, the first being 0: the CPU, or the GPU with the first one's index plus ``rank``."""
     first = torch.device(first_device)
     return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
+
+
+def local_store(file: Path, size: int) -> Store:
+    """Meeting place of ranks that can all open one file, which must be new."""
+    return FileStore(str(file), size)
+
+
+def leaders_store() -> TCPStore:
+    """Meeting place of ranks on several machines, kept by rank 0 at a free port. Whoever reaches it may change it."""
+    return TCPStore("localhost", 0, None, is_master=True, timeout=_LOAD_TIMEOUT, wait_for_workers=False)
+
+
+def others_store(host: str, port: int) -> Store:
+    """The leader's meeting place, for the other ranks."""
+    return TCPStore(host, port, None, is_master=False, timeout=_LOAD_TIMEOUT, wait_for_workers=False)
 
 
 class RankGroup:
@@ -38,24 +54,23 @@ class RankGroup:
         self._loading = dist.new_group(backend="gloo", timeout=_LOAD_TIMEOUT)
 
     @classmethod
-    def join(cls, rank: int, size: int, first_device: str, store: Path, timeout_s: float) -> RankGroup:
-        """Join the ranks of this machine through a shared file; returns when all have joined.
+    def join(
+        cls, rank: int, size: int, device: torch.device, store: Store, timeout_s: float, interface: str = _LOOPBACK
+    ) -> RankGroup:
+        """Meet the other ranks at ``store``; returns when all have joined.
 
-        Initialises torch's default process group, on the loopback interface unless ``GLOO_SOCKET_IFNAME`` or
-        ``NCCL_SOCKET_IFNAME`` is set. ``first_device``: cpu, or the GPU of rank 0.
+        Initialises torch's default process group, on the network interface unless ``GLOO_SOCKET_IFNAME`` or
+        ``NCCL_SOCKET_IFNAME`` is set.
         """
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
-        device = device_of_rank(first_device, rank)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         # transformers reads it to place weights.
         os.environ["LOCAL_RANK"] = str(device.index if device.type == "cuda" else rank)
         backend = "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=_LOAD_TIMEOUT
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_LOAD_TIMEOUT)
         return cls(rank, size, device, timeout_s)
 
     def wait_for_all(self) -> None:

@@ -1,59 +1,18 @@
-"""Messages from rank 0 to the other ranks: frames of integers in a fixed layout.
-
-A frame has nine little-endian 64-bit integers (kind, payload size in bytes, sizes of that kind) and a payload of 64-bit
-integers followed by 32-bit ones. It cannot contain or name code.
-"""
+"""Steps as frames: the batches and copies that rank 0 sends to the other ranks."""
 
 from __future__ import annotations
 
-import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 
 from specdec.engine.batch import Batch, unpacked
+from specdec.engine.parallel.frames import BadFrame, StepFrame, StepKind
 from specdec.engine.tap import HiddenTap
 
-_HEADER = struct.Struct("<9q")
-_NUM_SIZES = 7
-_MOST_PAYLOAD_BYTES = 1 << 30
-"""Greatest payload in bytes; a thousand rows with contexts of a million tokens need less."""
 _WIDE = ("input_ids", "position_ids", "slot_mapping", "logits_indices")
 _NARROW = ("row_seq", "context_lens", "path_offsets", "path_slots", "block_tables")
-
-
-class LeaderGone(ConnectionError):
-    """Rank 0 closed the connection."""
-
-
-class BadFrame(ValueError):
-    """Not a frame, or its sizes contradict its payload; the connection is unusable."""
-
-
-class StepKind(IntEnum):
-    """Kind of a frame."""
-
-    FORWARD = 1
-    COPY_BLOCKS = 2
-    COPY_SLOTS = 3
-    STOP = 4
-
-
-@dataclass(frozen=True, slots=True)
-class StepFrame:
-    """A decoded frame."""
-
-    kind: StepKind
-    sizes: tuple[int, ...]
-    payload: bytearray
-
-    def encode(self) -> bytes:
-        """The frame as bytes."""
-        sizes = self.sizes + (0,) * (_NUM_SIZES - len(self.sizes))
-        return _HEADER.pack(self.kind, len(self.payload), *sizes) + self.payload
 
 
 def forward_frame(batch: Batch) -> StepFrame:
@@ -108,29 +67,6 @@ def copies_of(frame: StepFrame) -> tuple[list[int], list[int]]:
     return list(numbers[:count]), list(numbers[count:])
 
 
-def receive_frame(connection: socket.socket) -> StepFrame:
-    """Wait for the next frame without a time limit. Raises ``LeaderGone`` or ``BadFrame``."""
-    kind, num_bytes, *sizes = _HEADER.unpack(_receive(connection, _HEADER.size))
-    try:
-        known = StepKind(kind)
-    except ValueError as error:
-        raise BadFrame(str(error)) from error
-    if not 0 <= num_bytes <= _MOST_PAYLOAD_BYTES:
-        raise BadFrame(f"a {known.name} frame of {num_bytes} bytes")
-    return StepFrame(known, tuple(sizes), _receive(connection, num_bytes))
-
-
 def _check_sizes(frame: StepFrame, num_bytes: int) -> None:
     if min(frame.sizes) < 0 or num_bytes != len(frame.payload):
         raise BadFrame(f"a {frame.kind.name} frame of {len(frame.payload)} bytes contradicts its sizes {frame.sizes}")
-
-
-def _receive(connection: socket.socket, num_bytes: int) -> bytearray:
-    data = bytearray(num_bytes)
-    view = memoryview(data)
-    while view:
-        count = connection.recv_into(view)
-        if count == 0:
-            raise LeaderGone("the leading rank closed the connection")
-        view = view[count:]
-    return data

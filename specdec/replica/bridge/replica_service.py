@@ -92,7 +92,7 @@ class ReplicaService:
                 on_dial=None if self._dialer is None else self._dialer.dial,
             ),
             load_timeout_s=settings.load_timeout_s,
-            max_restarts=settings.engine_restarts,
+            max_restarts=settings.most_engine_restarts,
             metrics=metrics,
             on_ready=self._on_ready,
             on_exit=forget_gauges_of,

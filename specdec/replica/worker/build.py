@@ -30,9 +30,9 @@ from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
 from specdec.replica.bridge.frames import EnginePort, FrameKind
+from specdec.replica.ranks.leading import Ranks, lead_ranks
 from specdec.replica.worker.entry import make_host, report_fatal, serve
 from specdec.replica.worker.host import SessionHost
-from specdec.replica.worker.ranks import Ranks, lead_ranks
 from specdec.replica.worker.role import Role, Wire
 from specdec.replica.worker.sessions import SessionT
 from specdec.v1 import common_pb2 as pb
@@ -95,6 +95,8 @@ def build_engine(
     runner = ModelRunner.load(settings, None if ranks is None else ranks.join(), beside)
     # With heads, steps return hidden states: captures wait until it is known which.
     row_s = runner.warmup(captures=ranks is not None or heads is None)
+    if ranks is not None:
+        ranks.confirm(runner.numerics_id)
     max_batch_tokens = most_rows(settings, row_s)
     salt = f"{runner.identity.weights_digest}/{runner.numerics_id}".encode()
     pool = BlockPool(runner.num_blocks, runner.block_size, salt)
@@ -234,7 +236,7 @@ def run_role(
 
     with contextlib.ExitStack() as stack:
         try:
-            ranks = stack.enter_context(lead_ranks(settings, service, settings.log_level, settings.log_format, report))
+            ranks = stack.enter_context(lead_ranks(settings, service, report))
             built = adapt(build_engine(settings, port, ranks, heads=heads))
             host: SessionHost[SessionT] = make_host(port, settings, wire, built.info)
             role = make_role(host, built)

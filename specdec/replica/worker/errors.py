@@ -8,6 +8,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from specdec.constraints.limits.faults import GrammarError
 from specdec.engine.errors import KVInvariantError, NonFiniteLogits, is_out_of_memory
+from specdec.replica.ranks.watch import RankLost
 
 _DEVICE_WORDS = ("CUDA", "cuBLAS", "CUBLAS", "cuDNN", "NCCL", "out of memory")
 _NO_MEMORY = (
@@ -15,10 +16,6 @@ _NO_MEMORY = (
     "or lower max_batch_tokens or kv_cache_memory_bytes of the replica"
 )
 _log = structlog.get_logger("specdec.replica.worker")
-
-
-class RankLost(RuntimeError):
-    """A rank ended or is stopped, and the others cannot go on. Raised at any point of the engine's thread."""
 
 
 class SessionFailure(Exception):

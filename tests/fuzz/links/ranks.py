@@ -11,17 +11,8 @@ from contextlib import asynccontextmanager, closing
 import torch
 
 from specdec.engine.batch import Batch
-from specdec.engine.parallel.step_frames import (
-    BadFrame,
-    LeaderGone,
-    StepFrame,
-    StepKind,
-    batch_of,
-    copies_frame,
-    copies_of,
-    forward_frame,
-    receive_frame,
-)
+from specdec.engine.parallel.frames import BadFrame, LeaderGone, StepFrame, StepKind, receive_frame
+from specdec.engine.parallel.step_frames import batch_of, copies_frame, copies_of, forward_frame
 from tests.fuzz.cases import Case, Link, Run
 from tests.fuzz.judge import Complaints, require
 

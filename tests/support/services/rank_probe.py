@@ -22,7 +22,7 @@ import torch
 
 from specdec.engine.model import building
 from specdec.engine.model.runner import ModelRunner
-from specdec.engine.parallel.rank_group import RankGroup
+from specdec.engine.parallel.rank_group import RankGroup, device_of_rank, local_store
 from specdec.engine.settings import EngineSettings
 from specdec.service.process import die_with_parent
 from tests.support.engine import paged_scenarios as play
@@ -202,7 +202,8 @@ def meet_silence(group: RankGroup, folder: Path) -> None:
 def be_rank(plan: dict[str, Any], rank: int) -> None:
     """Run one rank."""
     folder, size = Path(plan["folder"]), plan["size"]
-    group = RankGroup.join(rank, size, plan["device"], folder / "store", TIMEOUT_S)
+    device, store = device_of_rank(plan["device"], rank), local_store(folder / "store", size)
+    group = RankGroup.join(rank, size, device, store, TIMEOUT_S)
     reports = {}
     own = {name: plan[name] for name in ("device", "dtype", "deterministic")} | {"tensor_parallel_size": size}
     if plan["is_on_triton"]:

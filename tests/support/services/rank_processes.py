@@ -9,7 +9,7 @@ from tests.support.services.faults import eventually
 
 def ranks_of(engine: psutil.Process) -> list[psutil.Process]:
     """Processes of an engine's ranks above 0."""
-    return [child for child in engine.children() if "specdec.replica.worker.rank_child" in child.cmdline()]
+    return [child for child in engine.children() if "specdec.replica.ranks.rank_child" in child.cmdline()]
 
 
 def rank_of(engine: psutil.Process) -> psutil.Process:

@@ -22,21 +22,13 @@ from specdec.engine.errors import ModelNotSupported
 from specdec.engine.leading_runner import LeadingRunner
 from specdec.engine.model.loader import _tell_non_finite, check_tensor_parallel
 from specdec.engine.model.runner import ModelRunner
+from specdec.engine.parallel.frames import LeaderGone, StepFrame, StepKind, receive_frame
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan
-from specdec.engine.parallel.step_frames import (
-    LeaderGone,
-    StepFrame,
-    StepKind,
-    batch_of,
-    copies_frame,
-    copies_of,
-    forward_frame,
-    receive_frame,
-)
+from specdec.engine.parallel.step_frames import batch_of, copies_frame, copies_of, forward_frame
 from specdec.engine.settings import EngineSettings
 from specdec.engine.tap import FINAL, HiddenTap
 from specdec.engine.tree import TokenTree
-from specdec.replica.worker.ranks import share_cores
+from specdec.replica.ranks.processes import share_cores
 from tests.support.engine.exact_runner import make_engine
 from tests.support.engine.recurrent_models import save_recurrent_model
 from tests.support.engine.tiny_models import SUPPORTED, save_tiny_model
@@ -229,8 +221,8 @@ def test_frames_of_every_kind_follow_each_other_on_one_connection() -> None:
 def test_a_frame_of_no_known_kind_is_refused() -> None:
     here, there = socket.socketpair()
     with here, there:
-        here.sendall(bytes([9]) + bytes(71))
-        with pytest.raises(ValueError, match="9 is not a valid StepKind"):
+        here.sendall(bytes([99]) + bytes(71))
+        with pytest.raises(ValueError, match="99 is not a valid StepKind"):
             receive_frame(there)
 
 

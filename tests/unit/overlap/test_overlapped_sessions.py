@@ -8,7 +8,7 @@ import pytest
 
 from specdec.engine.batch import Batch
 from specdec.replica.bridge.frames import FrameKind
-from specdec.replica.worker.errors import RankLost
+from specdec.replica.ranks.watch import RankLost
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
 from tests.support.engine.late_device import LateDevice

@@ -11,7 +11,8 @@ import torch
 from specdec.drafting.role.guess import Guesser, Place
 from specdec.drafting.role.session import Guess
 from specdec.engine.errors import KVInvariantError
-from specdec.replica.worker.errors import FaultLog, RankLost, SessionFailure
+from specdec.replica.ranks.watch import RankLost
+from specdec.replica.worker.errors import FaultLog, SessionFailure
 from specdec.replica.worker.isolation import each_or_halves
 from specdec.target_service import committing, verifier
 from specdec.target_service.pacing.pacing import Pacing

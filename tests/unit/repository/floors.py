@@ -79,7 +79,7 @@ FLOORS = {
         command
     """,
     "specdec.config": """
-        endpoint_options generation_config retired
+        endpoint_options generation_config nodes retired
         replica
         coordinator drafter_options sources
         draft
@@ -282,6 +282,7 @@ FLOORS = {
     """,
     "specdec.replica": """
         bridge
+        ranks
         worker
     """,
     "specdec.replica.bridge": """
@@ -296,9 +297,15 @@ FLOORS = {
         link_dialer
         replica_service
     """,
+    "specdec.replica.ranks": """
+        connections messages
+        rank_child
+        gate processes watch
+        leading node_service
+    """,
     "specdec.replica.worker": """
-        engine_gauges errors rank_child trace
-        opening ranks sessions
+        engine_gauges errors trace
+        opening sessions
         isolation role
         pending_responses
         host
