@@ -44,6 +44,9 @@ from specdec.wire.tls_files import TlsFiles, TlsFilesBroken, client_context
 
 _COST_PER_BYTE = 4
 """Bytes of memory per byte of a body or an answer."""
+_UNREAD_BYTES = 16 * 1024
+"""Bytes of an answer that a coordinator may send ahead of its HTTP client's reading: readers that read nothing would
+otherwise fill the one connection with megabytes each, behind which all other streams wait."""
 _MOST_HELD_BYTES = 2**30
 _log = structlog.get_logger(__name__)
 
@@ -174,6 +177,7 @@ class Gateway:
                 keepalive_s=settings.keepalive_time_s,
                 keepalive_timeout_s=settings.keepalive_timeout_s,
                 max_message_bytes=settings.max_message_bytes,
+                unread_bytes=_UNREAD_BYTES,
                 tls=settings.coordinator_tls,
                 root_certificates=None if tls is None else tls.authorities,
                 client_certificate=pair,

@@ -60,6 +60,9 @@ class ClientSettings:
     connect_timeout_s: float = 5.0
     """Time to connect to one address before the next is tried."""
     max_message_bytes: int = 16 * 1024 * 1024
+    unread_bytes: int | None = None
+    """Bytes of one stream that may wait unread in this process, about; None: as many as the connection's speed and delay
+    suggest to gRPC, which may be megabytes. What waits holds up a connection's other streams."""
     tls: bool = False
     """Use TLS. The certificates below turn it on, too."""
     root_certificates: bytes | None = None
@@ -96,7 +99,11 @@ class ClientSettings:
     def channel_options(self) -> list[tuple[str, str | int]]:
         """Options of the gRPC channel: retries, keepalive, message limits."""
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+        unread: list[tuple[str, str | int]] = []
+        if self.unread_bytes is not None:
+            unread = [("grpc.http2.lookahead_bytes", self.unread_bytes), ("grpc.http2.bdp_probe", 0)]
         return [
+            *unread,
             ("grpc.service_config", service_config(service)),
             ("grpc.keepalive_time_ms", round(self.keepalive_s * 1000)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1000)),

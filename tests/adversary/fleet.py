@@ -254,8 +254,9 @@ class Fleet:
     async def _check_links(self) -> None:
         """A link that nothing goes through is one that no fault can befall."""
         connections = await self.proxy.connections()
-        later = self.topology.direct_links  # a draft calls a target for its first session
-        links = [name for name in self.topology.links if not name.startswith("client") and name not in later]
+        # A draft calls a target for its first session; clients and gateways call coordinators for requests.
+        later = ("client", "gateway", *self.topology.direct_links)
+        links = [name for name in self.topology.links if not name.startswith(later)]
         if unused := [name for name in links if not connections.get(name)]:
             raise FleetFailed(f"nothing goes through {', '.join(unused)}; there are {connections}")
 

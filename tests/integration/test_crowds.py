@@ -20,10 +20,13 @@ pytestmark = [pytest.mark.long, pytest.mark.integration]
 NUM_SLOW, NUM_CANCELLED, AT_ONCE = 1000, 10_000, 100
 STALL_S, WITHIN_S = 5.0, 10.0
 VICTIM_TOKENS = 400
+LOGPROBS = 20
+"""Events are large, so that few of them fill what the kernel and the gateway hold for a reader."""
+STEP_S = 0.02
 
 
 def asked(max_tokens: int, seed: int) -> bytes:
-    fields = {"prompt": [5, 6, 7], "max_tokens": max_tokens, "seed": seed, "stream": True, "logprobs": 5}
+    fields = {"prompt": [5, 6, 7], "max_tokens": max_tokens, "seed": seed, "stream": True, "logprobs": LOGPROBS}
     return post("/v1/completions", json.dumps({**fields, "ignore_eos": True, "return_token_ids": True}).encode())
 
 
@@ -31,8 +34,9 @@ def asked(max_tokens: int, seed: int) -> bytes:
 async def served(**settings: float) -> AsyncIterator[tuple[ScriptedTarget, Harness, GatewayAtHand]]:
     """A gateway before a coordinator with room for the crowd."""
     target = ScriptedTarget()
+    target.step_s = STEP_S
     async with (
-        running([target], max_running=2000, max_waiting=2000) as harness,
+        running([target], max_running=2000, max_waiting=2000, credit_window_tokens=32) as harness,
         gateway(harness.address, **settings) as one,
     ):
         yield target, harness, one

@@ -22,6 +22,7 @@ from specdec.v1 import coordinator_pb2_grpc as api_grpc
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import collect, expected_ids, request, running
 from tests.support.services.faults import another, eventually
+from tests.support.services.gateways import gateway
 from tests.support.services.key_files import hash_key
 from tests.support.services.raw_http2 import DATA, HEADERS, PREFACE, SETTINGS, RawConnection, frame, grpc_message
 
@@ -183,3 +184,18 @@ async def test_thousands_of_connects_cost_others_nothing(tmp_path: Path, num_con
                         connection[1].transport.abort()
         await victim.check_all_gone()
     assert max(waits_s) < MOST_WAIT_S
+
+
+async def test_a_gateways_reader_that_reads_nothing_gets_little_ahead_and_holds_up_nobody() -> None:
+    target = ScriptedTarget()
+    target.step_s = 0.0
+    async with running([target], credit_window_tokens=16) as harness, gateway(harness.address) as one:
+        connection = one._connect(harness.address)  # all HTTP clients share it
+        async with connection:
+            unread = connection.generate(request(max_tokens=3000, logprobs=20, request_id="unread"))
+            await anext(unread)
+            completion = await connection.complete(request(max_tokens=1000, logprobs=1))
+            assert len(completion.choices[0].token_ids) == 1000
+            [session] = target.sessions.values()  # the other one has ended
+            assert 16 < len(session.token_ids) < 300
+            await unread.aclose()  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
 from tests.support.scripted.model import EOS, identity, make_tokenizer, next_token, prompt_positions
-from tests.support.scripted.replica import ScriptedReplica, ScriptedSession
+from tests.support.scripted.replica import ScriptedReplica, ScriptedSession, Stream
 
 
 class ScriptedTarget(ScriptedReplica):
@@ -42,6 +42,12 @@ class ScriptedTarget(ScriptedReplica):
         """Number of the output token that is EOS, by choice index."""
         self.faults_on: Callable[[ScriptedSession], bool] = lambda session: False
         """Whether a session fails with a fault of its own when it is stepped."""
+        self.step_s: float | None = None
+        """Seconds between two steps, whose results go in one message, as a real target's do. None: sessions are decoded
+        as fast as this process can, each token in a message of its own: with many sessions more than a coordinator
+        takes, and what one session gets waits behind the credit of all others."""
+        self._results: dict[Stream, list[target_pb2.TargetResult]] | None = None
+        """Results of the step under way; None: they go at once."""
         self._wake = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
 
@@ -106,7 +112,10 @@ class ScriptedTarget(ScriptedReplica):
     def emit(self, session: ScriptedSession, **body: Any) -> None:
         if session.stream is not None:
             result = target_pb2.TargetResult(session_id=session.session_id, epoch=session.epoch, **body)
-            session.stream.send(target_pb2.VerifyResponse(results=[result]))
+            if self._results is None:
+                session.stream.send(target_pb2.VerifyResponse(results=[result]))
+            else:
+                self._results.setdefault(session.stream, []).append(result)
 
     def on_open(self, session: ScriptedSession) -> None:
         if session.body.HasField("num_prompt_logprobs"):
@@ -135,10 +144,14 @@ class ScriptedTarget(ScriptedReplica):
         while True:
             self._wake.clear()
             sessions = list(self.sessions.values())
+            self._results = None if self.step_s is None else {}
             stepped = [self._step(session) for session in sessions if session.session_id in self.sessions]
+            for stream, results in (self._results or {}).items():
+                stream.send(target_pb2.VerifyResponse(results=results))
+            self._results = None
             await self.notify()
             if any(stepped):
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.step_s or 0)
             else:
                 await self._wake.wait()
 
