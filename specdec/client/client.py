@@ -61,8 +61,8 @@ class ClientSettings:
     """Time to connect to one address before the next is tried."""
     max_message_bytes: int = 16 * 1024 * 1024
     unread_bytes: int | None = None
-    """Bytes of one stream that may wait unread in this process, about; None: as many as the connection's speed and delay
-    suggest to gRPC, which may be megabytes. What waits holds up a connection's other streams."""
+    """Bytes of one stream that may wait unread in this process, about; None: as many as the connection's speed and
+    delay suggest to gRPC, which may be megabytes. What waits holds up a connection's other streams."""
     tls: bool = False
     """Use TLS. The certificates below turn it on, too."""
     root_certificates: bytes | None = None
