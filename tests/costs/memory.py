@@ -130,7 +130,7 @@ def requests(rng: random.Random) -> dict[str, Callable[[], api.GenerateRequest]]
     """By tenant: what it asks over gRPC."""
 
     def ids(num: int) -> api.TokenIds:
-        return api.TokenIds(token_ids=[rng.randrange(5, 16_000) for _ in range(num)])
+        return api.TokenIds(token_ids=[rng.randrange(5, 4_000) for _ in range(num)])
 
     def schema() -> str:
         names = [f"f{rng.randrange(10**6)}" for _ in range(200)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 
 from specdec.config import CoordinatorSettings
@@ -17,6 +18,7 @@ from specdec.gateway.app import build_app
 from specdec.gateway.service import Gateway
 from specdec.gateway.settings import GatewaySettings
 from specdec.v1 import coordinator_pb2, draft_pb2, open_inference_pb2, target_pb2
+from tests.costs.memory import shipped_limits
 from tests.support.costly.methods import METHODS
 
 PAGE = Path(__file__).parents[3] / "docs/capacity.md"
@@ -86,3 +88,19 @@ def test_each_row_has_all_figures() -> None:
         assert int(shapes) > 0, name
         for cell, unit in ((loop, "ms"), (processor, "ms"), (memory, "MiB")):
             assert re.match(rf"\d+ {unit}|the same", cell), (name, cell)
+
+
+def test_shipped_memory_limits_are_those_that_were_measured_and_leave_a_third() -> None:
+    _, _, rest = PAGE.read_text().partition("### Memory under the worst load")
+    lines = [
+        line for line in rest.partition("\n### ")[0].splitlines() if re.match(r"\| (target|draft|coord|gateway)", line)
+    ]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    told = {name: (int(limit.split()[0]), int(most.split()[0])) for name, limit, _, most, *_ in cells}
+    assert {name: limit for name, (limit, _) in told.items()} == {
+        name: limit // 2**20 for name, limit in shipped_limits().items()
+    }
+    assert all(most * 3 <= limit * 2 for limit, most in told.values())
+    chart = yaml.safe_load((PAGE.parents[1] / "helm/specdec/values.yaml").read_text())
+    for name in ("coordinator", "gateway"):
+        assert chart[name]["resources"]["limits"]["memory"] == {512: "512Mi", 1024: "1Gi"}[told[name][0]]
