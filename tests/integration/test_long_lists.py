@@ -14,7 +14,16 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.target import ScriptedTarget
-from tests.support.services.coordinator_harness import Harness, Result, collect, expected_ids, request, resumed, running
+from tests.support.services.coordinator_harness import (
+    Harness,
+    Result,
+    collect,
+    error_of,
+    expected_ids,
+    request,
+    resumed,
+    running,
+)
 
 NUM_TOKENS = 300
 PIECE = 50
@@ -82,3 +91,17 @@ async def test_choices_of_a_long_prompt_are_opened_in_turns_and_share_it() -> No
         result = await collect(harness.stub.Generate(body))
     for index in range(8):
         assert result.ids(index) == expected_ids(target, 8, prompt, choice=index)
+
+
+async def test_the_prompt_of_each_choice_counts_in_the_tenants_budget() -> None:
+    prompt = [5 + number % 200 for number in range(4 * PIECE)]
+    budget = 12 * len(prompt)
+    async with running([ScriptedTarget()], max_held_prompt_bytes_per_tenant=budget, credit_window_tokens=8) as harness:
+        many = request(prompt, max_tokens=1000, n=8, ignore_eos=True)
+        first = harness.stub.Generate(many)
+        await first.read()
+        error = await error_of(harness.stub.Generate(many))
+        assert error.reason == "PROMPT_BYTES_EXCEEDED"
+        one = await collect(harness.stub.Generate(request(prompt, max_tokens=4, ignore_eos=True)))
+        assert len(one.ids()) == 4
+        first.cancel()
