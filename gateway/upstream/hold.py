@@ -17,17 +17,13 @@ _LOOK_S = 0.5
 """Seconds between two looks whether the model is served."""
 _RETRY_S = 10.0
 """Seconds after which a client may try again that was held in vain."""
-
-
 _NO_GAUGES: Mapping[str, Gauge] = MappingProxyType({})
 
 
 class Hold:
     """Counts and bounds held requests. An autoscaler starts a model because the gauge counts its held requests."""
 
-    def __init__(
-        self, most_s: float = 0.0, most: int = 1, by_model: Mapping[str, Gauge] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, most_s: float = 0.0, most: int = 1, by_model: Mapping[str, Gauge] = _NO_GAUGES) -> None:
         """Hold nothing yet.
 
         Args:

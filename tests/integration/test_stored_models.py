@@ -14,13 +14,9 @@ import boto3
 import pytest
 from boto3.s3.transfer import TransferConfig
 
-from specdec.client import Client
 from specdec.commands.up.cluster import free_port
 from specdec.engine.checkpoints.stored_model import fetch_stored
-from specdec.v1 import coordinator_pb2 as api
-from tests.support.engine.tiny_models import save_tiny_model
-from tests.support.services.faults import PATIENCE_S, eventually
-from tests.support.services.one_service import running
+from tests.support.services.faults import PATIENCE_S
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 MOTO = Path(__file__).parents[2] / ".tools/moto/bin/moto_server"
@@ -83,22 +79,3 @@ def test_what_amazons_sdk_uploads_in_parts_arrives_equal_and_a_changed_byte_is_f
     with pytest.raises(Exception, match=r"model\.safetensors of s3://models/org/tiny differ from their checksums"):
         fetch_stored(MODEL, None, lambda _: None, 60.0)
     assert (fetch_stored(MODEL, None, lambda _: None, 60.0)[0] / "model.safetensors").read_bytes() == weights
-
-
-async def test_a_target_serves_a_model_of_a_store(s3: Any, tmp_path: Path) -> None:
-    folder = save_tiny_model("llama", tmp_path / "tiny")
-    for path in folder.iterdir():
-        s3.upload_file(str(path), BUCKET, f"org/tiny/{path.name}")
-    async with running("target", {"model": MODEL}, tmp_path) as target:
-        address = target.spec.address
-        async with (
-            running("coordinator", {"targets": address}, tmp_path) as coordinator,
-            Client(coordinator.spec.address) as client,
-        ):
-            await eventually(client.is_serving, "the coordinator serves", 120.0)
-            info = await client.model_info()
-            assert info.target.name == "tiny" and len(info.target.revision) == 16
-            request = api.GenerateRequest(sampling=api.SamplingParams(max_tokens=4))
-            request.prompt_token_ids.token_ids.extend([5, 6, 7])
-            chunks = [chunk async for chunk in client.generate(request)]
-    assert chunks[-1].finished.usage.completion_tokens == 4

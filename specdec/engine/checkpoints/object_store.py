@@ -116,9 +116,10 @@ class ObjectStore:
         with self._told():
             place = {"Bucket": self._bucket, "Key": stored.key}
             told = self._client.head_object(**place, ChecksumMode="ENABLED")
+            # Of an object in parts it may be a checksum of the parts' checksums, which some stores do not say.
+            is_whole = told.get("ChecksumType") == "FULL_OBJECT" or "-" not in stored.etag
             for name in ("SHA256", "SHA1", "CRC32"):
-                checksum = told.get(f"Checksum{name}", "")
-                if checksum and "-" not in checksum:  # With a dash it is one of the parts' checksums.
+                if is_whole and (checksum := told.get(f"Checksum{name}")):
                     return _digest(path, name) == base64.b64decode(checksum)
             md5 = _MD5.fullmatch(stored.etag.strip('"'))
             if md5 is None or told.get("ServerSideEncryption", "AES256") != "AES256":

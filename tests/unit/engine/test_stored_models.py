@@ -122,6 +122,7 @@ def test_other_bytes_than_those_of_the_checksum_are_deleted(kind: str, store: Pl
         parts = [WEIGHTS[at : at + store.part_bytes] for at in range(0, len(WEIGHTS), store.part_bytes)]
         whole = b"".join(hashlib.md5(part, usedforsecurity=False).digest() for part in parts)
         store.etags[key] = f"{hashlib.md5(whole, usedforsecurity=False).hexdigest()}-{len(parts)}"
+        store.headers = {"x-amz-checksum-crc32": base64.b64encode(b"ofPA").decode()}  # Of the parts' checksums.
     elif kind != "md5":
         store.etags[key] = "0" * 32  # Of an encrypted object it is no MD5.
         digests = {"CRC32": zlib.crc32(WEIGHTS).to_bytes(4, "big")}
