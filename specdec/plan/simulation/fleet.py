@@ -86,8 +86,6 @@ class FleetSimulation:
         self.coordinators = [self._coordinator(number, seed) for number in range(plan.num_coordinators)]
         self._looks: list[tuple[float, int, int]] = []
         self._next = 0
-        self.last_end_s = 0.0
-        """When the last request ended so far."""
 
     def run(
         self, arrivals: Sequence[Arrival], seconds: float, events: Sequence[Event] = (), tail_s: float = 0.0
@@ -177,7 +175,6 @@ class FleetSimulation:
     def _ended(self, stream: Stream) -> None:
         tally, clients = self.tally, self._clients
         tally.num_ended += 1
-        self.last_end_s = self.loop.time()
         tally.tokens_of[stream.request.tenant] += stream.request.output_tokens
         if stream.first_s is None or stream.last_s is None:
             return

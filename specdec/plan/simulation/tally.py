@@ -75,8 +75,6 @@ class RunTally:
     """Requests that ended within both objectives."""
     num_plain: int = 0
     """Requests opened without speculation because requests had queued."""
-    store_calls: Counter[str] = field(default_factory=Counter)
-    """Estimated commands to Redis."""
 
     @property
     def num_running(self) -> int:

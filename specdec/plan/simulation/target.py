@@ -113,11 +113,6 @@ class SimulatedTarget:
         """Sessions that it holds."""
         return len(self._decoding) + len(self._prompts) + len(self._beginning)
 
-    @property
-    def num_decoding(self) -> int:
-        """Sessions that have a first token."""
-        return len(self._decoding)
-
     def open(self, stream: Stream) -> bool:
         """Take a stream with its prompt and the tokens that it has; False: it is full."""
         settings, need = self.settings, self._need(stream)
