@@ -95,7 +95,7 @@ class NodeGate:
             while any(self._ranks.get(rank) is None for rank in wanted):
                 now_s = time.monotonic()
                 if now_s >= deadline_s:
-                    raise NodesMissing(self._missing(f"in {timeout_s:.0f} s"))
+                    raise NodesMissing(self._missing("within load_timeout_s"))
                 if now_s >= report_at_s:
                     report_at_s += _REPORT_S
                     _log.warning("waiting_for_nodes", reason=self._missing("yet"), port=self.port)

@@ -12,9 +12,11 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+import psutil
 import structlog
 
 from specdec.config import DraftSettings, TargetSettings
@@ -35,7 +37,8 @@ _STOP_S = 2.0
 _NOTICE_S = 1.0  # seconds until a death is noticed after a collective has failed because of it
 _REPORT_S = 5.0  # seconds for the engine's loop to report a lost rank before the process ends
 _SHARE_OF_LOADING = 0.9
-"""Share of load_timeout_s for which nodes are awaited, so that the reason is told before that ends the start."""
+"""Share of load_timeout_s, from this process's start on, after which nodes are no longer awaited: the reason is told
+before the time ends the start."""
 
 
 class Ranks:
@@ -221,7 +224,8 @@ def lead_ranks(
     ranks = Ranks(own, first_device, nodes, (service, settings.log_level, settings.log_format), report)
     try:
         try:
-            ranks.start(_SHARE_OF_LOADING * settings.load_timeout_s)
+            age_s = time.time() - psutil.Process().create_time()
+            ranks.start(_SHARE_OF_LOADING * settings.load_timeout_s - age_s)
             yield ranks
         except (RuntimeError, OSError) as error:
             if not isinstance(error, RankLost):

@@ -144,7 +144,9 @@ def test_a_node_that_differs_is_told_why_in_one_line(hello: Hello, reason: str) 
         with pytest.raises(Refused, match=reason) as told:
             door.call(settings, hello)
         assert "\n" not in str(told.value)
-        with pytest.raises(NodesMissing, match=f"nodes 1, 2 did not join in 0 s; the last refusal: .*{reason}"):
+        with pytest.raises(
+            NodesMissing, match=f"nodes 1, 2 did not join within load_timeout_s; the last refusal: .*{reason}"
+        ):
             door.gate.wait(0.0)
 
 
