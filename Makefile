@@ -17,6 +17,7 @@ HELM_VERSION := 3.10.1-1
 TYPESCRIPT_VERSION := 5.9.3
 CHECKOV_VERSION := 3.3.30
 SCHEMATHESIS_VERSION := 4.32.5
+MOTO_VERSION := 5.2.5
 UV_VERSION := 0.13.9
 PIP_AUDIT_VERSION := 2.10.1
 # The CRDs of operators, as code.
@@ -44,6 +45,8 @@ TSC := .tools/node_modules/.bin/tsc
 CRDS := $(foreach package,$(CRD_PACKAGES),.tools/node_modules/@$(word 2,$(subst @, ,$(package)))/package.json)
 CHECKOV := .tools/checkov/bin/checkov
 SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
+# A store as Amazon's S3, for models (make test-long).
+MOTO := .tools/moto/bin/moto_server
 # Clients of the gateway that tests run (docs/openai-clients.md), and those that only "make test-long" runs.
 CLIENTS := $(foreach name,agents frameworks ai-sdk llama-benchy triton,.tools/clients/$(name)/.installed)
 LONG_CLIENTS := $(foreach name,litellm tokenizers lm-eval guidellm aiperf vllm vllm-0.31,.tools/clients/$(name)/.installed)
@@ -111,6 +114,11 @@ $(CHECKOV):
 $(SCHEMATHESIS):
 	@"$(PYTHON)" -m venv .tools/schemathesis
 	.tools/schemathesis/bin/pip install --quiet --no-compile --disable-pip-version-check schemathesis==$(SCHEMATHESIS_VERSION)
+
+# The same.
+$(MOTO):
+	@"$(PYTHON)" -m venv .tools/moto
+	.tools/moto/bin/pip install --quiet --no-compile --disable-pip-version-check 'moto[s3,server]==$(MOTO_VERSION)'
 
 .tools/clients/%/.installed: tests/clients/%.txt $(STAMP)
 	@tests/clients/install.sh $*
@@ -191,7 +199,7 @@ test-images: $(STAMP) models/target/model.safetensors  ## Build the images in a 
 	@tests/images/run.sh
 
 .PHONY: test-long
-test-long: $(STAMP) tools servers $(CHECKOV) $(LONG_CLIENTS)  ## Run the tests that take minutes.
+test-long: $(STAMP) tools servers $(CHECKOV) $(MOTO) $(LONG_CLIENTS)  ## Run the tests that take minutes.
 	@$(BIN)/pytest tests -m "long and not gpu" --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
 
 .PHONY: defects
@@ -312,7 +320,7 @@ locks: $(STAMP)  ## Write deploy/locks: what the images install, by hash.
 	}
 	write coordinator "" $(LEFT_OUT)
 	write gateway "--extra gateway" $(LEFT_OUT)
-	write engine "--extra engine"
+	write engine "--extra engine --extra s3"
 
 .PHONY: audit-dependencies
 audit-dependencies:  ## Ask PyPI's JSON interface for known weaknesses of what deploy/locks has.
