@@ -12,6 +12,8 @@ if [[ -n $(ls wheels) ]]; then
     docker run --detach --rm --name wheels --network host --volume /work/wheels:/wheels:ro --workdir /wheels \
         python:3.11-slim-bookworm python3 -m http.server --bind 127.0.0.1 8099 > /dev/null
     trap 'docker rm --force wheels > /dev/null' EXIT
+    curl --silent --fail --retry 20 --retry-delay 1 --retry-connrefused --output /dev/null http://127.0.0.1:8099/
+    docker inspect --format 'wheels come from a container that is {{.State.Status}}' wheels  # and not from another that has the port
     export TORCH_CPU_PIP_ARGS="--find-links http://127.0.0.1:8099/"
 fi
 export BUILDER="docker build --network host"

@@ -68,6 +68,15 @@ init_of() {  # init_of SERVICE: its container's first process
     docker inspect --format '{{.State.Pid}}' "$(container "$1")"
 }
 
+answers_for_a_frozen_engine() {  # the target's engine is the process that has torch
+    local before engine service
+    before="$(docker inspect --format '{{.RestartCount}}' "$(container target)")"
+    service="$(pgrep --parent "$(init_of target)" | head -n 1)"
+    engine="$(ps --ppid "$service" --sort -rss -o pid= | head -n 1)"
+    kill -s STOP "${engine// /}"
+    answers_the_same && [[ $(docker inspect --format '{{.RestartCount}}' "$(container target)") == "$before" ]]
+}
+
 asks_prometheus() {  # asks_prometheus QUERY VALUE: within a minute the first value is that
     for _ in $(seq 60); do
         curl --silent --get http://127.0.0.1:9090/api/v1/query --data-urlencode "query=$1" > /tmp/answer
@@ -140,10 +149,11 @@ for name in "${services[@]}"; do
     check "a killed $name is restarted" restarts_after "$name" KILL "$(init_of "$name")"
     check "the answer is the same after the $name was killed" answers_the_same
 done
-for name in target gateway; do
+for name in "${services[@]}"; do
     check "a frozen $name is restarted" restarts_after "$name" STOP "$(pgrep --parent "$(init_of "$name")" | head -n 1)"
     check "the answer is the same after the $name was frozen" answers_the_same
 done
+check "the answer is the same from a target whose engine was frozen, without a restart" answers_for_a_frozen_engine
 check "Compose ends" "${compose[@]}" down --timeout 60
 check "Compose starts under load, and no health check kills a service" starts_under_load
 check "the answer is the same under load" answers_the_same
