@@ -44,11 +44,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 
 {{/* The deployed roles as a YAML list, with the ports and services that the code fixes. */}}
 {{- define "specdec.roles" -}}
+{{- if .Values.target.enabled }}
 - {name: coordinator, port: 50051, metricsPort: 9090, grpcService: specdec.v1.CoordinatorService}
+{{- end }}
 {{- if .Values.gateway.enabled }}
 - {name: gateway, port: 8000, metricsPort: 9094}
 {{- end }}
+{{- if .Values.target.enabled }}
 - {name: target, port: 50052, metricsPort: 9092, grpcService: specdec.v1.TargetService}
+{{- end }}
 {{- if .Values.draft.enabled }}
 - {name: draft, port: 50053, metricsPort: 9093, grpcService: specdec.v1.DraftService}
 {{- end }}
@@ -182,18 +186,19 @@ seccompProfile:
 {{- if or $told .root.Values.apiKeys.existingSecret (include "specdec.demandsCertificate" .) }}true{{ end -}}
 {{- end -}}
 
-{{/* Label of pods of this namespace that may call coordinators and gateways which do not know their callers. */}}
+{{/* Label of pods of this namespace that may call coordinators and gateways which do not know their callers, and drafts
+     without targets. */}}
 {{- define "specdec.clientLabel" -}}
 {{ include "specdec.fullname" . }}-client
 {{- end -}}
 
-{{/* Peers in a policy that may call a coordinator or gateway, as a YAML list; empty: everyone. Argument: {root, name}. */}}
+{{/* Peers in a policy that may call a coordinator, a gateway or a draft without targets, as a YAML list; empty: everyone. Argument: {root, name}. */}}
 {{- define "specdec.callers" -}}
 {{- $policy := .root.Values.networkPolicy -}}
 {{- with ternary $policy.httpClients $policy.clients (eq .name "gateway") -}}
 {{ toYaml . }}
 {{- else -}}
-{{- if not (include "specdec.knowsCallers" .) -}}
+{{- if or (eq .name "draft") (not (include "specdec.knowsCallers" .)) -}}
 - podSelector:
     matchLabels: {{ printf "{%s: \"true\"}" (include "specdec.clientLabel" .root) }}
 {{- end -}}
@@ -235,12 +240,12 @@ seccompProfile:
 
 {{/* Not empty when the role asks a target at its start. Argument: {root, name}. */}}
 {{- define "specdec.asksTarget" -}}
-{{- if and (eq .name "draft") .root.Values.draft.enabled .root.Values.draft.asksTarget }}true{{ end -}}
+{{- if and (eq .name "draft") .root.Values.draft.enabled .root.Values.target.enabled .root.Values.draft.asksTarget }}true{{ end -}}
 {{- end -}}
 
 {{/* Not empty when the role calls targets, at its start or while it drafts. Argument: {root, name}. */}}
 {{- define "specdec.callsTargets" -}}
-{{- if and (eq .name "draft") .root.Values.draft.enabled (or .root.Values.draft.asksTarget .root.Values.draft.directLinks) }}true{{ end -}}
+{{- if and (eq .name "draft") .root.Values.draft.enabled .root.Values.target.enabled (or .root.Values.draft.asksTarget .root.Values.draft.directLinks) }}true{{ end -}}
 {{- end -}}
 
 {{/* Seconds for a service of the role to start, by its value and twice what its model's size needs. */}}

@@ -29,7 +29,7 @@
 {{- $keys := dict -}}
 {{- $fullname := include "specdec.fullname" . -}}
 {{- $generated := include "specdec.generatedSecretName" . -}}
-{{- if eq (include "specdec.resumeSecretName" .) $generated -}}
+{{- if and .Values.target.enabled (eq (include "specdec.resumeSecretName" .) $generated) -}}
 {{- $_ := set $keys .Values.resumeSecret.key (printf "%s-resume" $fullname) -}}
 {{- end -}}
 {{- if and (eq .Values.redis.mode "bundled") (eq (include "specdec.redisSecretName" .) $generated) -}}
