@@ -69,7 +69,7 @@ def scope_seconds(tests: Iterable[str], recorded: Mapping[str, float]) -> dict[s
     files = {function.partition("::")[0] for function in functions}
     known = {name.partition("::")[0] for name in recorded}
     seconds: defaultdict[str, float] = defaultdict(float)
-    for name in functions | files:
+    for name in sorted(functions | files):  # a sum of floats depends on the order, and workers must agree
         seconds[scope_of(name)] += recorded.get(name, 0.0)
     for file in files - known:
         seconds[scope_of(file)] += _UNKNOWN_S
