@@ -126,7 +126,7 @@ class Gateway:
         watch = TlsWatch(TlsMetrics(self._registry), lambda: uses)
         self._tasks.append(asyncio.create_task(watch.run(), name="tls-watch"))
         addresses = {address for own in settings.coordinators_of.values() for address in own}
-        names = NameWatch(sorted(addresses), lambda name: self._coordinators.look_again(self._connect, name))
+        names = NameWatch(sorted(addresses), lambda name: self._coordinators.renew(self._connect, name))
         self._tasks.append(asyncio.create_task(names.run(), name="names"))
         if self._coordinator_tls is not None:
             self._tasks.append(asyncio.create_task(self._renew(self._coordinator_tls), name="tls-renewal"))

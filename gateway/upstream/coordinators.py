@@ -104,17 +104,14 @@ class Coordinators:
             _log.warning("coordinator_deaf", address=client.address, seconds=_HEARS_S)
             await client.close()
 
-    async def renew(self, connect: Callable[[str], Client]) -> None:
-        """Replace all connections, as when TLS files have changed. Streams of the old ones resume."""
-        for member in self._members():
-            former, member.client = member.client, connect(member.client.address)
-            await former.close()
+    async def renew(self, connect: Callable[[str], Client], address: str | None = None) -> None:
+        """Replace the connections to an address, or all, for new calls; running calls stay where they are.
 
-    async def look_again(self, connect: Callable[[str], Client], address: str) -> None:
-        """Resolve a name again for new calls; running calls stay where they are."""
+        As when TLS files have changed, or a name must be resolved again.
+        """
         for member in self._members():
-            if member.client.address == address:
-                former, member.client = member.client, connect(address)
+            if address in (None, member.client.address):
+                former, member.client = member.client, connect(member.client.address)
                 closing = asyncio.create_task(former.close(_LONGEST_CALL_S))
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)

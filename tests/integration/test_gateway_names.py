@@ -73,7 +73,7 @@ async def test_streams_go_on_while_new_calls_go_over_a_new_connection() -> None:
             stream = await client.completions.create(**fields, stream=True, extra_body={"return_token_ids": True})
             events = aiter(stream)
             ids = list((await anext(events)).choices[0].token_ids)
-            await one._coordinators.look_again(one._connect, name)
+            await one._coordinators.renew(one._connect, name)
             target.set_limit(None)
             other = await client.completions.create(**fields, extra_body={"return_token_ids": True})
             ids += [token async for event in events for c in event.choices for token in c.token_ids]
@@ -115,7 +115,7 @@ async def test_a_coordinator_that_hears_nothing_is_left_although_something_still
                 assert answer == expected_ids(targets[1], 60)
 
 
-async def test_streams_resume_when_connections_are_replaced_as_for_renewed_certificates() -> None:
+async def test_streams_go_on_when_connections_are_replaced_as_for_renewed_certificates() -> None:
     target = ScriptedTarget()
     target.limit = 20
     body = {
@@ -139,7 +139,9 @@ async def test_streams_resume_when_connections_are_replaced_as_for_renewed_certi
                 if target.limit is not None:
                     target.set_limit(None)
                     await one._coordinators.renew(one._connect)
+        failovers = one.parts.registry.get_sample_value("specdec_gateway_failovers_total")
     assert ids == expected_ids(target, 60)
+    assert failovers == 0
 
 
 async def completion(one: GatewayAtHand, body: dict[str, Any]) -> list[int]:
