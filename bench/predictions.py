@@ -13,16 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.roofline import (
-    ALL_REDUCE_S,
-    ATTENTION_SHARE,
-    BANDWIDTH_SHARE,
-    COMPUTE_SHARE,
     CONTEXT,
     DEAD_PROGRAM_S,
     GPUS,
-    KERNEL_START_S,
     MODELS,
-    RAMP_S,
     Gpu,
     ModelSizes,
     fits,
@@ -30,9 +24,18 @@ from bench.roofline import (
     step_of,
     step_s,
 )
+from specdec.plan.inputs.step_times import (
+    ALL_REDUCE_S,
+    ATTENTION_SHARE,
+    BANDWIDTH_SHARE,
+    COMPUTE_SHARE,
+    GAP_OF_STREAM_S,
+    KERNEL_START_S,
+    PLAIN_GAP_S,
+    RAMP_S,
+)
+from specdec.plan.inputs.step_times import GAP_S as SPECULATING_GAP_S
 
-PLAIN_GAP_S, SPECULATING_GAP_S = 0.08e-3, 0.25e-3
-"""Seconds that the GPU waits for the host between two steps of one session, by ``bench.host`` on a 2-core AMD EPYC."""
 ROUND_TRIP_S = 0.3e-3
 """Seconds from a verdict to the first proposal besides drafting, for a draft on another GPU. Assumed."""
 MOST_DRAFTED = 8
@@ -107,13 +110,9 @@ def decoding_s(num_streams: int, gpu: Gpu, *, is_other: bool = False) -> float:
         of_memory = step.num_bytes / BANDWIDTH_SHARE + step.num_kv_bytes / _OTHER_ATTENTION_SHARE
         busy_s = max(of_memory / gpu.bandwidth, step.num_flops / (gpu.flops * COMPUTE_SHARE))
         return busy_s + step.num_kernels * KERNEL_START_S + step.num_products * RAMP_S
-    gap_s = PLAIN_GAP_S + (num_streams - 1) * _GAP_OF_STREAM_S
+    gap_s = PLAIN_GAP_S + (num_streams - 1) * GAP_OF_STREAM_S
     eager_s = step.num_kernels * (_EAGER_START_S - KERNEL_START_S) if num_streams > _MOST_CAPTURED else 0.0
     return step_s("8B", num_streams, gpu, num_seqs=num_streams) + gap_s + eager_s
-
-
-_GAP_OF_STREAM_S = 18e-6
-"""Seconds that each further plain session adds to the host's time, by ``bench.host``."""
 
 
 def prefill_s(num_tokens: int, gpu: Gpu, *, is_other: bool = False) -> float:

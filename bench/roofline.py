@@ -22,20 +22,18 @@ from specdec.engine.cuda.buckets import row_bucket, table_bucket
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
+from specdec.plan.inputs.devices import DEVICES, Device
+from specdec.plan.inputs.step_times import (
+    ALL_REDUCE_S,
+    ATTENTION_SHARE,
+    BANDWIDTH_SHARE,
+    COMPUTE_SHARE,
+    KERNEL_START_S,
+    RAMP_S,
+)
 
-# Assumptions. The share of bandwidth is what copies reach on an H200 (4.3 of 4.8 TB/s); the others are to be measured.
-BANDWIDTH_SHARE = 0.9
-ATTENTION_SHARE = 0.6
-"""Share of the bandwidth that attention reaches for keys and values."""
-COMPUTE_SHARE = 0.6
-KERNEL_START_S = 1.2e-6
-"""Seconds from one kernel of a graph to the next."""
-RAMP_S = 3e-6
-"""Seconds in which a matrix product's loads begin and end, at less than the bandwidth."""
 DEAD_PROGRAM_S = 0.5e-6
 """Seconds that a multiprocessor takes to begin and end a program of attention without work."""
-ALL_REDUCE_S = 12e-6
-"""Seconds of a sum over ranks, of a few rows over NVLink; a layer has two."""
 CONTEXT = 1024
 BLOCK_SIZE = 16
 _PRODUCTS = frozenset({"mm", "addmm", "linear", "bmm"})
@@ -45,22 +43,32 @@ _PRODUCTS = frozenset({"mm", "addmm", "linear", "bmm"})
 class Gpu:
     """A GPU by its vendor's figures."""
 
-    bandwidth: float
-    """Bytes per second."""
-    flops: float
-    """Dense bfloat16 products, per second."""
-    memory: float
-    """Bytes."""
+    device: Device
     multiprocessors: int
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.device.bandwidth
+
+    @property
+    def flops(self) -> float:
+        """Dense bfloat16 products, per second."""
+        return self.device.flops
+
+    @property
+    def memory(self) -> float:
+        """Bytes."""
+        return self.device.memory
 
 
 GPUS = {
-    "A100 80 GB": Gpu(2.039e12, 312e12, 80e9, 108),
-    "H100 SXM": Gpu(3.35e12, 989e12, 80e9, 132),
-    "H200": Gpu(4.8e12, 989e12, 141e9, 132),
-    "L4": Gpu(0.30e12, 121e12, 24e9, 58),
-    "RTX 4090": Gpu(1.008e12, 165e12, 24e9, 128),
-    "RTX 3090": Gpu(0.936e12, 71e12, 24e9, 82),
+    "A100 80 GB": Gpu(DEVICES["A100"], 108),
+    "H100 SXM": Gpu(DEVICES["H100"], 132),
+    "H200": Gpu(DEVICES["H200"], 132),
+    "L4": Gpu(DEVICES["L4"], 58),
+    "RTX 4090": Gpu(DEVICES["RTX-4090"], 128),
+    "RTX 3090": Gpu(DEVICES["RTX-3090"], 82),
 }
 
 

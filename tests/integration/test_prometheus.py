@@ -194,7 +194,7 @@ def scraped(
                 "num_processes": 2,
             },
             gateway=True,
-            gateway_settings={"metrics_port": ports["gateway"]},
+            gateway_settings={"metrics_port": ports["gateway"], "hold_s": 1.0},
         ) as cluster,
         prometheus_server(folder / "server", ports) as server,
     ):

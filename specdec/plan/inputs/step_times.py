@@ -13,8 +13,9 @@ from specdec.commands.tune.measured import StepTimes
 from specdec.plan.inputs.devices import Device, PlanImpossible
 from specdec.plan.inputs.models import ModelSizes
 
-# Assumptions, as in bench/roofline.py and bench/predictions.py.
+# Assumptions, also of bench/roofline.py.
 BANDWIDTH_SHARE = 0.9
+"""Share of the vendor's bandwidth that weights are read with: what copies reach on an H200 (4.3 of 4.8 TB/s)."""
 ATTENTION_SHARE = 0.6
 """Share of the bandwidth that attention reaches for keys and values."""
 COMPUTE_SHARE = 0.6
@@ -25,11 +26,12 @@ RAMP_S = 3e-6
 _KERNELS_PER_LAYER, _KERNELS_BESIDE = 10, 12
 _PRODUCTS_PER_LAYER, _PRODUCTS_BESIDE = 4, 1
 PLAIN_GAP_S, GAP_S = 80e-6, 250e-6
-"""Seconds that a GPU waits between two steps: of a row for each sequence, and of more rows."""
+"""Seconds that a GPU waits for the host between two steps of one sequence: of one row, and of more, by `bench.host` on
+a 2-core AMD EPYC."""
 GAP_OF_STREAM_S = 18e-6
-"""Seconds that each sequence but the first adds to the wait."""
+"""Seconds that each sequence but the first adds to the wait of plain steps, by `bench.host`."""
 ALL_REDUCE_S = 12e-6
-"""Seconds of a sum over ranks, of a few rows; a layer has two."""
+"""Seconds of a sum over ranks, of a few rows over NVLink; a layer has two."""
 
 
 class StepTable(Protocol):

@@ -6,6 +6,7 @@ import pytest
 
 from bench.predictions import EAGLE_8B, decoding_s, markdown, prefill_s, speed_up
 from bench.roofline import GPUS, Gpu, fits, step_of, step_s
+from specdec.plan.inputs.devices import Device
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "gpu-predictions.md"
 
@@ -24,7 +25,7 @@ def test_no_step_is_faster_than_the_weights_can_be_read() -> None:
 
 
 def test_a_gpu_without_limits_waits_for_starts_of_kernels_and_ramps_only() -> None:
-    infinite, step = Gpu(1e30, 1e30, 1e30, 1 << 60), step_of("1B", 1)
+    infinite, step = Gpu(Device("none", 1e30, 1e30, 1e30, 1, 0.0), 1 << 60), step_of("1B", 1)
     assert step_s("1B", 1, infinite) == pytest.approx(step.num_kernels * 1.2e-6 + step.num_products * 3e-6)
 
 

@@ -32,7 +32,6 @@ REASONS = {
     "specdec/engine/checkpoints/download.py": "age of another process's lock, whose file has a wall clock's time",
     "specdec/commands/tune/command.py": "date of a report",
     "specdec/telemetry/logs/writer.py": "times of lines, shown only",
-    "specdec/replica/ranks/leading.py": "age of its own process, whose start has a wall clock's time",
     "specdec/replica/worker/trace.py": "times of spans, shown only",
 }
 
