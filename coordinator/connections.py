@@ -14,6 +14,7 @@ from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.recovery import DraftRecovery, TargetRecovery
 from specdec.coordinator.replicas.registry_view import RegistryView
 from specdec.coordinator.replicas.roster import Roster
+from specdec.coordinator.replicas.subset import Subset
 from specdec.coordinator.tasks import end_tasks
 from specdec.coordinator.timings import Timings
 from specdec.wire.channel import ReplicaChannel
@@ -35,6 +36,7 @@ class Connections:
         drafts: DraftRecovery,
         decode_loop: DecodeLoop,
         registry: RegistryView | None,
+        own_address: Callable[[], str],
     ) -> None:
         """Connect to nothing yet.
 
@@ -45,13 +47,15 @@ class Connections:
             targets: receives the events of the links to targets.
             drafts: receives the events of the links to drafts.
             decode_loop: receives the verdicts and proposals of all links.
-            registry: lists more replicas; None without a shared store.
+            registry: lists more replicas, and the other coordinators; None without a shared store.
+            own_address: this coordinator's address in the registry; empty before it is there.
         """
         self._settings = settings
         self._targets = targets
         self._drafts = drafts
         self._decode_loop = decode_loop
         self._registry = registry
+        self._own_address = own_address
         self._link_settings = LinkSettings(
             owner_id=owner_id,
             lease_generation=1,
@@ -98,11 +102,16 @@ class Connections:
             for role in self.rosters
         }
 
-        def update() -> None:
-            for role, roster in self.rosters.items():
-                roster.update(discoveries[role].endpoints)
+        subsets = {role: Subset(settings.subset_size) for role in self.rosters}
 
-        update()
+        def update() -> None:
+            own, others = self._own_address(), () if registry is None else registry.coordinators()
+            for role, roster in self.rosters.items():
+                endpoints = discoveries[role].endpoints
+                roster.update(endpoints, subsets[role].chosen(own, others, [each.address for each in endpoints]))
+
+        if registry is None:
+            update()  # with a registry, it is first asked for the other coordinators
         refreshers: list[Callable[[], Awaitable[object]]] = [d.refresh for d in discoveries.values() if d.has_names]
         if registry is not None:
             refreshers.append(registry.refresh)

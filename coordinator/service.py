@@ -178,6 +178,7 @@ class CoordinatorService:
             drafts=drafts,
             decode_loop=self._decode_loop,
             registry=self.registry_view,
+            own_address=lambda: "" if self.announcer is None else self.announcer.address,
         )
         self._admission = AdmissionQueue(
             settings.max_running,

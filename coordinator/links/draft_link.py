@@ -137,7 +137,7 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
     def open_session(self, session: Session) -> None:
         """Open a session, or open it again, under a new epoch and with all its tokens.
 
-        The message names the session's target, whose load bounds how far to draft.
+        The message names the session's target, whose load bounds how far to draft and goes with it.
         """
         side = session.drafting.opened(self)
         side.told = session.position
@@ -155,8 +155,10 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
         body = session.open_body(traceparent)
         if session.drafting.num_deaths:
             body.apart_until = session.position + _PROOF_TOKENS
-        if session.target.host is not None:
-            body.target = session.target.host.address
+        if (target := session.target.host) is not None:
+            body.target = target.address
+            if target.load is not None:
+                self.tell_target_load(target.address, target.load)
         self.send(draft_pb2.DraftEntry(session_id=session.session_id, epoch=side.epoch, open=body))
         self.grant_link(session)
 
@@ -193,7 +195,7 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
             session.drafting.sides[0].host.grant_link(session)
 
     def tell_target_load(self, target: str, load: pb.LoadReport) -> None:
-        """Send a target's load, which bounds how far to draft for its sessions, with one of the next frames."""
+        """See `DraftHost.tell_target_load`."""
         self._draft_wire.tell_target_load(target, load)
 
     def _note_way(self, session: Session, state: pb.LinkState) -> None:

@@ -96,7 +96,8 @@ class TargetRecovery:
         """See `LinkEvents.on_load`."""
         self._observer.target_load(self._fleet.targets)
         if link.load is not None:
-            for draft in self._fleet.drafts:
+            drafting = (side.host for session in link.sessions.values() for side in session.drafting.sides)
+            for draft in dict.fromkeys(drafting):
                 draft.tell_target_load(link.address, link.load)
 
     def on_up(self, link: TargetLink, lost: Sequence[Session]) -> None:

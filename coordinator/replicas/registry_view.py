@@ -35,6 +35,10 @@ class RegistryView:
         """The records of a role's processes."""
         return [record for record in self._records if record.role == role]
 
+    def coordinators(self) -> list[str]:
+        """Addresses of the coordinators that do not drain."""
+        return [each.address for each in self.records("coordinator") if each.state != AnnouncedState.DRAINING]
+
     def endpoints(self, role: str) -> list[ReplicaAddress]:
         """Addresses of a role's usable replicas.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -37,7 +37,8 @@ class _Member(Generic[_Link]):
 class Roster(Generic[_Link]):
     """Runs one link per endpoint.
 
-    A vanished endpoint gets no new sessions; its link is removed once its stream and its sessions have ended.
+    An endpoint that vanished or is not wanted gets no new sessions. Its link is removed once its sessions have ended,
+    and, if it vanished, its stream.
     """
 
     def __init__(
@@ -52,20 +53,28 @@ class Roster(Generic[_Link]):
         self._members: dict[str, _Member[_Link]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def update(self, endpoints: Sequence[ReplicaAddress]) -> None:
-        """Start links to new endpoints, retire those of vanished ones, and remove idle retired ones."""
-        wanted = {endpoint.address: endpoint for endpoint in endpoints}
+    def update(self, endpoints: Sequence[ReplicaAddress], wanted: Collection[str] | None = None) -> None:
+        """Start links to new endpoints, retire those of others, and remove idle retired ones.
+
+        `wanted`: addresses of the endpoints to be used; None: all.
+        """
+        listed = {endpoint.address: endpoint for endpoint in endpoints}
+        used = set(listed if wanted is None else wanted)
         started = [
             (endpoint, self._make_link(endpoint))
-            for address, endpoint in wanted.items()
-            if address not in self._members
+            for address, endpoint in listed.items()
+            if address in used and address not in self._members
         ]
         removed = []
         for address, member in list(self._members.items()):
-            if (endpoint := wanted.get(address)) is not None:
+            link, endpoint = member.link, listed.get(address)
+            if endpoint is not None:
                 member.endpoint = endpoint
-            member.link.set_retired(endpoint is None and member.is_missed())
-            if member.link.is_retired and not member.link.is_up and not member.link.sessions:
+            is_spare, was_retired = endpoint is not None and address not in used, link.is_retired
+            link.set_retired(is_spare or (endpoint is None and member.is_missed()))
+            # A request may just have picked a spare one: its stream ends with the next update.
+            may_end = was_retired if is_spare else not link.is_up
+            if link.is_retired and may_end and not link.sessions:
                 removed.append(self._members.pop(address))
         # The owner must know the links before the first one runs.
         self._on_links([*(member.link for member in self._members.values()), *(link for _, link in started)])
@@ -95,6 +104,9 @@ class Roster(Generic[_Link]):
 
 
 async def _end(member: _Member[_Link]) -> None:
+    member.link.end()
+    if member.link.is_up:
+        await asyncio.wait([member.task], timeout=_GOODBYE_S)
     member.task.cancel()
     await asyncio.wait([member.task])
     await member.link.channel.close()

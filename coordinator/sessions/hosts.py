@@ -47,6 +47,10 @@ class TargetHost(SessionReplica[SessionT_contra], Protocol[SessionT_contra]):
     def tells_progress(self) -> bool:
         """It reports progress of sessions without a verdict; older targets do not."""
 
+    @property
+    def load(self) -> pb.LoadReport | None:
+        """Its last report."""
+
     steps_apart: bool
     """It can step a session alone; older targets cannot."""
 
@@ -76,3 +80,6 @@ class DraftHost(SessionReplica[SessionT_contra], Protocol[SessionT_contra]):
 
     def grant_link(self, session: SessionT_contra) -> None:
         """Let the session's first draft talk to its open target directly; once for each pair of openings."""
+
+    def tell_target_load(self, target: str, load: pb.LoadReport) -> None:
+        """Send the load of a target, which bounds how far to draft for its sessions, with one of the next frames."""

@@ -58,7 +58,8 @@ class Announcer:
         self._instance_id = instance_id
         self._describe = describe
         self._on_failure = on_failure
-        self._address = ""
+        self.address = ""
+        """host:port at which others reach the process; empty before `start`."""
         self._state = AnnouncedState.LOADING
         self._changed = asyncio.Event()
         self._is_stopping = False
@@ -66,7 +67,7 @@ class Announcer:
 
     def start(self, address: str) -> None:
         """Announce as loading at host:port, from now until `stop`."""
-        self._address = address
+        self.address = address
         self._task = asyncio.create_task(self._run(), name="announcer")
 
     def set_instance(self, instance_id: str) -> None:
@@ -87,7 +88,7 @@ class Announcer:
         self._changed.set()
         await self._task
         with contextlib.suppress(StoreError):
-            await self._store.withdraw(self._role, self._address)
+            await self._store.withdraw(self._role, self.address)
 
     async def _run(self) -> None:
         while not self._is_stopping:
@@ -100,12 +101,12 @@ class Announcer:
                 await asyncio.wait_for(self._changed.wait(), interval_s * random.uniform(0.8, 1.0))
 
     async def _announce(self) -> bool:
-        record = ReplicaRecord(self._role, self._address, self._instance_id, str(self._state), self._describe())
+        record = ReplicaRecord(self._role, self.address, self._instance_id, str(self._state), self._describe())
         try:
             await self._store.announce(record, self._ttl_s)
         except StoreError as error:
             self._on_failure()
             if not isinstance(error, StoreUnavailable):  # the guarded store logs that one
-                _log.error("announcement_refused", address=self._address, reason=str(error))
+                _log.error("announcement_refused", address=self.address, reason=str(error))
             return False
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import structlog
 from specdec.wire.settings import join_address
 
 _DNS_PREFIX = "dns:///"
+_SPREAD = (0.8, 1.0)
+"""Random factors of an interval: a fleet that was started together must not look together."""
 _log = structlog.get_logger(__name__)
 
 
@@ -78,11 +81,11 @@ class Discovery:
 async def keep_finding(
     interval_s: float, refreshers: Sequence[Callable[[], Awaitable[object]]], on_found: Callable[[], None]
 ) -> None:
-    """Call all `refreshers`, then `on_found`, now and every `interval_s` until cancelled. Faults are logged."""
+    """Call all `refreshers`, then `on_found`, now and about every `interval_s` until cancelled. Faults are logged."""
     while True:
         try:
             await asyncio.gather(*(refresh() for refresh in refreshers))
             on_found()
         except Exception as error:
             _log.error("discovery_fault", exc_info=error)
-        await asyncio.sleep(interval_s)
+        await asyncio.sleep(interval_s * random.uniform(*_SPREAD))

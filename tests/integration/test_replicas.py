@@ -64,6 +64,27 @@ async def test_a_draft_hears_of_each_target_by_name_and_a_session_names_its_own(
     assert len(set(named.values())) == 2
 
 
+async def test_a_draft_hears_only_of_the_targets_for_whose_sessions_it_drafts() -> None:
+    targets, drafts = [ScriptedTarget(), ScriptedTarget()], [ScriptedDraft(), ScriptedDraft()]
+    for target in targets:
+        target.limit = 3
+    async with running(targets, drafts) as harness:
+        await harness.all_ready()
+        calls = [harness.stub.Generate(request((seed, 6, 7), max_tokens=20)) for seed in range(2)]
+        for replica in (*targets, *drafts):
+            await replica.until(lambda replica=replica: len(replica.opened) == 1)  # type: ignore[misc]
+        for credit, target in enumerate(targets, start=1):
+            target.streams[-1].send(load_response(credit))
+            target.set_limit(6)
+        for credit, target in enumerate(targets, start=1):
+            own = next(draft for draft in drafts if of_sessions(draft) == {target.address})
+            await own.until(lambda own=own, credit=credit: credit in told_credits(own))  # type: ignore[misc]
+        heard = [{told.target for frame in draft.frames for told in target_loads(frame)} for draft in drafts]
+        assert heard == [of_sessions(draft) for draft in drafts]
+        for call in calls:
+            call.cancel()
+
+
 async def test_a_target_whose_stream_ends_is_left_at_once() -> None:
     targets = [ScriptedTarget(), ScriptedTarget()]
     for target in targets:
@@ -161,6 +182,15 @@ async def test_a_session_that_another_coordinator_holds_ends_at_once_and_its_tar
 
 def load_response(credit: int, draining: bool = False) -> target_pb2.VerifyResponse:
     return target_pb2.VerifyResponse(load=pb.LoadReport(draft_credit=credit, draining=draining))
+
+
+def of_sessions(draft: ScriptedDraft) -> set[str]:
+    """The targets of a draft's sessions."""
+    return {session.body.target for session in draft.sessions.values()}
+
+
+def told_credits(draft: ScriptedDraft) -> set[int]:
+    return {told.load.draft_credit for frame in draft.frames for told in target_loads(frame)}
 
 
 def target_loads(frame: draft_pb2.DraftRequest) -> list[draft_pb2.TargetLoad]:

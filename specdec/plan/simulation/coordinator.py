@@ -136,7 +136,7 @@ class SimulatedCoordinator:
         tally: RunTally,
         rng: np.random.Generator,
     ) -> None:
-        """`targets`: those that it has links to."""
+        """`targets`: those that it has links to at first."""
         self.name, self.zone = name, zone
         self.is_up = True
         self._loop = loop
@@ -149,7 +149,8 @@ class SimulatedCoordinator:
         self._ejections = OutlierDetector(
             EjectionSettings(first_s=timings.ejection_s, most_s=timings.ejection_max_s), clock=loop.time
         )
-        self._views = [TargetView(target, self._ejections.standing) for target in targets]
+        self._views: list[TargetView] = []
+        self.attach(targets)
         self._router = PrefixRouter()
         self._shedding = LoadShedding(settings.shed_after_s, clock=loop.time)
         self._limits = TenantLimits(TokenQuotas(clock=loop.time))
@@ -167,6 +168,11 @@ class SimulatedCoordinator:
     def num_requests(self) -> int:
         """Requests that wait or run."""
         return len(self._tasks)
+
+    def attach(self, targets: Sequence[SimulatedTarget]) -> None:
+        """Have links to these targets and no others; streams go on where they are."""
+        views = {view.target.name: view for view in self._views}
+        self._views = [views.get(each.name) or TargetView(each, self._ejections.standing) for each in targets]
 
     def start(self, stream: Stream) -> asyncio.Task[None]:
         """Serve a stream. The task raises Overloaded, NoTarget, or CancelledError if this process ends."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import simpy
 
+from specdec.coordinator.replicas.subset import Subset
 from specdec.plan.inputs.traffic import Arrival
 from specdec.plan.simulation.autoscaler import Autoscaler, ScalingRule
 from specdec.plan.simulation.clock import SimulatedLoop
@@ -22,6 +23,8 @@ from specdec.wire.errors import NoTarget, Overloaded
 _RESUME_S = 0.5
 """Seconds after which a client resumes at another coordinator."""
 _LEAST_RETRY_S = 0.05
+_DISCOVERY_S, _REGISTRY_TTL_S = 5.0, 15.0
+"""Seconds between looks at the registry, and until who is gone is no longer in it (`discovery_s`, `registry_ttl_s`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +37,8 @@ class FleetPlan:
     coordinator: CoordinatorSettings
     targets_per_node: int = 1
     num_zones: int = 1
-    links_per_coordinator: int | None = None
-    """Targets that each coordinator has links to; None: all."""
+    subset_size: int | None = None
+    """The coordinators' setting: targets that each has links to on average; None: all."""
     scaling: ScalingRule | None = None
     """Rule by which targets come and go; `num_targets` are there at first."""
 
@@ -84,6 +87,7 @@ class FleetSimulation:
         self._rng = np.random.default_rng([seed, 0])
         self.targets = [self._target(number, seed) for number in range(plan.num_targets)]
         self.coordinators = [self._coordinator(number, seed) for number in range(plan.num_coordinators)]
+        self._subsets = [Subset(plan.subset_size, lambda: float(self.env.now)) for _ in self.coordinators]
         self._looks: list[tuple[float, int, int]] = []
         self._next = 0
 
@@ -92,6 +96,8 @@ class FleetSimulation:
     ) -> FleetRun:
         """Let the requests arrive, and events happen; `tail_s`: seconds after the last one in which streams may end."""
         with self.loop.running():
+            if self._plan.subset_size is not None:
+                self.env.process(self._discover())
             self.env.process(self._arrive(arrivals))
             self.env.process(self._look(max(0.1, seconds / 200)))
             for event in events:
@@ -128,13 +134,27 @@ class FleetSimulation:
         )
 
     def _coordinator(self, number: int, seed: int) -> SimulatedCoordinator:
-        most, rng = self._plan.links_per_coordinator, np.random.default_rng([seed, 2, number])
-        targets = self.targets
-        if most is not None and most < len(targets):
-            chosen = rng.choice(len(targets), most, replace=False)
-            targets = [self.targets[index] for index in sorted(chosen)]
-        zone = f"z{number % self._plan.num_zones}"
-        return SimulatedCoordinator(f"c{number}", zone, self.loop, self._plan.coordinator, targets, self.tally, rng)
+        zone, rng = f"z{number % self._plan.num_zones}", np.random.default_rng([seed, 2, number])
+        return SimulatedCoordinator(
+            f"c{number}", zone, self.loop, self._plan.coordinator, self.targets, self.tally, rng
+        )
+
+    def _discover(self) -> Generator[simpy.Event, Any, None]:
+        """Let each coordinator attach to its subset of the targets in the registry, from which who is gone expires."""
+        listed_s: dict[str, float] = {}
+        names: tuple[list[str], list[str]] | None = None
+        while True:
+            now_s = float(self.env.now)
+            listed_s.update((each.name, now_s) for each in (*self.targets, *self.coordinators) if each.is_up)
+            known = {name for name, at in listed_s.items() if now_s - at < _REGISTRY_TTL_S}
+            targets = {each.name: each for each in self.targets if each.name in known}
+            others = [each.name for each in self.coordinators if each.name in known]
+            if names != (list(targets), others):
+                names = (list(targets), others)
+                for coordinator, subset in zip(self.coordinators, self._subsets, strict=True):
+                    chosen = subset.chosen(coordinator.name, others, names[0])
+                    coordinator.attach([targets[name] for name in chosen])
+            yield self.env.timeout(_DISCOVERY_S)
 
     def _arrive(self, arrivals: Sequence[Arrival]) -> Generator[simpy.Event, Any, None]:
         for arrival in arrivals:

@@ -313,15 +313,15 @@ class EngineWorker(Generic[SessionT]):
             return
         if owner is None and (owner := self._attach(stream_id, request.attach)) is None:
             return
-        try:
-            self._role.owner_message(owner, request)
-        except Exception as error:  # it only advises, for speed
-            self._host.faults.note(error)
         for entry in request.entries:
             if owner.stream_id != stream_id:  # the stream was aborted meanwhile
                 return
             self._handle_entry(owner, stream_id, entry)
             yield
+        try:  # after the entries: it concerns the sessions that they opened, too
+            self._role.owner_message(owner, request)
+        except Exception as error:  # it only advises, for speed
+            self._host.faults.note(error)
         self._steps.work()
         is_pending = self._port.pending_bytes(stream_id) > _MAX_PENDING_BYTES
         if is_pending or self._responses.waiting_bytes(stream_id) > _MAX_WAITING_BYTES:

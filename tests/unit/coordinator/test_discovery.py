@@ -190,6 +190,31 @@ async def test_a_replica_that_is_registered_and_configured_is_retired_as_a_confi
     await roster.close()
 
 
+async def test_a_spare_replica_keeps_its_link_until_its_sessions_are_gone_and_a_later_update() -> None:
+    """The streams of both are up. A request may have picked the spare one when it became so."""
+    links: list[IdleLink] = []
+    removed: list[IdleLink] = []
+    roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), removed.append)
+    both = [ReplicaAddress("127.0.0.1:1", is_registered=True), ReplicaAddress("127.0.0.1:2", is_registered=True)]
+    roster.update(both)
+    spare, used = links
+    spare.has_stream = used.has_stream = True
+    for _ in range(2):
+        spare.sessions["s"] = None  # type: ignore[assignment]
+        roster.update(both, ["127.0.0.1:2"])
+        assert (spare.is_draining, used.is_draining, removed) == (True, False, [])
+        roster.update(both)
+        assert not spare.is_draining
+        spare.sessions.clear()
+        roster.update(both, ["127.0.0.1:2"])
+        assert links == [spare, used]
+    roster.update(both, ["127.0.0.1:2"])
+    assert (links, removed) == ([used], [spare])
+    roster.update(both)
+    assert [link.address for link in links] == ["127.0.0.1:2", "127.0.0.1:1"]
+    await roster.close()
+
+
 async def test_a_replica_that_is_listed_again_is_used_again() -> None:
     links: list[IdleLink] = []
     roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), lambda link: None)

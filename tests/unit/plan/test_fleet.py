@@ -61,7 +61,7 @@ def test_a_stream_without_a_target_fails_after_the_time_out() -> None:
 
 def test_equal_seeds_give_equal_runs_and_other_seeds_others() -> None:
     plan = flat_plan(num_targets=3, num_coordinators=2, loss=0.05)
-    plan = dataclasses.replace(plan, links_per_coordinator=2)
+    plan = dataclasses.replace(plan, subset_size=2)
     loss = [Loss(scope=Scope.REPLICA, at_s=3.0, down_s=3.0)]
 
     def figures(seed: int) -> tuple[float, ...]:
