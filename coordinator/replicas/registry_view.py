@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -12,23 +14,37 @@ from specdec.wire.discovery import ReplicaAddress
 from specdec.wire.settings import check_address
 
 _log = structlog.get_logger(__name__)
+_WHOLE_S = 60.0
+"""Seconds after which the registry is read though its version is known, for the loads, and for replicas of releases
+that set no version."""
 _DIALLED = frozenset({AnnouncedState.READY, AnnouncedState.DRAINING})
 
 
 class RegistryView:
-    """The registry's records at the last answer: a store that is down removes no replica."""
+    """The registry's records at the last answer: a store that is down removes no replica.
 
-    def __init__(self, store: Store) -> None:
+    They are read again when the registry's version changes, and once a minute.
+    """
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
+        self._clock = clock
+        self._version = ""
+        self._read_s = -math.inf
         self._records: Sequence[ReplicaRecord] = ()
         self._dialled: set[tuple[str, str]] = set()
 
     async def refresh(self) -> None:
-        """Read the registry; without an answer the records stay."""
+        """Read what has changed; without an answer the records stay."""
+        is_due = self._clock() - self._read_s >= _WHOLE_S or any(r.state == AnnouncedState.LOADING for r in self._records)
         try:
-            self._records = [record for record in await self._store.replicas() if _has_address(record)]
+            version, records = await self._store.registered("" if is_due else self._version)
         except StoreUnavailable:
             return
+        if records is None:
+            return
+        self._version, self._read_s = version, self._clock()
+        self._records = [record for record in records if _has_address(record)]
         self._dialled = {(r.role, r.address) for r in self._records if self._is_dialled(r)}
 
     def records(self, role: str) -> list[ReplicaRecord]:

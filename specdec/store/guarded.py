@@ -88,6 +88,10 @@ class GuardedStore:
         """See Store."""
         return await self._call("replicas", self._store.replicas)
 
+    async def registered(self, known: str) -> tuple[str, list[ReplicaRecord] | None]:
+        """See Store."""
+        return await self._call("replicas", lambda: self._store.registered(known))
+
     async def add_prefixes(self, replica: str, digests: Sequence[bytes], ttl_s: float) -> None:
         """See Store."""
         await self._call("add_prefixes", lambda: self._store.add_prefixes(replica, digests, ttl_s))

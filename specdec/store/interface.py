@@ -54,7 +54,7 @@ class StoreLimits:
     """Bounds on stored data. A call beyond one raises LimitExceeded, except where a comment says otherwise."""
 
     # Replicas in the registry; the first to expire makes room.
-    max_replicas: int = 4096
+    max_replicas: int = 65_536
     # Replicas remembered per prefix; the first to expire makes room.
     max_holders: int = 16
     # Digests in one call.
@@ -183,6 +183,14 @@ class Store(Protocol):
 
     async def replicas(self) -> list[ReplicaRecord]:
         """Return the replicas that have not expired, sorted by role and address."""
+        ...
+
+    async def registered(self, known: str) -> tuple[str, list[ReplicaRecord] | None]:
+        """Return the registry's version, and what `replicas` returns unless the version is `known`.
+
+        Equal versions: the same replicas in the same states with the same identities. Their loads may differ, and so
+        may replicas of releases before 0.2, which set no version, as long as their number is the same.
+        """
         ...
 
     async def add_prefixes(self, replica: str, digests: Sequence[bytes], ttl_s: float) -> None:

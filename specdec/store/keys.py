@@ -23,6 +23,10 @@ class StoreKeys:
         """Return the keys of the registry: expiries and records."""
         return [f"{self._prefix}:{{registry}}:{part}" for part in ("expiries", "records")]
 
+    def registry(self) -> list[str]:
+        """Return the keys of `replicas`, and of the registry's version."""
+        return [*self.replicas(), f"{self._prefix}:{{registry}}:version"]
+
     def prefix_holders(self, digest: bytes) -> list[str]:
         """Return the key of one digest's holders."""
         return [f"{self._prefix}:prefix:{{{digest.hex()}}}"]

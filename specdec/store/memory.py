@@ -21,6 +21,7 @@ from specdec.store.interface import (
     StoreLimits,
     TooManyConcurrent,
 )
+from specdec.store.records import encode_lasting
 
 SWEEP_INTERVAL_S = 30.0
 """Seconds between two sweeps, which drop all that has expired."""
@@ -66,6 +67,8 @@ class _State:
     """The store's records, with their times of expiry."""
 
     replicas: dict[tuple[str, str], tuple[float, ReplicaRecord]] = field(default_factory=dict)
+    # Announcements of replicas that are new, or differ from their last one in more than the load.
+    num_changes: int = 0
     holders: dict[bytes, dict[str, float]] = field(default_factory=dict)
     requests: dict[RequestKey, _Request] = field(default_factory=dict)
     # Requests that have ended, in the order of their ends.
@@ -91,8 +94,11 @@ class MemoryStore:
         checks.check_name("address", replica.address)
         checks.check_duration("ttl_s", ttl_s)
         now = self._now()
-        replicas = self._state.replicas
-        replicas[replica.role, replica.address] = (now + ttl_s, replica)
+        replicas, name = self._state.replicas, (replica.role, replica.address)
+        before = replicas.get(name)
+        if before is None or before[0] <= now or encode_lasting(before[1]) != encode_lasting(replica):
+            self._state.num_changes += 1
+        replicas[name] = (now + ttl_s, replica)
         while len(replicas) > self._limits.max_replicas:
             del replicas[min(replicas, key=lambda name: replicas[name][0])]
 
@@ -104,6 +110,12 @@ class MemoryStore:
         """See Store."""
         now = self._now()
         return [replica for _, (expires_s, replica) in sorted(self._state.replicas.items()) if expires_s > now]
+
+    async def registered(self, known: str) -> tuple[str, list[ReplicaRecord] | None]:
+        """See Store."""
+        records = await self.replicas()
+        version = f"{len(records)} {self._state.num_changes}"
+        return version, None if version == known else records
 
     async def add_prefixes(self, replica: str, digests: Sequence[bytes], ttl_s: float) -> None:
         """See Store."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import json
 from collections.abc import Sequence
 from struct import Struct
@@ -45,6 +46,14 @@ def encode_replica(replica: ReplicaRecord) -> bytes:
         "info": base64.b64encode(replica.info.SerializeToString()).decode(),
     }
     return json.dumps(fields).encode()
+
+
+def encode_lasting(replica: ReplicaRecord) -> bytes:
+    """What of a replica's record changes the registry's version: all but its load."""
+    info = GetReplicaInfoResponse()
+    info.CopyFrom(replica.info)
+    info.ClearField("load")
+    return encode_replica(dataclasses.replace(replica, info=info))
 
 
 def decode_replica(encoded: bytes) -> ReplicaRecord | None:

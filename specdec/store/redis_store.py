@@ -27,7 +27,14 @@ from specdec.store.interface import (
     TooManyConcurrent,
 )
 from specdec.store.keys import StoreKeys, escape
-from specdec.store.records import TOKEN_BYTES, decode_record, decode_replica, encode_replica, pack_tokens
+from specdec.store.records import (
+    TOKEN_BYTES,
+    decode_record,
+    decode_replica,
+    encode_lasting,
+    encode_replica,
+    pack_tokens,
+)
 from specdec.store.scripts import Script
 from specdec.wire.tls_files import TlsFiles
 
@@ -69,6 +76,8 @@ class RedisStore:
         self._timeout_s = timeout_s
         self._limits = limits or StoreLimits()
         self._close_others = close_others
+        self._announced: dict[str, bytes] = {}
+        """What this process has announced, without loads."""
         self._concurrency = asyncio.Semaphore(MAX_CONCURRENT_OPERATIONS)
         self._num_running = 0
         self._num_failures = 0
@@ -79,22 +88,34 @@ class RedisStore:
         checks.check_name("role", replica.role)
         checks.check_name("address", replica.address)
         checks.check_duration("ttl_s", ttl_s)
-        member = _member(replica.role, replica.address)
+        member, lasting = _member(replica.role, replica.address), encode_lasting(replica)
+        is_changed = self._announced.pop(member, None) != lasting
         await self._run(
             scripts.ANNOUNCE,
-            self._keys.replicas(),
-            [member, encode_replica(replica), _ms(ttl_s), self._limits.max_replicas],
+            self._keys.registry(),
+            [member, encode_replica(replica), _ms(ttl_s), self._limits.max_replicas, int(is_changed)],
         )
+        self._announced[member] = lasting
 
     async def withdraw(self, role: str, address: str) -> None:
         """See Store."""
+        self._announced.pop(_member(role, address), None)
         await self._run(scripts.WITHDRAW, self._keys.replicas(), [_member(role, address)])
 
     async def replicas(self) -> list[ReplicaRecord]:
         """See Store. Records that do not parse, as another version may write them, are left out."""
-        encoded = await self._run(scripts.REPLICAS, self._keys.replicas(), [])
-        records = [record for record in map(decode_replica, encoded) if record is not None]
-        return sorted(records, key=lambda record: (record.role, record.address))
+        _, records = await self.registered("")
+        return records or []
+
+    async def registered(self, known: str) -> tuple[str, list[ReplicaRecord] | None]:
+        """See Store."""
+        version, *encoded = await self._run(scripts.REGISTERED, self._keys.registry(), [known])
+        with _readable():
+            told = version.decode(errors="replace")
+        if told == known:
+            return known, None
+        # In a thread, as there may be thousands, and streams go on meanwhile.
+        return told, await asyncio.to_thread(_decoded, encoded)
 
     async def add_prefixes(self, replica: str, digests: Sequence[bytes], ttl_s: float) -> None:
         """See Store."""
@@ -302,6 +323,11 @@ def _readable() -> Iterator[None]:
         yield
     except (ValueError, TypeError, AttributeError) as error:
         raise StoreUnavailable(f"a record in Redis does not parse: {error}") from error
+
+
+def _decoded(encoded: Sequence[bytes]) -> list[ReplicaRecord]:
+    records = [record for record in map(decode_replica, encoded) if record is not None]
+    return sorted(records, key=lambda record: (record.role, record.address))
 
 
 def _ms(duration_s: float) -> int:

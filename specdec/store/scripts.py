@@ -26,7 +26,8 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local function whole(number) return string.format('%.0f', number) end
 """
 
-# KEYS: expiries, records. ARGV: member, record, ttl, max replicas.
+# KEYS: expiries, records, version.
+# ARGV: member, record, ttl, max replicas, whether more than the load changed (1 or 0).
 ANNOUNCE = Script(
     _NOW
     + """
@@ -36,8 +37,12 @@ local function drop(members)
     redis.call('HDEL', KEYS[2], member)
   end
 end
-redis.call('ZADD', KEYS[1], whole(now + ARGV[3]), ARGV[1])
+local is_new = redis.call('ZADD', KEYS[1], whole(now + ARGV[3]), ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+if is_new == 1 or ARGV[5] == '1' then
+  redis.call('DEL', KEYS[3])  -- whatever it is
+  redis.call('HSET', KEYS[3], 'stamp', time[1] .. '.' .. time[2] .. ' ' .. ARGV[1])
+end
 drop(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', whole(now)))
 local surplus = redis.call('ZCARD', KEYS[1]) - ARGV[4]
 if surplus > 0 then drop(redis.call('ZRANGE', KEYS[1], 0, surplus - 1)) end
@@ -50,6 +55,7 @@ end
 local ttl = whole(math.max(ARGV[3], redis.call('PTTL', KEYS[1])))
 redis.call('PEXPIRE', KEYS[1], ttl)
 redis.call('PEXPIRE', KEYS[2], ttl)
+redis.call('PEXPIRE', KEYS[3], ttl)
 """
 )
 
@@ -61,11 +67,16 @@ redis.call('HDEL', KEYS[2], ARGV[1])
 """
 )
 
-# KEYS: expiries, records. Returns the records.
-REPLICAS = Script(
+# KEYS: expiries, records, version. ARGV: a known version.
+# Returns the version, then the records unless it is the known one.
+REGISTERED = Script(
     _NOW
     + """
-local records = {}
+local stamp = redis.pcall('HGET', KEYS[3], 'stamp')
+if type(stamp) ~= 'string' then stamp = '' end
+local version = redis.call('ZCOUNT', KEYS[1], '(' .. whole(now), '+inf') .. ' ' .. stamp
+local records = {version}
+if version == ARGV[1] then return records end
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. whole(now), '+inf')) do
   local record = redis.call('HGET', KEYS[2], member)
   if record then records[#records + 1] = record end

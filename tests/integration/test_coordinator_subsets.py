@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
-from specdec.store.announcer import Announcer, AnnouncedState
+from specdec.store.announcer import AnnouncedState, Announcer
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
 from tests.support.scripted.draft import ScriptedDraft

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -22,7 +23,7 @@ from specdec.store.interface import (
 )
 from specdec.store.memory import MemoryStore
 from specdec.store.urls import RedisOptions, connect
-from specdec.v1.common_pb2 import GetReplicaInfoResponse
+from specdec.v1.common_pb2 import GetReplicaInfoResponse, LoadReport
 from tests.support.servers.redis_server import RedisCluster, RedisServer, redis_cluster
 from tests.support.services.faults import eventually
 
@@ -96,6 +97,39 @@ async def test_replicas_are_listed_until_withdrawn_or_expired(store: Store) -> N
         return await store.replicas() == []
 
     await eventually(is_empty, "the last replica expires")
+
+
+async def test_the_registry_is_returned_again_when_more_than_loads_has_changed(store: Store) -> None:
+    loaded = dataclasses.replace(
+        replica("a:1"), info=GetReplicaInfoResponse(version="1.2", load=LoadReport(num_running=7))
+    )
+
+    async def changed(known: str) -> tuple[str, bool]:
+        version, records = await store.registered(known)
+        assert records is None or records == await store.replicas()
+        return version, records is not None
+
+    first, _ = await changed("")
+    await store.announce(replica("a:1"), LONG_S)
+    second, is_changed = await changed(first)
+    assert is_changed
+    await store.announce(loaded, LONG_S)
+    assert await changed(second) == (second, False)
+    await store.announce(replica("a:1", "draining"), LONG_S)
+    third, is_changed = await changed(second)
+    assert is_changed
+    await store.withdraw("target", "a:1")
+    fourth, is_changed = await changed(third)
+    assert is_changed
+    await store.announce(replica("b:1"), 0.05)
+
+    async def is_back() -> bool:
+        return (await changed(fourth))[1] and await store.replicas() == []
+
+    await eventually(is_back, "one that came and expired is a change")
+    last, _ = await changed("")
+    await store.announce(replica("a:1", "draining"), LONG_S)
+    assert (await changed(third))[1] and (await changed(last))[1], "it was away"
 
 
 async def test_a_full_registry_forgets_who_would_expire_first(store: Store) -> None:

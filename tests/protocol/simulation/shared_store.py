@@ -13,8 +13,8 @@ from tests.protocol.simulation.virtual_loop import Process, VirtualLoop, current
 _ROUND_TRIP_S = 0.001
 _TIMEOUT_S = 0.25
 _OPERATIONS = (
-    "announce", "withdraw", "replicas", "add_prefixes", "prefix_holders", "begin", "append", "renew", "end", "abort",
-    "load", "take_tokens", "ping",
+    "announce", "withdraw", "replicas", "registered", "add_prefixes", "prefix_holders", "begin", "append", "renew",
+    "end", "abort", "load", "take_tokens", "ping",
 )  # fmt: skip
 
 
