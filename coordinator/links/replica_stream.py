@@ -25,7 +25,7 @@ from specdec.wire.parsing.reading import parsed
 
 _MOST_FIRST_WAITS_IN_NEED = 5
 """Longest wait between attempts, in first waits, while sessions wait for this replica."""
-_SPREAD = (0.75, 1.25)
+SPREAD = (0.75, 1.25)
 """Random factors of a wait: coordinators that lost a replica together must not all return together."""
 _ASK_AGAIN_S = 1.0
 """Seconds for the question how an engine ended, as its sessions wait for the answer."""
@@ -115,7 +115,7 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
 
     async def run(self) -> None:
         """Open the stream again and again, with growing, jittered waits between failed attempts."""
-        backoff = Backoff(self._settings.backoff_min_s, self._settings.backoff_max_s, spread=_SPREAD)
+        backoff = Backoff(self._settings.backoff_min_s, self._settings.backoff_max_s, spread=SPREAD)
         num_failures = 0
         while True:
             started_s = time.monotonic()

@@ -139,3 +139,23 @@ def test_a_day_of_bursty_traffic_is_served_with_goodput_and_shares() -> None:
     assert tally.tokens_of["greedy"] < 0.98 * offered["greedy"]
     assert crowd.num_ended < 0.98 * len(arrivals)
     assert tally.num_good >= 0.6 * len(arrivals)
+
+
+def test_a_zone_lost_at_a_thousand_targets_costs_no_stream_and_little_time() -> None:
+    """Coordinators with subsets of 32 targets do as well as with all, and take up the zone when it is back."""
+    traffic = Rate(per_s=150.0, prompts=Lengths(50), outputs=Lengths(20, 0.5))
+    arrivals = traffic.arrivals(40.0, seed=5)
+    loss = Loss(scope=Scope.ZONE, at_s=5.0, down_s=15.0)
+    plan = flat_plan(0.5, num_targets=1000, num_coordinators=30, targets_per_node=2, num_zones=3, subset_size=32)
+    simulation = FleetSimulation(plan, Clients(), 1)
+    tally = simulation.run(arrivals, 40.0, [loss], 30.0).tally
+    assert (tally.num_ended, tally.num_running, sum(tally.failures.values())) == (len(arrivals), 0, 0)
+    assert tally.num_tokens == sum(arrival.output_tokens for arrival in arrivals)
+    lost_share = tally.num_moved / len(arrivals)
+    assert 0.01 < lost_share < 0.25, "streams of the zone, and few twice"
+    # Who was cut off goes on 5 s later, which is a node's silence, and a step or two after that.
+    assert tally.inter_token.share_above(1.1) < 2 * lost_share / 20
+    assert tally.inter_token.quantile(1.0) < 5.0 + 0.5 + 3 * 0.5
+    assert tally.first_token.quantile(0.99) < 6.5
+    back = [target.busy_s for target in simulation.targets if target.generation]
+    assert len(back) == pytest.approx(333, abs=2) and np.mean([busy > 0 for busy in back]) > 0.9
