@@ -141,7 +141,7 @@ class CoordinatorService:
             finisher=self._finisher,
             observer=observer,
             timeout_s=settings.target_timeout_s,
-            backoff=Backoff(timings.reconnect_first_s, settings.reconnect_backoff_max_s),
+            backoff=Backoff(timings.reconnect_first_s, settings.reconnect_backoff_max_s, timings.retry_spread),
         )
         self._decode_loop = DecodeLoop(
             sessions=self._sessions,

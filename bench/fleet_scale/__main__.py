@@ -23,7 +23,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", type=Path, help="file for the page; without it the page is printed")
     parser.add_argument("--targets", default="10,100,1000", help="numbers of targets, by commas")
-    parser.add_argument("--subsets", default="0,32", help="the setting `subset_size`, by commas; 0: all targets")
+    parser.add_argument("--subsets", default="0,64", help="the setting `subset_size`, by commas; 0: all targets")
     parser.add_argument("--share", type=float, default=0.75, help="load over what 200 streams for each target are")
     parser.add_argument("--processes", type=int, default=2, help="simulations at once")
     options = parser.parse_args()

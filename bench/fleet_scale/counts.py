@@ -99,15 +99,12 @@ def record_bytes() -> int:
 
 def worst_second() -> int:
     """Attempts in the worst second of `_SAMPLE` links that are lost together, until the registry forgets them."""
-    drawn = random.Random(1)
-    backoff = Backoff(Timings().reconnect_first_s, _LONGEST_BACKOFF_S, SPREAD)
+    backoff = Backoff(Timings().reconnect_first_s, _LONGEST_BACKOFF_S, SPREAD, random.Random(1).uniform)
     seconds = [0] * (round(_REGISTRY_TTL_S + _DISCOVERY_S) + 1)
-    state, _ = random.getstate(), random.seed(drawn.random())  # `Backoff` draws from the module's generator
     for _ in range(_SAMPLE):
         at_s, num_failures = 0.0, 0
         while at_s < _REGISTRY_TTL_S + _DISCOVERY_S:
             seconds[int(at_s)] += 1
             num_failures += 1
             at_s += backoff.wait_s(num_failures)
-    random.setstate(state)
     return max(seconds)

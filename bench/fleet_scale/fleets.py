@@ -25,7 +25,7 @@ from specdec.plan.simulation.target import TargetSettings
 STREAMS = 200
 """Streams of a target with speculation as the deployment has it; 256 is the most."""
 MOST_STREAMS = 256
-PROMPT, OUTPUT, VARIATION = 500, 400, 0.5
+PROMPT, OUTPUT, VARIATION = 500, 1200, 0.5
 DRAFTS_PER_TARGET, TARGETS_PER_COORDINATOR = 3, 10
 _WARM_S = 2.0
 """Seconds in which the streams that run at the beginning are opened."""

@@ -36,7 +36,9 @@ class RegistryView:
 
     async def refresh(self) -> None:
         """Read what has changed; without an answer the records stay."""
-        is_due = self._clock() - self._read_s >= _WHOLE_S or any(r.state == AnnouncedState.LOADING for r in self._records)
+        is_due = self._clock() - self._read_s >= _WHOLE_S or any(
+            r.state == AnnouncedState.LOADING for r in self._records
+        )
         try:
             version, records = await self._store.registered("" if is_due else self._version)
         except StoreUnavailable:

@@ -25,7 +25,7 @@ class Subset:
     """The picks of one role's replicas."""
 
     def __init__(self, size: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`size`: replicas of a coordinator, on average over all coordinators; None: all. `clock`: monotonic seconds."""
+        """`size`: replicas of a coordinator, on average over all of them; None: all. `clock`: monotonic seconds."""
         self._size = size
         self._clock = clock
         self._seen_s: dict[str, float] = {}

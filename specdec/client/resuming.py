@@ -15,7 +15,7 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.backoff import Backoff
 from specdec.wire.errors import Unavailable
 
-_SPREAD = (0.5, 1.0)
+SPREAD = (0.5, 1.0)
 """Random factors of a wait."""
 _log = structlog.get_logger(__name__)
 
@@ -101,7 +101,7 @@ class Resumption:
         is_resumable = self._held.started is not None or self._request.HasField("resume")
         if not is_resumable or self._num_fruitless >= self._policy.max_attempts:
             raise error
-        wait_s = Backoff(error.retry_after_s, self._policy.max_wait_s, _SPREAD).wait_s(self._num_fruitless)
+        wait_s = Backoff(error.retry_after_s, self._policy.max_wait_s, SPREAD).wait_s(self._num_fruitless)
         num_tokens = self._held.num_tokens
         _log.info("stream_interrupted", reason=error.reason, num_tokens=num_tokens, wait_s=round(wait_s, 3))
         return wait_s

@@ -44,7 +44,7 @@ class CoordinatorSettings(ServiceSettings, PeerSettings):
         default=5.0, gt=0, description="Seconds between two look-ups of dns:/// names and of the registry in Redis."
     )
     subset_size: int | None = Field(
-        default=32,
+        default=64,
         ge=2,
         description="Targets, and drafts, that a coordinator is attached to, on average over all coordinators in the "
         "registry, where there are more; without redis_url and with null: all.",

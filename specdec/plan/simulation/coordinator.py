@@ -145,7 +145,9 @@ class SimulatedCoordinator:
         self._rng = rng
         self._tasks: set[asyncio.Task[None]] = set()
         timings = Timings()
-        self._backoff = Backoff(timings.reconnect_first_s, settings.reconnect_backoff_max_s)
+        self._backoff = Backoff(
+            timings.reconnect_first_s, settings.reconnect_backoff_max_s, timings.retry_spread, self._rng.uniform
+        )
         self._ejections = OutlierDetector(
             EjectionSettings(first_s=timings.ejection_s, most_s=timings.ejection_max_s), clock=loop.time
         )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import simpy
 
+from specdec.client.resuming import SPREAD
 from specdec.coordinator.replicas.subset import Subset
 from specdec.plan.inputs.traffic import Arrival
 from specdec.plan.simulation.autoscaler import Autoscaler, ScalingRule
@@ -20,8 +21,8 @@ from specdec.plan.simulation.tally import RunTally
 from specdec.plan.simulation.target import SimulatedTarget, Stream, TargetSettings
 from specdec.wire.errors import NoTarget, Overloaded
 
-_RESUME_S = 0.5
-"""Seconds after which a client resumes at another coordinator."""
+_RESUME_S = 1.0
+"""Seconds after which a client resumes at another coordinator, times `SPREAD`."""
 _LEAST_RETRY_S = 0.05
 _DISCOVERY_S, _REGISTRY_TTL_S = 5.0, 15.0
 """Seconds between looks at the registry, and until who is gone is no longer in it (`discovery_s`, `registry_ttl_s`)."""
@@ -145,7 +146,8 @@ class FleetSimulation:
         names: tuple[list[str], list[str]] | None = None
         while True:
             now_s = float(self.env.now)
-            listed_s.update((each.name, now_s) for each in (*self.targets, *self.coordinators) if each.is_up)
+            listed_s |= {each.name: now_s for each in self.targets if each.is_up}
+            listed_s |= {each.name: now_s for each in self.coordinators if each.is_up}
             known = {name for name, at in listed_s.items() if now_s - at < _REGISTRY_TTL_S}
             targets = {each.name: each for each in self.targets if each.name in known}
             others = [each.name for each in self.coordinators if each.name in known]
@@ -189,7 +191,7 @@ class FleetSimulation:
             except asyncio.CancelledError:
                 if coordinator.is_up:  # the run is over
                     raise
-                await asyncio.sleep(_RESUME_S)
+                await asyncio.sleep(self._rng.uniform(*SPREAD) * _RESUME_S)
         self._ended(stream)
 
     def _ended(self, stream: Stream) -> None:
