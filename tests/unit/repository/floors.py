@@ -323,7 +323,8 @@ FLOORS = {
     "specdec.store": """
         interface scripts
         announcer checks guarded keys tls
-        memory records
+        records
+        memory
         redis_store
         urls
         settings
