@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+import structlog
+
 _T = TypeVar("_T")
+Work = tuple[int, Callable[[], None]]
+"""Tokens that are walked, and what walks them."""
 LONG_TOKENS = 32_768
 """Tokens that are walked in one turn of the event loop, at most; a walk in C takes a millisecond."""
 _RETRY_S = 1.0
 """Seconds before a task is cancelled again, in case the first cancellation was lost."""
+_log = structlog.get_logger(__name__)
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
@@ -35,6 +41,34 @@ async def in_turns(work: Generator[None, None, _T]) -> _T:
             result: _T = end.value
             return result
         await asyncio.sleep(0)
+
+
+def in_parts(works: Iterable[Work]) -> None:
+    """Do works in order, `LONG_TOKENS` now and as many in each later turn of the event loop, one work at least.
+
+    A later one must see for itself whether it is still wanted. What it raises is logged.
+    """
+    left = deque(works)
+    _do_part(left)
+    if left:
+        asyncio.get_running_loop().call_soon(_go_on, left)
+
+
+def _do_part(left: deque[Work]) -> None:
+    num_walked = 0
+    while left and (not num_walked or num_walked + left[0][0] <= LONG_TOKENS):
+        num_tokens, work = left.popleft()
+        num_walked += num_tokens
+        work()
+
+
+def _go_on(left: deque[Work]) -> None:
+    try:
+        _do_part(left)
+    except Exception as error:  # the other works must be done all the same
+        _log.error("work_failed", exc_info=error)
+    if left:
+        asyncio.get_running_loop().call_soon(_go_on, left)
 
 
 async def let_others_run(num_tokens: int) -> None:

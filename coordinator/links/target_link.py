@@ -134,8 +134,10 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         self.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=side.epoch, open=body))
 
     def relay(self, session: Session, proposal: bytes) -> None:
-        """Pass on an encoded Proposal."""
+        """Pass on an encoded Proposal; a session that is to be opened later has no use for it."""
         side = session.target
+        if side.is_held:
+            return
         side.was_relayed = True
         self.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=side.epoch, proposal=proposal))
 
@@ -144,8 +146,10 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         self.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=session.target.epoch, link=grant))
 
     def give_credit(self, session: Session) -> None:
-        """Send the position up to which the target may run, and acknowledge the arrived tokens."""
+        """Send the position up to which the target may run, and acknowledge the arrived tokens, as an opening does."""
         side = session.target
+        if side.is_held:
+            return
         credit = pb.Credit(position=side.credit_position, acknowledged_position=session.position)
         if side.prompt is not None:
             credit.prompt_logprobs_position = side.prompt.credit

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import structlog
 
@@ -18,6 +19,7 @@ from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.sessions.drafting import DraftFault, DraftSide
 from specdec.coordinator.sessions.session import DraftHost, Session
 from specdec.coordinator.sessions.table import SessionTable
+from specdec.coordinator.tasks import in_parts
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.backoff import Backoff
 from specdec.wire.errors import internal_error
@@ -82,20 +84,22 @@ class DraftRecovery:
             self._observer.stream_reconnected(link.role)
         for session in self._sessions:
             session.drafting.num_failures = 0
-            self._open(session)
+        self._open_all(self._sessions)
 
     def on_down(self, link: DraftLink, end: EndOfStream) -> None:
         """See `LinkEvents.on_down`. A session that two drafts died under goes on without one."""
         if end.ending is not Ending.ANNOUNCED:
             self._fleet.failed(link)
-        for session in list(link.sessions.values()):
+        left = list(link.sessions.values())
+        for session in left:
             side = session.drafting.at(link)
             if side is not None and end.ending is Ending.DIED and end.may_be(session.session_id):
                 session.drafting.died(side)
             if session.drafting.num_deaths >= _MOST_DEATHS:
                 self._forgo(session, link, "stream_broken")
             else:
-                self._replace(session, link, "stream_broken")
+                self._drop(session, link, "stream_broken")
+        self._open_all(left)
 
     def on_session_error(self, link: DraftLink, session: Session, error: pb.SessionError) -> None:
         """See `LinkEvents.on_session_error`."""
@@ -162,9 +166,10 @@ class DraftRecovery:
             return
         is_ejected = self._fleet.failed(side.host, is_proven=judgement is Judgement.EJECT)
         if judgement is Judgement.EJECT and is_ejected:
-            for one in self._sessions:  # no session gains from the draft, and there is another
-                if one.drafting.at(side.host) is not None:
-                    self._replace(one, side.host, "never_accepted")
+            left = [one for one in self._sessions if one.drafting.at(side.host) is not None]
+            for one in left:  # no session gains from the draft, and there is another
+                self._drop(one, side.host, "never_accepted")
+            self._open_all(left)
         else:
             self._lost(session, side.host, "never_accepted")
 
@@ -215,9 +220,10 @@ class DraftRecovery:
 
     def _leave(self, link: DraftLink) -> None:
         """A draft drains: its sessions go to another one. Without another it drafts on until its stream ends."""
-        for session in list(link.sessions.values()):
-            if self._fleet.pick_draft(session.position) is not None:
-                self._replace(session, link, "draining")
+        left = [s for s in link.sessions.values() if self._fleet.pick_draft(s.position) is not None]
+        for session in left:
+            self._drop(session, link, "draining")
+        self._open_all(left)
 
     def _lost(self, session: Session, host: DraftHost, cause: str) -> None:
         """Take a draft from the session; without another one, it gets a draft again after a wait."""
@@ -246,11 +252,6 @@ class DraftRecovery:
         self._observer.session_reopened("draft")
         other.open_session(session)
 
-    def _replace(self, session: Session, host: DraftHost, cause: str) -> None:
-        """Take a draft from the session; it keeps its other draft, or gets one at once if there is any."""
-        self._drop(session, host, cause)
-        self._open(session)
-
     def _drop(self, session: Session, host: DraftHost, cause: str) -> None:
         """Take a draft from a session that has it."""
         if session.drafting.at(host) is None:
@@ -259,6 +260,11 @@ class DraftRecovery:
             self._observer.draft_dropped(cause)
             session.request.trace.draft_fallback(session.choice, cause)
         host.close_session(session, cause)
+
+    def _open_all(self, sessions: Iterable[Session]) -> None:
+        """Give drafts to those of the sessions that have none and may have one."""
+        lacking = (session for session in sessions if not session.drafting.sides)
+        in_parts((session.position, partial(self._open, session)) for session in lacking)
 
     def _open(self, session: Session) -> None:
         """Give a draft to a session without one, if there is one and the session may have it."""

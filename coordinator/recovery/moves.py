@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import structlog
 
@@ -15,6 +16,7 @@ from specdec.coordinator.recovery.quarantine import Quarantine
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.sessions.session import Session, TargetHost
 from specdec.coordinator.sessions.table import SessionTable
+from specdec.coordinator.tasks import Work, in_parts
 from specdec.wire.backoff import Backoff
 from specdec.wire.errors import SpecdecError, Unavailable
 
@@ -52,6 +54,7 @@ class TargetMoves:
     def went_down(self, link: TargetLink) -> None:
         """A target's stream ended: its sessions move, or wait for it until its time-out."""
         now_s = time.monotonic()
+        works: list[Work] = []
         for session in list(link.sessions.values()):
             if session.finish is not None:  # it ended with another choice of its request
                 continue
@@ -60,9 +63,19 @@ class TargetMoves:
                 message = f"the request's targets keep breaking their streams; the last one was {link.address}"
                 error = Unavailable(message, retry_after_s=self._backoff.longest_s, reason="TARGET_LOST")
                 self._finisher.fail(session.request, error)
-            elif (other := self._fleet.find_target(session.request, besides=link)) is not None:
-                self._move_to(session, link, other)
-        if link.sessions and link.address not in self._give_ups:
+            else:
+                works.append((session.position, partial(self._leave, session, link)))
+        in_parts([*works, (0, partial(self._wait_for, link))])
+
+    def _leave(self, session: Session, link: TargetLink) -> None:
+        """Move a session from a target that is down, if there is another one."""
+        is_there = link.sessions.get(session.session_id) is session and not link.is_up
+        if is_there and (other := self._fleet.find_target(session.request, besides=link)) is not None:
+            self._move_to(session, link, other)
+
+    def _wait_for(self, link: TargetLink) -> None:
+        """Give a target some time to come back to the sessions that have no other one."""
+        if link.sessions and not link.is_up and link.address not in self._give_ups:
             loop = asyncio.get_running_loop()
             self._give_ups[link.address] = loop.call_later(self._timeout_s, self.give_up, link)
 
@@ -70,28 +83,45 @@ class TargetMoves:
         """A target's stream is ready: its sessions go on there, and sessions of targets that are down move to it."""
         self.forget(link)
         opened_again = {session.session_id for session in lost}
+        works: list[Work] = []
         for session in list(link.sessions.values()):
             if link.identity is not None and not self._fleet.may_serve(link, session.request):
-                self._move(session, link)
+                works.append((session.position, partial(self._move, session, link)))
             elif session.session_id in opened_again:
-                self.reopen(session)
+                session.target.cancel_retry()
+                link.hold(session)
+                works.append((session.position, partial(self._take_up, session, link)))
             else:
                 link.give_credit(session)
-        if link.is_draining or link.identity is None:
-            return
-        for other in self._fleet.targets:
-            if other is not link and not other.is_up:
-                for session in [s for s in other.sessions.values() if self._fleet.may_serve(link, s.request)]:
-                    self._move_to(session, other, link)
+        if not link.is_draining and link.identity is not None:
+            works += [
+                (session.position, partial(self._follow, session, other, link))
+                for other in self._fleet.targets
+                if other is not link and not other.is_up
+                for session in other.sessions.values()
+                if self._fleet.may_serve(link, session.request)
+            ]
+        in_parts(works)
+
+    def _take_up(self, session: Session, link: TargetLink) -> None:
+        """Open a session that was held at a target since that came up."""
+        if session.target.is_held and link.sessions.get(session.session_id) is session:
+            self.reopen(session)
+
+    def _follow(self, session: Session, link: TargetLink, other: TargetLink) -> None:
+        """Move a session from a target that is down to one that came up."""
+        if link.sessions.get(session.session_id) is session and other.is_up and not link.is_up:
+            self._move_to(session, link, other)
 
     def give_up(self, link: TargetLink) -> None:
         """A target was gone for too long, or serves another model now."""
         self.forget(link)
-        for session in list(link.sessions.values()):
-            self._move(session, link)
+        in_parts((session.position, partial(self._move, session, link)) for session in link.sessions.values())
 
     def _move(self, session: Session, link: TargetLink) -> None:
-        if session.finish is not None:
+        """Move a session from a target that cannot serve it, or fail its request."""
+        is_there = session.finish is None and link.sessions.get(session.session_id) is session
+        if not is_there or (link.is_up and self._fleet.may_serve(link, session.request)):
             return
         link.sessions.pop(session.session_id, None)
         other = self._fleet.find_target(session.request, besides=link)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
+from typing import cast
 
 from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.intake.resume import HeldChoice
@@ -54,20 +55,10 @@ def replay(finisher: Finisher, session: Session, held: HeldChoice, max_model_len
     session.token_ids.extend(held.token_ids[:num_kept])
     session.num_written += held.num_at_client
     new = slice(held.num_at_client, num_kept)
-    token_ids = held.token_ids[new]
+    token_ids, origins = held.token_ids[new], cast(list[pb.Origin.ValueType], held.origins[new])
     rest = text[held.text_offset_bytes :].decode("utf-8", "ignore")
-    num_left = len(token_ids)
-    for ids, values in zip(pieces(token_ids, _AT_ONCE), pieces(held.origins[new], _AT_ONCE), strict=True):
-        num_left -= len(ids)
-        told = "" if num_left else rest  # text never precedes its tokens
-        if told or ids:
-            session.request.stream.output(session.choice, told, session.detokenizers, ids, _origins(values))
-        if num_left:
-            yield
+    if rest or token_ids:
+        session.request.stream.output(session.choice, rest, session.detokenizers, token_ids, origins)
     if finish is not None:
         finisher.finish(session, finish)
     return session.finish is not None
-
-
-def _origins(values: Sequence[int]) -> list[pb.Origin.ValueType]:
-    return [pb.Origin.ValueType(value) for value in values]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 import structlog
 
@@ -19,6 +20,7 @@ from specdec.coordinator.recovery.slowness import SlowTargets
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.sessions.session import Session, TargetHost
 from specdec.coordinator.sessions.table import SessionTable
+from specdec.coordinator.tasks import in_parts
 from specdec.wire.errors import Unavailable
 
 _LOOKS = 6
@@ -85,13 +87,16 @@ class Watchdog:
         if late_s >= _STANDSTILL_S:
             self._forgive(late_s, now_s)
         self._slow.keep(self._sessions)
-        for session in self._sessions:
-            try:
-                self._look_at(session, now_s)
-            except Exception as error:  # the other sessions must be watched all the same
-                _log.error("watchdog_fault", **session.log_fields, exc_info=error)
+        in_parts((session.position, partial(self._look_at, session, now_s)) for session in self._sessions)
 
     def _look_at(self, session: Session, now_s: float) -> None:
+        try:
+            if session.finish is None:
+                self._judge(session, now_s)
+        except Exception as error:  # the other sessions must be watched all the same
+            _log.error("watchdog_fault", **session.log_fields, exc_info=error)
+
+    def _judge(self, session: Session, now_s: float) -> None:
         side = session.target
         host = side.host
         is_starved = session.position >= side.credit_position or side.waits_for_prompt_credit

@@ -18,6 +18,7 @@ from specdec.coordinator.replicas.outliers import EjectionSettings
 from specdec.coordinator.replicas.router import BLOCK_TOKENS, PrefixRouter, block_digests
 from specdec.coordinator.replicas.standings import Standings
 from specdec.coordinator.sessions.session import DraftHost, Request, Session, SessionHost, TargetHost
+from specdec.coordinator.tasks import LONG_TOKENS, let_others_run
 from specdec.coordinator.text.tokenizer import TextTokenizer, read_tokenizer
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.errors import FailedPrecondition, IncompatibleReplica, ModelNotFound, NoTarget, NotReady
@@ -111,7 +112,10 @@ class Fleet:
         Raises:
             Unavailable: none was ready in time.
         """
-        digests = block_digests(token_ids, request.cache_salt, request.prompt_digests)
+        digests = request.prompt_digests
+        for end in (*range(LONG_TOKENS, len(token_ids), LONG_TOKENS), len(token_ids)):
+            digests = block_digests(token_ids[:end], request.cache_salt, digests)
+            await let_others_run(len(token_ids))
         if request.sessions:
             request.prompt_digests = digests[: request.sessions[0].num_prompt_tokens // BLOCK_TOKENS]
         try:
@@ -190,9 +194,10 @@ class Fleet:
         ]
 
     def remember(self, link: TargetLink, session: Session) -> None:
-        """A session ended on a target, which caches its prompt and output."""
+        """A session ended on a target, which caches its prompt and output, of which the beginning is remembered."""
         request = session.request
-        digests = block_digests(session.token_ids, request.cache_salt, request.prompt_digests)
+        most = len(request.prompt_digests) * BLOCK_TOKENS + LONG_TOKENS
+        digests = block_digests(session.token_ids[:most], request.cache_salt, request.prompt_digests)
         self._router.remember(digests, link.holder)
 
     def failed(self, replica: SessionHost, *, is_proven: bool = False) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from specdec.coordinator.text.detokenizer import DetokenizerFactory
 from specdec.v1 import common_pb2 as pb
@@ -28,13 +29,15 @@ _TOKEN_ID_BYTES = 5
 
 class ClientStream:
     """A queue of chunks with one reader. Credit bounds it: targets run at most one window ahead of written chunks.
+    Output of any length is cut into chunks when these are taken.
 
     Deltas of one choice that wait behind a slow write are merged, so that a slow client catches up in fewer chunks. An
     output chunk has at most twice 64 tokens, and their text.
     """
 
     def __init__(self) -> None:
-        self._chunks: deque[api.GenerateResponse] = deque()
+        self._chunks: deque[api.GenerateResponse | Iterator[api.GenerateResponse]] = deque()
+        """Chunks, and long output of which chunks are to be made."""
         self._wake: asyncio.Future[None] | None = None
         self._is_closed = False
         self._error: SpecdecError | None = None
@@ -86,15 +89,12 @@ class ClientStream:
             if drafters:
                 _name_drafters(delta.tokens[len(delta.tokens) - len(token_ids) :], drafters)
             return
-        for start in range(0, len(token_ids), _MOST_MERGED_TOKENS):
-            some = slice(start, start + _MOST_MERGED_TOKENS)
-            delta = self._new_delta(index)
-            _add_tokens(delta, detokenizers, token_ids[some], origins[some], logprobs[some])
-            _name_drafters(delta.tokens, drafters[some])
-        for piece in text_pieces(text, _MOST_TEXT_BYTES):
-            self._new_delta(index).text = piece
-        if step is not None:
-            self._delta(index).steps.append(step)
+        if not self._is_closed:
+            tokens = _token_chunks(index, detokenizers, token_ids, origins, logprobs, drafters)
+            texts = (_chunk(index, text=piece) for piece in text_pieces(text, _MOST_TEXT_BYTES))
+            steps = (_chunk(index, steps=[each]) for each in (step,) if each is not None)
+            self._chunks.append(chain(tokens, texts, steps))
+            self._notify()
 
     def close(self, error: SpecdecError | None = None) -> None:
         """End the stream after the queued chunks, with `error` if any."""
@@ -121,22 +121,29 @@ class ClientStream:
         Raises:
             SpecdecError: the request failed.
         """
-        while not self._chunks:
+        while True:
+            while self._chunks:
+                first = self._chunks[0]
+                if isinstance(first, api.GenerateResponse):
+                    self._chunks.popleft()
+                    return first
+                if (chunk := next(first, None)) is not None:
+                    return chunk
+                self._chunks.popleft()
             if self._is_closed:
                 if self._error is not None:
                     raise self._error
                 return None
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
-        return self._chunks.popleft()
 
     def _delta(self, index: int) -> api.ChoiceDelta:
         """The delta to which a choice's output is added: the last chunk's if it has room, otherwise a new one.
 
         It is changed in place, because protobuf copies a message that becomes part of another.
         """
-        if self._chunks and not self._is_closed:
-            last = self._chunks[-1]
+        last = self._chunks[-1] if self._chunks and not self._is_closed else None
+        if isinstance(last, api.GenerateResponse):
             delta = last.delta
             has_room = (
                 len(delta.tokens) < _MOST_MERGED_TOKENS
@@ -148,8 +155,7 @@ class ClientStream:
         return self._new_delta(index)
 
     def _new_delta(self, index: int) -> api.ChoiceDelta:
-        chunk = api.GenerateResponse()
-        chunk.delta.index = index
+        chunk = _chunk(index)
         self.push(chunk)
         return chunk.delta
 
@@ -179,6 +185,27 @@ def prompt_chunks(
 def prompt_end(chunk: api.PromptLogprobs) -> int:
     """Position below which a client has a prompt's log-probabilities after this chunk."""
     return chunk.start_position + len(chunk.token_ids)
+
+
+def _chunk(index: int, text: str = "", steps: Iterable[api.DecodingStep] = ()) -> api.GenerateResponse:
+    return api.GenerateResponse(delta=api.ChoiceDelta(index=index, text=text, steps=steps))
+
+
+def _token_chunks(
+    index: int,
+    detokenizers: DetokenizerFactory,
+    token_ids: Sequence[int],
+    origins: Sequence[pb.Origin.ValueType],
+    logprobs: Sequence[pb.PositionLogprobs],
+    drafters: Sequence[str],
+) -> Iterator[api.GenerateResponse]:
+    """A choice's tokens, cut into chunks as they are asked for."""
+    for start in range(0, len(token_ids), _MOST_MERGED_TOKENS):
+        some = slice(start, start + _MOST_MERGED_TOKENS)
+        chunk = _chunk(index)
+        _add_tokens(chunk.delta, detokenizers, token_ids[some], origins[some], logprobs[some])
+        _name_drafters(chunk.delta.tokens, drafters[some])
+        yield chunk
 
 
 def _add_tokens(

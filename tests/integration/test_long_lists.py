@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import pytest
 
 from specdec.coordinator import tasks
+from specdec.coordinator.links.draft_link import DraftLink
+from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.recovery import replay as replay_module
+from specdec.coordinator.replicas import fleet
+from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.replica import ScriptedReplica
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
@@ -20,6 +25,8 @@ from tests.support.services.coordinator_harness import (
     collect,
     error_of,
     expected_ids,
+    finish,
+    read_tokens,
     request,
     resumed,
     running,
@@ -91,6 +98,86 @@ async def test_choices_of_a_long_prompt_are_opened_in_turns_and_share_it() -> No
         result = await collect(harness.stub.Generate(body))
     for index in range(8):
         assert result.ids(index) == expected_ids(target, 8, prompt, choice=index)
+
+
+async def test_blocks_of_a_long_prompt_and_output_are_hashed_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = list[int]()
+    block_digests = fleet.block_digests
+
+    def counted(token_ids: Sequence[int], salt: bytes, known: Sequence[bytes]) -> list[bytes]:
+        digests = block_digests(token_ids, salt, known)
+        hashed.append(len(digests) - len(known))
+        return digests
+
+    monkeypatch.setattr(fleet, "block_digests", counted)
+    monkeypatch.setattr(fleet, "LONG_TOKENS", 2 * fleet.BLOCK_TOKENS)
+    prompt = [5 + number % 200 for number in range(20 * fleet.BLOCK_TOKENS)]
+    target = ScriptedTarget()
+    async with running([target]) as harness:
+        for _ in range(2):
+            result = await collect(harness.stub.Generate(request(prompt, max_tokens=300, ignore_eos=True)))
+            assert result.ids() == expected_ids(target, 300, prompt)
+    assert hashed == [*[2] * 10, 2] * 2
+
+
+class Turns:
+    """Tokens of the sessions that are opened in each turn of the event loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.walked: list[int] = []
+        self._now = 0
+        for link in (TargetLink, DraftLink):
+            monkeypatch.setattr(link, "open_session", self._counted(link.open_session))
+
+    def _counted(self, open_session: Callable[[Any, Session], None]) -> Callable[[Any, Session], None]:
+        def counted(link: Any, session: Session) -> None:
+            if not self._now:
+                asyncio.get_running_loop().call_soon(self._end)
+            self._now += session.position
+            open_session(link, session)
+
+        return counted
+
+    def _end(self) -> None:
+        self.walked.append(self._now)
+        self._now = 0
+
+
+@pytest.mark.parametrize("how", ["for good", "until it comes back", "for a moment"])
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_sessions_of_a_lost_replica_are_opened_again_in_parts(
+    role: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_of_role = 1 if how == "until it comes back" else 2
+    targets = [ScriptedTarget() for _ in range(num_of_role if role == "target" else 1)]
+    drafts = [ScriptedDraft() for _ in range(num_of_role if role == "draft" else 1)]
+    for target in targets:
+        target.limit = 4
+    prompts = [[5 + (number * 7 + place) % 200 for place in range(PIECE // 2)] for number in range(16)]
+    async with running(targets, drafts) as harness:
+        await harness.all_ready()
+        turns = Turns(monkeypatch)
+        calls = [harness.stub.Generate(request(prompt, max_tokens=12, ignore_eos=True)) for prompt in prompts]
+        results = [await read_tokens(call, 4) for call in calls]
+        replica: ScriptedReplica = max(targets if role == "target" else drafts, key=lambda one: len(one.sessions))
+        turns.walked.clear()
+        if how == "for a moment":
+            replica.break_streams()
+        else:
+            await replica.stop()
+        if how == "until it comes back":
+            await harness.replica_until(role, "down")
+            await replica.start()
+            await harness.all_ready()
+        for target in targets:
+            target.set_limit(None)
+        for call, result in zip(calls, results, strict=True):
+            await finish(call, result)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.ids() == expected_ids(targets[0], 12, prompt)
+    # A session is opened at its target and at its draft.
+    assert max(turns.walked) <= 2 * 2 * PIECE
+    assert sum(turns.walked) >= len(prompts) // 2 * PIECE // 2
 
 
 async def test_the_prompt_of_each_choice_counts_in_the_tenants_budget() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -66,6 +68,24 @@ async def test_no_text_comes_before_the_tokens_that_it_is_of() -> None:
         num_tokens += len(chunk.delta.tokens)
         assert not chunk.delta.text or num_tokens == 1000
     assert len(chunks) > 10
+
+
+async def test_long_output_is_cut_as_it_is_taken_and_keeps_its_place() -> None:
+    stream, asked = ClientStream(), list[int]()
+    token_text = DETOKENIZERS.token_text
+    counting: Any = SimpleNamespace(token_text=lambda token: asked.append(token) or token_text(token))
+    origins = [pb.ORIGIN_DECODE] * 100_000
+    stream.output(0, "before", counting, [4], origins[:1])
+    stream.output(0, "long", counting, [5] * 100_000, origins, step=api.DecodingStep())
+    stream.output(1, "after", counting, [6], origins[:1])
+    assert len(asked) == 2
+    first, second = await stream.take(), await stream.take()
+    assert first is not None and first.delta.text == "before"
+    assert second is not None and len(second.delta.tokens) == len(asked) - 2 < 100
+    *chunks, texts, steps, last = await all_chunks(stream)
+    assert sum(len(chunk.delta.tokens) for chunk in [second, *chunks]) == 100_000
+    assert (texts.delta.text, len(steps.delta.steps)) == ("long", 1)
+    assert (last.delta.index, last.delta.text, last.delta.tokens[0].id) == (1, "after", 6)
 
 
 @settings(max_examples=40)

@@ -33,7 +33,7 @@ def moves_at(
     trace = SimpleNamespace(session_failed=lambda *args: None)
     request = SimpleNamespace(trace=trace)
     session: Any = SimpleNamespace(
-        target=side, drafting=drafting or Drafting(), position=10, choice=0, request=request, log_fields={}
+        target=side, drafting=drafting or Drafting(), position=10, choice=0, request=request, log_fields={}, finish=None
     )
     moved: list[Any] = []
     fleet: Any = SimpleNamespace(
@@ -160,7 +160,8 @@ def test_a_session_that_cannot_be_looked_at_leaves_no_other_unwatched() -> None:
     def session(credit_position: Any) -> Any:
         side = TargetSide(host=host, credit_position=credit_position, heard_s=1000.0)  # type: ignore[arg-type]
         request = SimpleNamespace(trace=trace)
-        return SimpleNamespace(target=side, drafting=Drafting(), position=10, choice=0, request=request, log_fields={})
+        fields: dict[str, Any] = {"position": 10, "choice": 0, "log_fields": {}, "finish": None}
+        return SimpleNamespace(target=side, drafting=Drafting(), request=request, **fields)
 
     fleet: Any = SimpleNamespace(find_target=lambda *_, **__: OTHER, failed=lambda host: None)
     moves: Any = SimpleNamespace(move=lambda session, other: moved.append(session))
