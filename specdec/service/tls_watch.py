@@ -1,8 +1,10 @@
-"""Keep the metrics of TLS files current: connections read the files only when they begin."""
+"""Keep metrics of TLS files current, and tell of expired certificates: only new connections read the files."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -51,6 +53,8 @@ class TlsWatch:
         self._metrics = metrics
         self._uses = uses
         self._shown: dict[str, bytes | None] = {}
+        self._expires_s: dict[str, float] = {}
+        """Expiry by use, in Unix time, until it has been told."""
         self._num_refusals: dict[str, int] = {}
 
     async def run(self) -> None:
@@ -68,9 +72,15 @@ class TlsWatch:
         counter.inc(files.num_refusals - self._num_refusals.get(use, 0))
         self._num_refusals[use] = files.num_refusals
         self._metrics.refused.labels(use).set(bool(files.refused))
-        if chain is None or self._shown.get(use) == chain:
-            return
+        if chain is not None and self._shown.get(use) != chain:
+            self._show(use, chain)
+        if self._expires_s.get(use, math.inf) <= time.time():
+            del self._expires_s[use]
+            _log.error("certificate_expired", use=use, effect="no new connection until the files are renewed")
+
+    def _show(self, use: str, chain: bytes) -> None:
         self._shown[use] = chain
+        self._expires_s.pop(use, None)
         try:
             validity = validity_of(chain)
         except ValueError as error:  # OpenSSL, which uses the file, is less strict
@@ -78,3 +88,4 @@ class TlsWatch:
             return
         self._metrics.expiry.labels(use).set(validity.not_after_s)
         self._metrics.lifetime.labels(use).set(validity.lifetime_s)
+        self._expires_s[use] = validity.not_after_s

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from specdec.telemetry.registry import MetricGroup
 
-_USE = {"use": "server, replicas (of a coordinator's calls), redis, otlp"}
+_USE = {"use": "server, replicas (of a coordinator's calls), coordinators (of a gateway's), redis, otlp"}
 
 
 class TlsMetrics(MetricGroup):

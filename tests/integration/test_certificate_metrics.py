@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from specdec.commands.up.cluster import free_port
-from specdec.service.tls_watch import validity_of
+from specdec.service.tls_watch import TlsWatch, validity_of
+from specdec.telemetry.tls_metrics import TlsMetrics
+from specdec.wire.tls_files import TlsFiles, server_context
 from tests.support.servers.certificates import Authority, Certificate, SecretVolume
 from tests.support.servers.redis_server import redis_client
 from tests.support.services.faults import eventually, scrape
@@ -105,6 +109,25 @@ async def test_a_coordinator_tells_of_what_it_shows_to_replicas_redis_and_the_co
             await shows(port, of(use, shown[use], refused=1, failures=1))
         samples = await asyncio.to_thread(scrape, port)
         assert f"{EXPIRY}{{use=server}}" not in samples  # it serves without TLS
+
+
+def test_a_certificate_that_expires_in_use_is_told_once_and_its_renewal_ends_that(tmp_path: Path) -> None:
+    secured = secure(tmp_path / "server")
+    authority = secured.authority
+    files = TlsFiles(server_context, secured.volume.paths("tls_dir"))
+    watch = TlsWatch(TlsMetrics(CollectorRegistry()), dict)
+
+    def told() -> list[tuple[str, str]]:
+        with capture_logs() as logs:
+            watch.look("server", files)
+        return [(line["event"], line["use"]) for line in logs if line["event"] == "certificate_expired"]
+
+    for _ in range(2):
+        secured.volume.write(authority.issue("server"), authority.certificate)
+        assert told() == []
+        secured.volume.write(authority.issue("server", valid_for=timedelta(seconds=-1)), authority.certificate)
+        assert told() == [("certificate_expired", "server")]
+        assert told() == []
 
 
 def test_of_a_chain_the_certificate_counts_that_expires_first() -> None:

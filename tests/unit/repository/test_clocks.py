@@ -32,6 +32,7 @@ REASONS = {
     "specdec/engine/checkpoints/download.py": "age of another process's lock, whose file has a wall clock's time",
     "specdec/commands/tune/command.py": "date of a report",
     "specdec/telemetry/logs/writer.py": "times of lines, shown only",
+    "specdec/service/tls_watch.py": "expiry of a certificate is a date",
     "specdec/replica/worker/trace.py": "times of spans, shown only",
 }
 
