@@ -47,6 +47,7 @@ CHECKOV := .tools/checkov/bin/checkov
 SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
 # A store as Amazon's S3, for models (make test-long).
 MOTO := .tools/moto/bin/moto_server
+UV := .tools/uv/bin/uv
 # Clients of the gateway that tests run (docs/openai-clients.md), and those that only "make test-long" runs.
 CLIENTS := $(foreach name,agents frameworks ai-sdk llama-benchy triton,.tools/clients/$(name)/.installed)
 LONG_CLIENTS := $(foreach name,litellm tokenizers lm-eval guidellm aiperf vllm vllm-0.31,.tools/clients/$(name)/.installed)
@@ -114,6 +115,11 @@ $(CHECKOV):
 $(SCHEMATHESIS):
 	@"$(PYTHON)" -m venv .tools/schemathesis
 	.tools/schemathesis/bin/pip install --quiet --no-compile --disable-pip-version-check schemathesis==$(SCHEMATHESIS_VERSION)
+
+# The same.
+$(UV):
+	@"$(PYTHON)" -m venv .tools/uv
+	.tools/uv/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
 # The same.
 $(MOTO):
@@ -205,6 +211,18 @@ test-long: $(STAMP) tools servers $(CHECKOV) $(MOTO) $(LONG_CLIENTS)  ## Run the
 .PHONY: defects
 defects: $(STAMP)  ## Reproduce known defects in this version's services, or in those of a revision (REVISION=6227d38).
 	@$(BIN)/pytest tests/defects -m long -v $(if $(REVISION),--revision $(REVISION)) $(PYTEST_ARGS)
+
+# The lowest versions lie over those of $(VENV), which are the newest that pyproject.toml allows.
+.PHONY: test-lowest
+test-lowest: $(STAMP) $(UV)  ## Run quick tests with the lowest versions that pyproject.toml allows.
+	@"$(PYTHON)" -m venv .tools/lowest
+	site="$$(echo .tools/lowest/lib/python*/site-packages)"
+	echo "$$PWD"/$(VENV)/lib/python*/site-packages > "$$site/newest.pth"
+	$(UV) pip compile pyproject.toml --quiet --no-annotate --no-header --resolution lowest-direct --python $(BIN)/python \
+	    --extra engine --extra gateway --extra s3 | grep -Ev '$(FROM_TORCHS_INDEX)' > .tools/lowest/versions.txt
+	$(UV) pip install --quiet --no-deps --python .tools/lowest/bin/python -r .tools/lowest/versions.txt
+	.tools/lowest/bin/python -m pytest -q -m quick --timeout 120 tests/unit/coordinator tests/unit/gateway tests/unit/services \
+	    tests/unit/constraints tests/unit/engine tests/unit/commands $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(STAMP)  ## Run the tests that need a CUDA device.
@@ -309,11 +327,10 @@ metrics-doc: $(STAMP)  ## Write docs/metrics.md from the definitions.
 LEFT_OUT := huggingface-hub markdown-it-py pygments
 FROM_TORCHS_INDEX := ^(torch|triton|cuda-.*|nvidia-.*)==
 .PHONY: locks
-locks: $(STAMP)  ## Write deploy/locks: what the images install, by hash.
-	@test -x .tools/uv/bin/uv || { "$(PYTHON)" -m venv .tools/uv && .tools/uv/bin/pip install --quiet uv==$(UV_VERSION); }
-	write() {  # write IMAGE EXTRA LEFT_OUT...
+locks: $(STAMP) $(UV)  ## Write deploy/locks: what the images install, by hash.
+	@write() {  # write IMAGE EXTRA LEFT_OUT...
 	    { echo '# Written by `make locks`: what the image installs, each file by its hash.'
-	      .tools/uv/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --upgrade \
+	      $(UV) pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --upgrade \
 	          $$2 --overrides <(for each in "$${@:3}"; do echo "$$each ; sys_platform == 'never'"; done) |
 	          awk '/^[^ #]/ { drop = /$(FROM_TORCHS_INDEX)|== .never./ } !drop'; } > deploy/locks/$$1.txt.new
 	    mv deploy/locks/$$1.txt.new deploy/locks/$$1.txt
@@ -321,6 +338,10 @@ locks: $(STAMP)  ## Write deploy/locks: what the images install, by hash.
 	write coordinator "" $(LEFT_OUT)
 	write gateway "--extra gateway" $(LEFT_OUT)
 	write engine "--extra engine --extra s3"
+
+.PHONY: audit-locks
+audit-locks:  ## Compare deploy/locks with the package index: withdrawn releases, other hashes, projects given up.
+	@"$(PYTHON)" releases/audit.py
 
 .PHONY: audit-dependencies
 audit-dependencies:  ## Ask PyPI's JSON interface for known weaknesses of what deploy/locks has.
