@@ -6,11 +6,11 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass, field
 
 from tests.fuzz.judge import Complaints, Fault, listening, require
-from tests.support.cost import Spent, counting_calls
+from tests.support.cost import Allocated, Spent, counting_allocated, counting_calls
 
 _MOST_CPU_S = 3.0
 """Processor seconds of a case, with both ends and what starts again; most take some hundredths."""
@@ -18,8 +18,13 @@ _MOST_BYTES = 512 * 2**20
 """Memory of a case at its highest, beyond that before it."""
 _MOST_CALLS = 1_000_000
 """Calls of functions in a case's event loop; tiny engines take up to 150,000."""
+_MOST_ALLOCATED = 16 * 2**20
+"""Bytes that Python allocates in a case at its highest, with both ends, beside `_ALLOCATED_PER_BYTE`."""
+_ALLOCATED_PER_BYTE = 4
+"""The same for each byte that is sent."""
 _COUNTED = 4
-"""Calls are counted in every fourth case: counting makes it several times slower."""
+"""Calls are counted in every fourth case, and what is allocated in another fourth: counting makes it several times
+slower."""
 _MOST_FINDINGS = 10
 """More tell nobody anything new."""
 
@@ -32,6 +37,13 @@ class Case:
     seed: int
     number: int
     what: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    """Bytes that were sent in place of right ones."""
+
+    def sent(self, data: bytes) -> bytes:
+        """Note what is sent; returns it."""
+        self.num_bytes += len(data)
+        return data
 
     @property
     def rng(self) -> random.Random:
@@ -59,6 +71,7 @@ class Link:
     most_cpu_s: float = _MOST_CPU_S
     most_bytes: int = _MOST_BYTES
     most_calls: int = _MOST_CALLS
+    most_allocated: int = _MOST_ALLOCATED
 
 
 async def run_cases(link: Link, seed: int, numbers: Iterable[int], *, until_s: float | None = None) -> list[str]:
@@ -71,13 +84,19 @@ async def run_cases(link: Link, seed: int, numbers: Iterable[int], *, until_s: f
         async with link.open(complaints) as run:
             async for case in _cases(link, seed, numbers, until_s):
                 spent = Spent()
-                counted = counting_calls() if case.number % _COUNTED == 0 else nullcontext(Counter[str]())
+                calls, allocated = Counter[str](), Allocated()
                 try:
-                    with counted as calls:
+                    with ExitStack() as counted:
+                        if case.number % _COUNTED == 0:
+                            calls = counted.enter_context(counting_calls())
+                        elif case.number % _COUNTED == 2:
+                            allocated = counted.enter_context(counting_allocated())
                         await run(case)
                     complaints.check()
-                    num_calls = calls.total()
+                    num_calls, most = calls.total(), link.most_allocated + _ALLOCATED_PER_BYTE * case.num_bytes
                     require(num_calls <= link.most_calls, f"took {num_calls} calls")
+                    told = f"allocated {allocated.peak_bytes >> 10} KiB for {case.num_bytes} bytes"
+                    require(allocated.peak_bytes <= most, told)
                     _, cpu_s, num_bytes = spent.until_now()
                     require(cpu_s <= link.most_cpu_s, f"took {cpu_s:.1f} s of processors")
                     require(num_bytes <= link.most_bytes, f"took {num_bytes >> 20} MiB")

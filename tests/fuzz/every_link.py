@@ -1,6 +1,19 @@
 """The links that are attacked, each from both ends."""
 
-from tests.fuzz.links import bridge, client, coordinator, direct, engine_frames, metrics, ranks, replicas, store, worker
+from tests.fuzz.links import (
+    bridge,
+    client,
+    coordinator,
+    direct,
+    engine_frames,
+    http,
+    metrics,
+    nodes,
+    ranks,
+    replicas,
+    store,
+    worker,
+)
 
 ALL = {
     link.name: link
@@ -8,7 +21,10 @@ ALL = {
         bridge.LINK,
         engine_frames.LINK,
         ranks.LINK,
+        nodes.LEADER,
+        nodes.NODE,
         client.LINK,
+        http.LINK,
         coordinator.LINK,
         metrics.LINK,
         store.LINK,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,6 +87,7 @@ def listening(*, expected: frozenset[str] = frozenset()) -> Iterator[Complaints]
     complaints = Complaints()
     handler = _Handler(complaints)
     former_hook, former_structlog = sys.unraisablehook, structlog.get_config()
+    former_thread_hook = threading.excepthook
 
     def process(_: Any, method: str, event: Any) -> Any:
         is_bad = method in ("error", "critical", "exception") or (event.get("exc_info") and method != "debug")
@@ -95,12 +97,13 @@ def listening(*, expected: frozenset[str] = frozenset()) -> Iterator[Complaints]
 
     structlog.configure(processors=[process], wrapper_class=structlog.make_filtering_bound_logger(0))
     sys.unraisablehook = lambda unraisable: complaints.lines.append(f"unraisable: {unraisable.exc_value!r}")
+    threading.excepthook = lambda ended: complaints.lines.append(f"a thread ended: {ended.exc_value!r}")
     logging.getLogger().addHandler(handler)
     try:
         yield complaints
     finally:
         logging.getLogger().removeHandler(handler)
-        sys.unraisablehook = former_hook
+        sys.unraisablehook, threading.excepthook = former_hook, former_thread_hook
         structlog.configure(**former_structlog)
 
 

@@ -1,4 +1,4 @@
-"""Clients against the coordinator, the coordinator against clients, and anyone against the metrics port."""
+"""Clients against coordinator and gateway, the coordinator against clients, and anyone against the metrics port."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 
 from tests.fuzz.cases import Link
 from tests.fuzz.fixed_seed import find_nothing
-from tests.fuzz.links import client, coordinator, metrics
+from tests.fuzz.links import client, coordinator, http, metrics
 
 # As many as 10 CPU seconds hold together.
-CASES = [(client.LINK, 60), (coordinator.LINK, 100), (metrics.LINK, 400)]
+CASES = [(client.LINK, 60), (http.LINK, 150), (coordinator.LINK, 100), (metrics.LINK, 400)]
 
 
 @pytest.mark.parametrize(("link", "num_cases"), CASES, ids=[link.name for link, _ in CASES])

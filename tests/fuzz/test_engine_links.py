@@ -1,4 +1,4 @@
-"""Coordinators and servicers against the engines of both roles, real ones on tiny models; rank 0 against the others."""
+"""Coordinators and servicers against the engines of both roles, real ones on tiny models; ranks and nodes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 
 from tests.fuzz.cases import Link
 from tests.fuzz.fixed_seed import find_nothing
-from tests.fuzz.links import direct, engine_frames, ranks, worker
+from tests.fuzz.links import direct, engine_frames, nodes, ranks, worker
 
 # As many as 15 CPU seconds hold together, five of which are torch's import.
 CASES = [(worker.TARGET, 60), (worker.DRAFT, 40), (engine_frames.LINK, 40), (ranks.LINK, 300)]
+CASES += [(nodes.LEADER, 150), (nodes.NODE, 300)]
 CASES += [(direct.TO_TARGET, 25), (direct.TO_DRAFT, 25)]
 
 

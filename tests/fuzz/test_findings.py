@@ -24,25 +24,41 @@ def toil() -> None:
         len(())
 
 
+def spread() -> None:
+    list(range(100_000))  # one call, and an object for each number
+
+
 def fail() -> None:
     raise ValueError("of no type")
 
 
 @pytest.mark.parametrize(
-    ("act", "found"),
-    [(burn, "s of processors"), (hoard, "MiB"), (toil, "calls"), (fail, "of no type"), (lambda: None, None)],
-    ids=["burns", "hoards", "toils", "fails", "is right"],
+    ("act", "num_bytes", "found"),
+    [
+        (burn, 0, "s of processors"),
+        (hoard, 0, "MiB"),
+        (toil, 0, "calls"),
+        (spread, 0, "allocated"),
+        (spread, 2 << 20, None),
+        (fail, 0, "of no type"),
+        (lambda: None, 0, None),
+    ],
+    ids=["burns", "hoards", "toils", "allocates", "allocates for what came", "fails", "is right"],
 )
-async def test_a_case_that_fails_or_costs_much_is_a_finding(act: Callable[[], None], found: str | None) -> None:
+async def test_a_case_that_fails_or_costs_much_is_a_finding(
+    act: Callable[[], None], num_bytes: int, found: str | None
+) -> None:
     @asynccontextmanager
     async def opened(_: Complaints) -> AsyncIterator[Run]:
-        async def run(_: Case) -> None:
+        async def run(case: Case) -> None:
+            case.num_bytes = num_bytes
             act()
 
         yield run
 
-    link = Link("one", opened, most_cpu_s=0.1, most_bytes=32 << 20, most_calls=2000)
-    told = await run_cases(link, seed=1, numbers=[8])
+    link = Link("one", opened, most_cpu_s=0.1, most_bytes=32 << 20, most_calls=2000, most_allocated=1 << 20)
+    number = 10 if act is spread else 8
+    told = await run_cases(link, seed=1, numbers=[number])
     assert len(told) == (found is not None)
     for line in told:
-        assert found is not None and found in line and "--case 8" in line
+        assert found is not None and found in line and f"--case {number}" in line

@@ -3,9 +3,11 @@
 import gc
 import sys
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,6 +48,26 @@ def counting_calls() -> Iterator[Counter[str]]:
         yield calls
     finally:
         sys.setprofile(None)
+
+
+@dataclass(slots=True)
+class Allocated:
+    """What Python allocates, in all threads."""
+
+    peak_bytes: int = 0
+    """Known at the end of the context."""
+
+
+@contextmanager
+def counting_allocated() -> Iterator[Allocated]:
+    """Count the bytes that are allocated at once from now on, at their highest, until the end of the context."""
+    allocated = Allocated()
+    tracemalloc.start()
+    try:
+        yield allocated
+    finally:
+        _, allocated.peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
 
 
 class Spent:

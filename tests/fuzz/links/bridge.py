@@ -94,8 +94,8 @@ class Engine:
         if kind in self._messages and rng.random() < 0.8:
             mutation = mutated(rng, self._messages[kind])
             case.what.append(mutation.what)
-            return kind, mutation.apply()
-        return kind, rng.randbytes(rng.choice([0, 1, 8, 500]))
+            return kind, case.sent(mutation.apply())
+        return kind, case.sent(rng.randbytes(rng.choice([0, 1, 8, 500])))
 
     @staticmethod
     async def _echo(call: Any, payload: bytes) -> None:

@@ -118,7 +118,7 @@ class Clients:
         if rng.random() < 0.05:
             method = rng.choice(list(METHODS))
         case.what.append(f"{method}: {mutation.what}")
-        await self.call(method, mutation.apply(), self._metadata(rng))
+        await self.call(method, case.sent(mutation.apply()), self._metadata(rng))
 
     async def call(self, method: str, data: bytes, metadata: Any = ()) -> str:
         """The reason of the error, empty if there was none. Raises Fault for what should not be answered."""

@@ -143,12 +143,13 @@ class Lies:
             code = rng.choice(codes[1:])
             details = mutated(rng, _status(code.value[0]))
             case.what.append(f"{code.name}: {details.what}")
-            return {(name, -1): (code, details.apply()) for name in ("Generate", "Abort", "GetStatus", "GetModelInfo")}
+            told = case.sent(details.apply())
+            return {(name, -1): (code, told) for name in ("Generate", "Abort", "GetStatus", "GetModelInfo")}
 
         def change(message: Message) -> bytes:
             mutation = mutated(random.Random(seed), message)
             case.what.append(f"{type(message).__name__}: {mutation.what}")
-            return mutation.apply()
+            return case.sent(mutation.apply())
 
         for name in ("Abort", "Tokenize", "Detokenize", "GetModelInfo", "GetStatus"):
             lies[name, 0] = change

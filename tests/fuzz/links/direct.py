@@ -55,7 +55,7 @@ def _opened(role: str) -> Callable[[Complaints], AbstractAsyncContextManager[Run
                 for _ in range(rng.choice([1, 1, 3])):
                     change = mutated(rng, rng.choice(_messages(role, pair)))
                     case.what.append(change.what)
-                    pair.send_bytes(core, change.apply())
+                    pair.send_bytes(core, case.sent(change.apply()))
                     pair.turn(rng.randint(0, 2))
                 if pair.aborts:
                     pair.cut()

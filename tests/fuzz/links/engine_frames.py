@@ -23,7 +23,7 @@ def _frames(rng: random.Random, case: Case) -> list[Frame]:
     frames = [Frame(FrameKind.MESSAGE, BAD_STREAM, message) for message in conversation]
     for _ in range(rng.choice([1, 1, 4])):
         payload = rng.choice(_PAYLOADS) if rng.random() < 0.8 else rng.choice(conversation)
-        frame = Frame(rng.choice(kinds), rng.choice(_STREAMS), payload)
+        frame = Frame(rng.choice(kinds), rng.choice(_STREAMS), case.sent(payload))
         case.what.append(f"{frame.kind.name} of {frame.stream_id} with {payload[:20]!r} of {len(payload)} bytes")
         frames.insert(rng.randrange(len(frames) + 1), frame)
     return frames

@@ -99,7 +99,7 @@ async def opened(complaints: Complaints) -> AsyncIterator[Run]:
         assert port is not None
 
         async def run(case: Case) -> None:
-            data = request(case.rng)
+            data = case.sent(request(case.rng))
             case.what.append(f"{data[:200]!r} of {len(data)} bytes")
             answer = await asyncio.to_thread(exchange, port, data)
             status = _STATUS.match(answer)

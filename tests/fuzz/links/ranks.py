@@ -48,20 +48,24 @@ def follow(data: bytes) -> list[Batch | tuple[list[int], list[int]]]:
     return made
 
 
-def _changed(rng: random.Random, case: Case) -> bytes:
-    kind = rng.choice([StepKind.COPY_BLOCKS, StepKind.COPY_SLOTS])
-    frame = rng.choice([forward_frame(batch()), copies_frame(kind, [1, 2, 3], [4, 5, 6])])
+def spoilt(rng: random.Random, case: Case, frame: StepFrame) -> bytes:
+    """A frame with another number in its header, one that ends early, or noise in its place."""
     data = bytearray(frame.encode())
     if rng.random() < 0.7:
         word, number = rng.randrange(_HEADER_WORDS), rng.choice(_NUMBERS)
         struct.pack_into("<q", data, 8 * word, number)
         case.what.append(f"{frame.kind.name}: word {word} = {number}")
-        return bytes(data)
+        return case.sent(bytes(data))
     if rng.random() < 0.5:
         case.what.append(f"{frame.kind.name} cut")
-        return bytes(data[: rng.randrange(len(data))])
+        return case.sent(bytes(data[: rng.randrange(len(data))]))
     case.what.append("noise")
-    return rng.randbytes(rng.randrange(300))
+    return case.sent(rng.randbytes(rng.randrange(300)))
+
+
+def _changed(rng: random.Random, case: Case) -> bytes:
+    kind = rng.choice([StepKind.COPY_BLOCKS, StepKind.COPY_SLOTS])
+    return spoilt(rng, case, rng.choice([forward_frame(batch()), copies_frame(kind, [1, 2, 3], [4, 5, 6])]))
 
 
 def check_good() -> None:

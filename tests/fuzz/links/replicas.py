@@ -69,7 +69,7 @@ class Liar:
         def change(message: Message) -> bytes:
             mutation = mutated(rng, message)
             case.what.append(f"{kind} {after}: {mutation.what}")
-            return mutation.apply()
+            return case.sent(mutation.apply())
 
         before = self._mouth.num_lies
         self._mouth.lie = once(kind, after, change, self._is_victim)

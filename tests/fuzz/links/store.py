@@ -86,7 +86,7 @@ class Meddler:
         if rng.random() < 0.4:
             info = pb.GetReplicaInfoResponse(identity=identity(), version="1", load=pb.LoadReport(num_running=1))
             mutation = mutated(rng, info)
-            fields["info"] = base64.b64encode(mutation.apply()).decode()
+            fields["info"] = base64.b64encode(case.sent(mutation.apply())).decode()
             case.what.append(f"a registration's info: {mutation.what}")
         elif rng.random() < 0.7:
             field = rng.choice(list(fields))

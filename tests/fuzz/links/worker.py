@@ -242,7 +242,7 @@ def changed(case: Case, frames: list[Message]) -> list[bytes]:
     else:
         inner = _inner_proposal(frames[index])
         mutation = mutated(rng, frames[index] if inner is None else inner)
-        data = mutation.apply()
+        data = case.sent(mutation.apply())
         if inner is not None:
             frames[index].entries[0].proposal = data  # type: ignore[attr-defined]
             data = frames[index].SerializeToString()
