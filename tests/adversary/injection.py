@@ -144,4 +144,6 @@ async def _redis(fault: Fault, fleet: Fleet, on_injected: Injected) -> None:
             await redis.set_clock_for(HOUR_S, fault.heal_after_s)
         case "redis-clock-back":
             await redis.set_clock_for(-HOUR_S, fault.heal_after_s)
+        case unknown:
+            raise ValueError(f"no fault is called {unknown}")
     fleet.confine_redis()

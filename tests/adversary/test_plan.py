@@ -31,7 +31,7 @@ from tests.adversary.plan import (
     make_short_plan,
     select_kinds,
 )
-from tests.adversary.topology import PATHS, REDIS, ROLES, Topology
+from tests.adversary.topology import PATHS, REDIS, ROLES, Topology, short_runs
 
 TOPOLOGY = Topology()
 FULL = Topology(num_gateways=2, num_http_clients=3, num_processes=2, has_hosts=True, has_clock=True)
@@ -143,6 +143,20 @@ def test_what_befalls_depends_on_what_the_fleet_has() -> None:
 def added(**changes: Any) -> set[tuple[str, str]]:
     """Kinds of a fleet that has something more."""
     return set(all_kinds(replace(TOPOLOGY, **changes))) - set(all_kinds(TOPOLOGY))
+
+
+def test_the_runs_have_every_kind_of_fault_that_can_be_injected() -> None:
+    injected = {*KILLS, *STOPS, *HOSTS, *FLOWS, RESET, *REDIS_FAULTS, *CLOCKS, *PRIMARY_FAULTS}
+    short = short_runs(4, has_hosts=True, has_clock=True).values()
+    at_length = (FULL, replace(FULL, has_sentinel=True))
+    plans = {
+        "short": [make_short_plan(4, topology) for topology in short],
+        "at length": [make_plan(4, topology) for topology in at_length],
+    }
+    for name, planned in plans.items():
+        assert {fault.kind for plan in planned for event in plan for fault in event.faults} == injected, name
+    befallen = {(fault.kind, fault.tier) for plan in plans["at length"] for event in plan for fault in event.faults}
+    assert befallen == {pair for topology in at_length for pair in all_kinds(topology)}
 
 
 def test_faults_of_gateways_and_children_befall_those_that_have_them() -> None:

@@ -1,4 +1,4 @@
-"""The adversary's short run: every kind of fault once, two at a time, and every answer as undisturbed."""
+"""The adversary's short runs: every kind of fault once, two at a time, and every answer as undisturbed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.adversary.chaos import ChaosSettings, run_chaos
+from tests.adversary.hosts.hosts import why_none
 from tests.adversary.pairs import subject
 from tests.adversary.plan import make_short_plan
 from tests.adversary.recovery import markdown, table
-from tests.adversary.topology import PATHS, Topology
+from tests.adversary.topology import short_runs
 from tests.adversary.workload import make_requests
 
 SEED = 4
@@ -22,10 +23,11 @@ NUM_REQUESTS = 40
 
 @pytest.mark.long
 @pytest.mark.integration
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", PATHS)
-async def test_every_answer_equals_its_undisturbed_run_whatever_breaks(path: str, tmp_path: Path) -> None:
-    topology = Topology(num_clients=NUM_CLIENTS, path=path)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", short_runs(NUM_CLIENTS, has_hosts=False, has_clock=False))
+async def test_every_answer_equals_its_undisturbed_run_whatever_breaks(name: str, tmp_path: Path) -> None:
+    runs = short_runs(NUM_CLIENTS, has_hosts=why_none(tmp_path) is None, has_clock=True)
+    topology = runs[name]
     models = subject("tiny", tmp_path)
     settings = ChaosSettings(
         events=make_short_plan(SEED, topology),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ROLES = ("target", "draft", "coordinator")
 REDIS = "redis"
@@ -79,6 +79,21 @@ class Topology:
         """Links between drafts and targets."""
         drafts = [] if self.path == "relayed" else self.of("draft")
         return [f"{draft}>{target}" for draft in drafts for target in self.of("target")]
+
+
+def short_runs(num_clients: int, *, has_hosts: bool, has_clock: bool) -> dict[str, Topology]:
+    """Fleets of the short runs, by name: every kind of fault that there is befalls one of them."""
+    runs = {path: Topology(num_clients=num_clients, path=path) for path in PATHS}
+    runs["network"] = replace(
+        runs["network"],
+        num_gateways=2,
+        num_http_clients=num_clients // 2,
+        num_processes=2,
+        has_hosts=has_hosts,
+        has_clock=has_clock,
+    )
+    runs["sentinel"] = replace(runs["relayed"], has_sentinel=True)
+    return runs
 
 
 def role_of(name: str) -> str:

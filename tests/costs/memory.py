@@ -132,6 +132,11 @@ def requests(rng: random.Random) -> dict[str, Callable[[], api.GenerateRequest]]
     def ids(num: int) -> api.TokenIds:
         return api.TokenIds(token_ids=[rng.randrange(5, 4_000) for _ in range(num)])
 
+    def conversation() -> api.ChatMessages:
+        """As many values of JSON as may be, and nearly 4 MiB of them, of which the template shows nothing."""
+        parts = json.dumps({"content": [f"{rng.random():.18f}" * 2] * 48})
+        return api.ChatMessages(messages=[api.ChatMessage(role="user", fields_json=parts)] * 1900)
+
     def schema() -> str:
         names = [f"f{rng.randrange(10**6)}" for _ in range(200)]
         return json.dumps({"type": "object", "properties": {name: {"type": "string"} for name in names}})
@@ -142,7 +147,9 @@ def requests(rng: random.Random) -> dict[str, Callable[[], api.GenerateRequest]]
             prompt_token_ids=ids(1900), prompt_logprobs_in_parts=True,
             sampling={"max_tokens": 50, "prompt_logprobs": 20, "logprobs": 20},
         ),
-        "largest messages": lambda: generate(messages={"messages": [{"role": "user", "content": "a" * 300}] * 30_000}),
+        "largest messages": lambda: generate(
+            messages=conversation(), sampling={"n": 4, "max_tokens": 100, "truncate_prompt_tokens": 1900}
+        ),
         "constraints": lambda: generate(
             prompt="x", sampling={"n": 4, "max_tokens": 300, "constraint": {"json_schema": schema()}}
         ),
@@ -157,10 +164,12 @@ def requests(rng: random.Random) -> dict[str, Callable[[], api.GenerateRequest]]
 def bodies(rng: random.Random) -> dict[str, Callable[[], tuple[str, bytes]]]:
     """By tenant: what it asks over HTTP."""
     text = "def f(x):\n    return x\n" * 380_000
-    many = ",".join(['{"role":"user","content":"a"}'] * 270_000)
+    variables = json.dumps({"x": ["a" * 38] * 95_000})
     return {
         "texts": lambda: ("/v1/completions", json.dumps({"prompt": f"{rng.random()}{text[: 7 * MIB]}"}).encode()),
-        "conversations": lambda: ("/v1/chat/completions", f'{{"messages":[{many}]}}'.encode()),
+        "conversations": lambda: ("/v1/chat/completions", (
+            f'{{"messages":[{{"role":"user","content":"f"}}],"max_tokens":50,"chat_template_kwargs":{variables}}}'
+        ).encode()),
         "whole answers": lambda: ("/v1/completions", json.dumps(
             {"prompt": ["x"] * 16, "n": 2, "max_tokens": 400, "logprobs": 5, "ignore_eos": True}).encode()),
         "tokens": lambda: ("/tokenize", json.dumps({"prompt": text[: 600_000]}).encode()),
