@@ -1,4 +1,5 @@
-"""Quantized checkpoints: GPTQ, AWQ, compressed-tensors, bitsandbytes and other formats that transformers loads.
+"""Quantized checkpoints: GPTQ, AWQ, compressed-tensors, bitsandbytes and other formats that transformers loads, and
+that are not read as plain weights (``fp8_files.py``).
 
 transformers loads them if the format's package is installed. Its modules compute with them, on CUDA only, as the
 engine's own decoders need plain weights.

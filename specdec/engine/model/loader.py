@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,6 +26,7 @@ from specdec.engine.checkpoints.files import (
 )
 from specdec.engine.checkpoints.folder import check_weights
 from specdec.engine.checkpoints.formats import check_format
+from specdec.engine.checkpoints.fp8_files import fp8_config, read_fp8
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
 from specdec.engine.checkpoints.wrappers import own_class, text_model, without_encoders
 from specdec.engine.errors import ModelLoadError
@@ -120,6 +121,9 @@ def load_model(
     dtype = _choose_dtype(settings.dtype, device, config)
     _check_quantization(settings, dtype, device)
     check_place(config, device.type, settings.tensor_parallel_size)
+    config, block = fp8_config(config) or (config, None)
+    if block is not None and settings.tensor_parallel_size > 1:
+        raise ModelLoadError(f"tensor_parallel_size: {settings.model} has weights of 8 bits; set 1")
     checkpoint_format = check_format(config, settings, device)
     max_model_len = longest_context(settings.max_model_len, config)
     check(config)
@@ -130,7 +134,8 @@ def load_model(
     else:
         check_weights(directory)
         digest = weights_digest(directory)
-        model = _read_model(directory, config, settings, dtype, device, group)
+        weights = None if block is None else read_fp8(directory, block, dtype)
+        model = _read_model(directory, config, settings, dtype, device, group, weights)
     check_config(model.config)
     switch_off_limited(model)
     head = model.get_output_embeddings()
@@ -229,7 +234,9 @@ def _read_model(
     dtype: torch.dtype,
     device: torch.device,
     group: RankGroup | None,
+    weights: dict[str, torch.Tensor] | None,
 ) -> PreTrainedModel:
+    """``weights``: the weights of the folder, if transformers does not read them."""
     placed: dict[str, Any] = {}
     if group is not None:
         placed["distributed_config"] = DistributedConfig(tp_size=group.size)
@@ -238,9 +245,12 @@ def _read_model(
     try:
         with allocated_one_by_one(), without_encoders(config):
             own: Any = own_class(config)
-            kind, given = (AutoModelForCausalLM, {}) if own is None else (own, {"config": config})
+            kind: Any = AutoModelForCausalLM if own is None else own
+            given: dict[str, Any] = {} if own is None else {"config": config}
+            if weights is not None:
+                kind, given = own or _causal_class(config), {"config": config, "state_dict": weights}
             read: Any = kind.from_pretrained(
-                directory,
+                directory if weights is None else None,
                 **given,
                 dtype=dtype,
                 attn_implementation="eager",
@@ -263,6 +273,16 @@ def _read_model(
     if missing:  # transformers fills them with random numbers
         raise ModelLoadError(f"model: {settings.model} lacks {len(missing)} weights, such as {missing[0]}")
     return text_model(model)
+
+
+def _causal_class(config: PreTrainedConfig) -> Any:
+    """The class of a config's causal language model, in transformers' own code."""
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if found is None:
+        raise ModelLoadError(
+            f"model: weights of 8 bits are read into transformers' own classes, not {config.model_type}"
+        )
+    return found[0] if isinstance(found, tuple) else found
 
 
 def random_model(
