@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from specdec.coordinator.draft_relay import DraftRelay
 from specdec.coordinator.finishing import Finisher
@@ -29,6 +30,7 @@ from specdec.coordinator.sessions.session import DraftHost, Session, TargetHost
 from specdec.coordinator.sessions.step_told import step_told
 from specdec.coordinator.sessions.table import SessionTable
 from specdec.coordinator.sessions.verdict_check import fault_of
+from specdec.coordinator.tasks import Work, in_parts
 from specdec.coordinator.text.choice_output import Finish
 from specdec.v1 import common_pb2 as pb
 
@@ -83,9 +85,16 @@ class DecodeLoop:
         self._sessions.add(session)
         session.target.credit_position = session.num_written + self._credit_window
         session.drafting.is_coming = draft is not None
-        target.open_session(session)
+        works: list[Work] = [(session.position + len(session.prediction), partial(target.open_session, session))]
         if draft is not None:
+            works.append((session.position, partial(self._open_at_draft, session, draft)))
+        in_parts(works)
+
+    def _open_at_draft(self, session: Session, draft: DraftHost) -> None:
+        """Open a session at its first draft, in a later turn of the event loop if it is long."""
+        if session.finish is None and draft.is_up and not session.drafting.sides:
             draft.open_session(session)
+        session.drafting.is_coming = False
 
     def on_verdict(self, session: Session, verdict: pb.Verdict) -> None:
         """A target step committed tokens. Cost: about 0.05 ms; the product's latency depends on it."""

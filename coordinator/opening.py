@@ -85,4 +85,4 @@ class Opener:
             session.fork_from = first.session_id if is_fork else ""
             session.on_ended = place.end_one
             self._decode_loop.open_session(session, target, draft)
-            await let_others_run(len(session.token_ids))
+            await let_others_run(len(session.token_ids) + len(session.prediction))

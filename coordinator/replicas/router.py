@@ -5,11 +5,13 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Protocol, TypeVar
 
 from specdec.coordinator.replicas.load import LoadedLink, weight, with_room
 from specdec.coordinator.replicas.prefix_map import SharedPrefixes
+from specdec.coordinator.tasks import LONG_TOKENS, in_parts, pieces
 
 BLOCK_TOKENS = 32
 """Tokens per hashed block: twice the length of a replica's block, for half the digests."""
@@ -99,13 +101,18 @@ class PrefixRouter:
 
     def remember(self, digests: Sequence[bytes], replica: str) -> None:
         """A replica caches these blocks now, for example after a session's end."""
-        for digest in reversed(digests):  # the last block, useless without the others, is forgotten first
+        # The last block, useless without the others, is forgotten first.
+        parts = list(pieces(digests, LONG_TOKENS // BLOCK_TOKENS))[::-1]
+        in_parts((len(part) * BLOCK_TOKENS, partial(self._remember, part, replica)) for part in parts)
+        if self._shared is not None:
+            self._shared.add(replica, digests)
+
+    def _remember(self, digests: Sequence[bytes], replica: str) -> None:
+        for digest in reversed(digests):
             self._replicas_by_block.setdefault(digest, set()).add(replica)
             self._replicas_by_block.move_to_end(digest)
         while len(self._replicas_by_block) > self._max_blocks:
             self._replicas_by_block.popitem(last=False)
-        if self._shared is not None:
-            self._shared.add(replica, digests)
 
     def forget(self, replica: str) -> None:
         """The replica lost its cache."""

@@ -133,7 +133,7 @@ class Turns:
         def counted(link: Any, session: Session) -> None:
             if not self._now:
                 asyncio.get_running_loop().call_soon(self._end)
-            self._now += session.position
+            self._now += session.position + len(session.prediction) * isinstance(link, TargetLink)
             open_session(link, session)
 
         return counted
@@ -178,6 +178,21 @@ async def test_sessions_of_a_lost_replica_are_opened_again_in_parts(
     # A session is opened at its target and at its draft.
     assert max(turns.walked) <= 2 * 2 * PIECE
     assert sum(turns.walked) >= len(prompts) // 2 * PIECE // 2
+
+
+async def test_choices_with_a_long_prediction_are_opened_in_turns_at_target_and_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, draft = ScriptedTarget(), ScriptedDraft()
+    body = request(max_tokens=8, n=8, ignore_eos=True)
+    body.prediction.token_ids.token_ids.extend([9] * 4 * PIECE)
+    async with running([target], [draft]) as harness:
+        await harness.all_ready()
+        turns = Turns(monkeypatch)
+        result = await collect(harness.stub.Generate(body))
+        await draft.until(lambda: len(draft.opened) == 8)
+    assert [result.ids(index) for index in range(8)] == [expected_ids(target, 8, choice=index) for index in range(8)]
+    assert max(turns.walked) <= 5 * PIECE
 
 
 async def test_the_prompt_of_each_choice_counts_in_the_tenants_budget() -> None:

@@ -80,6 +80,7 @@ class SimulatedTarget:
     """Commits a token at each step of the world; a relayed proposal is usable while it ends after the position."""
 
     role, address, identity, is_up, is_ready, tells_progress = "target", "target", None, True, True, True
+    load = None
 
     def __init__(self) -> None:
         self.ends: dict[str, int] = {}
