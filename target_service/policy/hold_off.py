@@ -86,14 +86,20 @@ class HoldOffChoice:
     window: int = TRIAL_STEPS
     """Consecutive episodes with one depth. During plain steps a draft gets ahead, from which a wait after them profits:
     depths are compared in separate runs."""
-    _tokens: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
-    _time_s: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
-    _episodes: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
-    _num_tried: list[int] = field(default_factory=lambda: [0] * len(DEPTHS))
+    depths: Sequence[int] = DEPTHS
+    """What is chosen from. The first is chosen where no other is clearly better."""
+    _tokens: list[float] = field(init=False)
+    _time_s: list[float] = field(init=False)
+    _episodes: list[float] = field(init=False)
+    _num_tried: list[int] = field(init=False)
     """Episodes of each depth, without decay."""
     _num_windows: int = 0
     _current: int = 0
     _num_left: int = 0
+
+    def __post_init__(self) -> None:
+        num = len(self.depths)
+        self._tokens, self._time_s, self._episodes, self._num_tried = [0.0] * num, [0.0] * num, [0.0] * num, [0] * num
 
     def choose(self, max_depth: int) -> int:
         """The depth to wait for, at most `max_depth`. Depths without an episode come first."""
@@ -106,22 +112,22 @@ class HoldOffChoice:
 
     def is_trial(self, depth: int) -> bool:
         """Whether a wait for a depth is a trial: its rate is known to be clearly below that of no wait."""
-        arm, rates = DEPTHS.index(depth), self.rates()
+        arm, rates = self.depths.index(depth), self.rates()
         return arm > 0 and self._num_tried[arm] >= self.window // 2 and WORTHWHILE * rates[arm] < rates[0]
 
     def _pick(self, max_depth: int) -> int:
-        arms = [arm for arm, depth in enumerate(DEPTHS) if depth <= max_depth]
+        arms = [arm for arm, depth in enumerate(self.depths) if depth <= max_depth]
         self._num_windows += 1
         least_tried = min(arms, key=lambda arm: self._episodes[arm])
         if self._episodes[least_tried] == 0 or self._num_windows % TRY_EVERY == 0:
-            return DEPTHS[least_tried]
+            return self.depths[least_tried]
         rates = self.rates()
         best = max(arms, key=lambda arm: rates[arm])
-        return DEPTHS[best] if rates[best] >= WORTHWHILE * rates[0] else DEPTHS[0]
+        return self.depths[best] if rates[best] >= WORTHWHILE * rates[0] else self.depths[0]
 
     def observe(self, depth: int, num_tokens: int, elapsed_s: float) -> None:
         """Learn that an episode that began with a wait for `depth` committed `num_tokens` in `elapsed_s`."""
-        chosen = DEPTHS.index(depth)
+        chosen = self.depths.index(depth)
         self._episodes = [episodes * (1 - SLOW_WEIGHT) for episodes in self._episodes]
         self._tokens[chosen] = self._tokens[chosen] * (1 - SLOW_WEIGHT) + num_tokens
         self._time_s[chosen] = self._time_s[chosen] * (1 - SLOW_WEIGHT) + elapsed_s
@@ -129,7 +135,7 @@ class HoldOffChoice:
         self._num_tried[chosen] += 1
 
     def rates(self) -> Sequence[float]:
-        """Tokens per second, by index of `DEPTHS`; infinite for a depth without an episode."""
+        """Tokens per second, by index of `self.depths`; infinite for a depth without an episode."""
         pairs = zip(self._tokens, self._time_s, strict=True)
         return [tokens / time_s if time_s > 0 else float("inf") for tokens, time_s in pairs]
 

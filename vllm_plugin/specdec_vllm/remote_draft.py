@@ -12,7 +12,7 @@ from specdec_vllm.drafts import Drafts
 from specdec_vllm.metrics import PluginMetrics
 from specdec_vllm.rows import RowSession, Tokens
 from specdec_vllm.settings import WrongSettings, read_engine, read_settings
-from specdec_vllm.waits import Waits
+from specdec_vllm.waits import NOTHING, Waits
 
 _FAULT_EVERY_S = 60.0
 """Seconds between two log lines about faults."""
@@ -115,7 +115,9 @@ class RemoteDraft:
             decoding = [one for one in zip(sessions, most, strict=True) if one[1]]
             num_committed = sum(map(len, sampled))
             depth = self._waits.begin(now_s, len(decoding), num_committed, self._engine.num_speculative_tokens)
-            if depth:
+            if depth == NOTHING:
+                most = [0] * len(sessions)
+            elif depth:
                 self.metrics.waited.inc(self._waits.wait(drafts.lock, depth, decoding))
             proposals = [session.chain(num) for session, num in zip(sessions, most, strict=True)]
             self.metrics.step(sessions, sampled, proposals)

@@ -1,15 +1,19 @@
-"""How long a step waits for drafts: the depth whose steps committed most tokens per second, as our target learns it."""
+"""Whether rows get proposals, and how long a step waits for drafts: what committed most tokens per second, as our target
+learns it."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 
-from specdec.target_service.policy.hold_off import HoldOffChoice
+from specdec.target_service.policy.hold_off import DEPTHS, HoldOffChoice
 from specdec.target_service.policy.means import MOST_SURPRISE, Mean
 from specdec_vllm.rows import RowSession
 
+NOTHING = -1
+"""A depth: rows get no proposals, as their verification costs more than it gains."""
 _LONGEST_STEP_S = 1.0
 """Seconds between two calls above which vLLM was idle: nothing is learnt from them."""
 
@@ -19,17 +23,23 @@ class Waits:
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
-        self._choice = HoldOffChoice()
+        self._choices: defaultdict[int, HoldOffChoice] = defaultdict(lambda: HoldOffChoice(depths=(NOTHING, *DEPTHS)))
+        """By the binary logarithm of the number of rows: with more rows a step costs more, and so does a proposal."""
+        self._choice = self._choices[0]
         self._means: dict[int, Mean] = {}
         self._since_s: float | None = None
         self._depth = 0
 
-    def begin(self, now_s: float, num_rows: int, num_committed: int, num_speculative_tokens: int) -> int:
-        """A step has committed tokens: learn what the last wait was worth; returns the depth to wait for now."""
+    def begin(self, now_s: float, num_rows: int, num_committed: float, num_speculative_tokens: int) -> int:
+        """A step has committed tokens: learn what the last choice was worth.
+
+        Returns the depth to wait for now; 0: what is there is proposed; NOTHING: nothing is.
+        """
         if self._since_s is not None and num_rows and now_s - self._since_s < _LONGEST_STEP_S:
-            # Per row: batches of different sizes are compared.
+            # Per row: batches of similar sizes are compared.
             self._choice.observe(self._depth, round(1000 * num_committed / num_rows), now_s - self._since_s)
         self._since_s = now_s
+        self._choice = self._choices[num_rows.bit_length()]
         self._depth = self._choice.choose(num_speculative_tokens)
         return self._depth
 

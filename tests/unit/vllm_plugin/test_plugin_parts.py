@@ -20,7 +20,7 @@ from specdec_vllm import RemoteDraft
 from specdec_vllm.offers import BadOffer, read_offer
 from specdec_vllm.rows import RowSessions
 from specdec_vllm.settings import WrongSettings, read_engine, read_settings
-from specdec_vllm.waits import Waits
+from specdec_vllm.waits import NOTHING, Waits
 from tests.support.for_each import for_each
 from tests.support.vllm.played_engine import vllm_config
 
@@ -156,30 +156,46 @@ def test_equal_rows_have_sessions_of_their_own_and_long_ones_keep_all_tokens() -
     assert sessions.claim(tokens, 300) not in (first, second)
 
 
-def play(waits: Waits, *, answer_s: float, gain: int, step_s: float = 0.01, num: int = 1000) -> dict[int, int]:
-    """Steps of one row whose draft answers after `answer_s`; returns how often each depth was waited for."""
-    now_s, counts, drafted = 0.0, {0: 0, 2: 0, 4: 0}, 0
+def play(
+    waits: Waits, *, answer_s: float, gain: float, cost_s: float = 0.0, num_rows: int = 1, num: int = 1000
+) -> dict[int, int]:
+    """Steps whose drafts answer after `answer_s`; returns how often each depth was chosen.
+
+    `gain`: tokens that a chain in time gives each row. `cost_s`: of the verification of a row's proposal.
+    """
+    now_s, counts, drafted = 0.0, {NOTHING: 0, 0: 0, 2: 0, 4: 0}, 0.0
     for _ in range(num):
-        depth = waits.begin(now_s, 1, 1 + drafted, 5)
+        depth = waits.begin(now_s, num_rows, num_rows * (1 + drafted), 5)
         counts[depth] += 1
         waited_s = 0.0
-        if depth:
+        if depth > 0:
             bound_s = waits.bound_s(depth)
             waited_s = min(answer_s, bound_s)
             waits.waited(depth, waited_s, is_in_time=answer_s <= bound_s)
-        drafted = gain if depth and answer_s <= waited_s else 0
-        now_s += step_s + waited_s
+        is_proposed = depth != NOTHING and answer_s <= waited_s
+        drafted = gain if is_proposed else 0.0
+        now_s += 0.01 + waited_s + is_proposed * num_rows * cost_s
     return counts
 
 
 def test_steps_wait_for_drafts_that_are_worth_it_and_for_no_others() -> None:
     counts = play(Waits(0.05), answer_s=0.004, gain=3)
-    assert counts[0] < 150
+    assert counts[2] + counts[4] > 850
     counts = play(Waits(0.05), answer_s=0.04, gain=1)
-    assert counts[0] > 700
+    assert counts[2] + counts[4] < 300
     waits = Waits(0.05)
-    assert play(waits, answer_s=1.0, gain=3)[0] > 700
+    counts = play(waits, answer_s=1.0, gain=3)
+    assert counts[2] + counts[4] < 300
     assert waits.bound_s(2) <= 0.05
+
+
+def test_rows_get_no_proposals_while_their_verification_costs_more_than_it_gains() -> None:
+    # One row gains 40 % of its tokens for 20 % of its time, eight the same for 160 %.
+    waits = Waits(0.05)
+    assert play(waits, answer_s=0.0, gain=0.4, cost_s=0.002)[NOTHING] < 150
+    counts = play(waits, answer_s=0.0, gain=0.4, cost_s=0.002, num_rows=8)
+    assert counts[NOTHING] > 850
+    assert play(waits, answer_s=0.0, gain=0.4, cost_s=0.002)[NOTHING] < 100
 
 
 class Group:
