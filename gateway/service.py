@@ -176,6 +176,7 @@ class Gateway:
             ClientSettings(
                 keepalive_s=settings.keepalive_time_s,
                 keepalive_timeout_s=settings.keepalive_timeout_s,
+                retries=False,
                 max_message_bytes=settings.max_message_bytes,
                 unread_bytes=_UNREAD_BYTES,
                 tls=settings.coordinator_tls,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
@@ -15,10 +17,16 @@ from specdec.gateway.upstream.hold import Hold, Waits
 from specdec.gateway.upstream.turns import AVOID_S, Member, Turns
 from specdec.service.byte_budget import Held
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.backoff import Backoff
 from specdec.wire.errors import NotReady, Unavailable
 
 _log = structlog.get_logger(__name__)
 _NO_HOLD = Hold()
+_ROUNDS = 5
+"""Times that all coordinators of a model are asked before a call fails."""
+_BETWEEN_ROUNDS = Backoff(first_s=0.1, longest_s=2.0, spread=(0.8, 1.2))
+"""Waits for coordinators that start or drain, in seconds. gRPC's own retries would stay at one address: at one that is
+frozen each takes the time of a connection."""
 Metadata = tuple[tuple[str, str], ...]
 """Metadata of a caller's calls: its key, its trace."""
 
@@ -62,7 +70,7 @@ class CallerStub:
         if self._release is None:  # A request stays at its release: another one may not take up its stream.
             self._release = self._turns.next_release()
         with self._waits() as waits:
-            while True:
+            for number_of_round in itertools.count(1):
                 await self._allowed(waits)
                 members, failure = self._turns.order(self._release), Unavailable("no coordinator answers")
                 for number, member in enumerate(members):
@@ -84,12 +92,12 @@ class CallerStub:
                         if error.has_waited or number == len(members) - 1:
                             failure = error
                             break
-                await waits.after(failure)
+                await _until_next_round(number_of_round, failure, waits)
 
     async def call(self, method: str, request: Message) -> Any:
         """The answer to a unary call, from the first coordinator that answers."""
         with self._waits() as waits:
-            while True:
+            for number_of_round in itertools.count(1):
                 await self._allowed(waits)
                 members, failure = self._turns.order(self._release or ""), Unavailable("no coordinator answers")
                 for number, member in enumerate(members):
@@ -100,7 +108,7 @@ class CallerStub:
                         if error.has_waited or number == len(members) - 1:
                             failure = error
                             break
-                await waits.after(failure)
+                await _until_next_round(number_of_round, failure, waits)
 
     async def until_served(self) -> None:
         """Wait until the model is served, if requests are held. Raises Unavailable if it is not in time."""
@@ -126,6 +134,14 @@ class CallerStub:
         member.avoid_until_s = time.monotonic() + AVOID_S
         _log.info("coordinator_failed", address=member.client.address, reason=error.reason, error=error.message)
         self._on_failover()
+
+
+async def _until_next_round(num_rounds: int, failure: Unavailable, waits: Waits) -> None:
+    """Wait before all coordinators are asked again. Raises `failure` if they are not."""
+    if num_rounds < _ROUNDS and not failure.has_waited:
+        await asyncio.sleep(_BETWEEN_ROUNDS.wait_s(num_rounds))
+    else:
+        await waits.after(failure)
 
 
 def _allow() -> None:

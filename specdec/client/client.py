@@ -59,6 +59,9 @@ class ClientSettings:
     """Time for the answer to a ping; after it the server counts as gone, and its calls end UNAVAILABLE."""
     connect_timeout_s: float = 5.0
     """Time to connect to one address before the next is tried."""
+    retries: bool = True
+    """gRPC calls again, at the same address, where no answer had begun. A connection whose server froze costs such a call
+    the keepalive's time and `connect_timeout_s`: a caller that knows other coordinators asks those instead."""
     max_message_bytes: int = 16 * 1024 * 1024
     unread_bytes: int | None = None
     """Bytes of one stream that may wait unread in this process, about; None: as many as the connection's speed and
@@ -105,6 +108,7 @@ class ClientSettings:
         return [
             *unread,
             ("grpc.service_config", service_config(service)),
+            ("grpc.enable_retries", int(self.retries)),
             ("grpc.keepalive_time_ms", round(self.keepalive_s * 1000)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1000)),
             # gRPC waits for the longer of the keepalive's time-out and this one, by default a minute.

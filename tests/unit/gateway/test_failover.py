@@ -1,0 +1,76 @@
+"""A gateway asks the other coordinators at once, and all again if none answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, aclosing, contextmanager
+
+import pytest
+
+from specdec.client import Client, ClientSettings
+from specdec.gateway.upstream.caller import CallerStub
+from specdec.gateway.upstream.coordinators import Coordinators
+from specdec.service.byte_budget import ByteBudget
+from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.backoff import Backoff
+from specdec.wire.errors import Unavailable
+from tests.support.services.fake_coordinator import TEXT, FakeCoordinator, running_fake_coordinator
+
+ALWAYS = 1000
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.gateway.upstream.caller._BETWEEN_ROUNDS", Backoff(0.01, 0.01))
+
+
+@contextmanager
+def calling(*unavailable_times: int) -> Iterator[tuple[CallerStub, list[FakeCoordinator], list[None]]]:
+    """A caller of coordinators that do not answer so many calls each, in the order of their first turns; failovers."""
+    with ExitStack() as stack:
+        running = [stack.enter_context(running_fake_coordinator()) for _ in unavailable_times]
+        fakes, addresses = [fake for fake, _ in running], [address for _, address in running]
+        for fake, times in zip(fakes, unavailable_times, strict=True):
+            fake.unavailable_times = times
+        moved: list[None] = []
+        coordinators = Coordinators(
+            lambda address: Client(address, ClientSettings(retries=False)),
+            {"": [*addresses[-1:], *addresses[:-1]]},
+            lambda: moved.append(None),
+        )
+        held = stack.enter_context(ByteBudget(1 << 20, 1 << 20).hold("client"))
+        yield coordinators.caller((), held), fakes, moved
+
+
+async def read(caller: CallerStub) -> str:
+    async with aclosing(caller.generate(api.GenerateRequest(prompt="a"))) as chunks:
+        return "".join([chunk.delta.text async for chunk in chunks])
+
+
+async def test_a_coordinator_that_does_not_answer_is_asked_once_while_there_are_others() -> None:
+    with calling(ALWAYS, 0) as (caller, (silent, other), moved):
+        assert await read(caller) == TEXT
+        assert (len(silent.requests), len(other.requests), len(moved)) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("unavailable_times", [(3,), (2, 2)])
+async def test_all_are_asked_again_while_they_start(unavailable_times: tuple[int, ...]) -> None:
+    with calling(*unavailable_times) as (caller, fakes, _):
+        assert await read(caller) == TEXT
+        assert [len(fake.requests) for fake in fakes][0] == unavailable_times[0] + 1
+
+
+async def test_the_rounds_are_bounded() -> None:
+    with calling(ALWAYS, ALWAYS) as (caller, fakes, _):
+        with pytest.raises(Unavailable, match="starting"):
+            await read(caller)
+        assert [len(fake.requests) for fake in fakes] == [5, 5]
+
+
+async def test_a_client_without_retries_calls_once() -> None:
+    with running_fake_coordinator() as (fake, address):
+        fake.unavailable_times = ALWAYS
+        async with Client(address, ClientSettings(retries=False)) as client:
+            with pytest.raises(Unavailable):
+                await client.complete(api.GenerateRequest(prompt="a"))
+        assert len(fake.requests) == 1
