@@ -60,8 +60,8 @@ class ClientSettings:
     connect_timeout_s: float = 5.0
     """Time to connect to one address before the next is tried."""
     retries: bool = True
-    """gRPC calls again, at the same address, where no answer had begun. A connection whose server froze costs such a call
-    the keepalive's time and `connect_timeout_s`: a caller that knows other coordinators asks those instead."""
+    """gRPC calls again, at the same address, where no answer had begun. If that server is frozen, this takes
+    `connect_timeout_s` more: a caller that knows other coordinators asks those instead."""
     max_message_bytes: int = 16 * 1024 * 1024
     unread_bytes: int | None = None
     """Bytes of one stream that may wait unread in this process, about; None: as many as the connection's speed and

@@ -1,5 +1,5 @@
-"""Whether rows get proposals, and how long a step waits for drafts: what committed most tokens per second, as our target
-learns it."""
+"""Whether rows get proposals, and how long a step waits for drafts: what committed most tokens per second, as learnt by
+our target."""
 
 from __future__ import annotations
 

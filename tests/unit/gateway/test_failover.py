@@ -57,7 +57,7 @@ async def test_a_coordinator_that_does_not_answer_is_asked_once_while_there_are_
 async def test_all_are_asked_again_while_they_start(unavailable_times: tuple[int, ...]) -> None:
     with calling(*unavailable_times) as (caller, fakes, _):
         assert await read(caller) == TEXT
-        assert [len(fake.requests) for fake in fakes][0] == unavailable_times[0] + 1
+        assert len(fakes[0].requests) == unavailable_times[0] + 1
 
 
 async def test_the_rounds_are_bounded() -> None:
