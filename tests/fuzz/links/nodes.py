@@ -93,6 +93,7 @@ def _try_node(case: Case) -> None:
     rng = case.rng
     kind, model = rng.choice([(StepKind.WELCOME, Welcome), (StepKind.LOADED, Loaded)])
     good: dict[str, Any] = {"token": "0" * 32, "store_port": 4321} if model is Welcome else {"numerics_id": "n"}
+    text = json.dumps(good)
     here, there = socket.socketpair()
     with closing(here), closing(there):
         there.settimeout(_PATIENCE_S)
@@ -101,7 +102,7 @@ def _try_node(case: Case) -> None:
         here.shutdown(socket.SHUT_WR)
         with suppress(BadFrame, Refused, OSError):
             require(isinstance(receive(there, kind, model), model), "no message")
-    require(bool(parsed(text_frame(kind, json.dumps(good)), kind, model)), "a good message is none")
+    require(bool(parsed(text_frame(kind, text), kind, model)), "a good message is none")
 
 
 @asynccontextmanager
