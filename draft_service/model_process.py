@@ -33,7 +33,7 @@ def run_model(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
             texts.append(translated)
         return translated.built
 
-    def make_role(host: SessionHost[Any], built: BuiltEngine) -> Role[Any]:
+    def make_role(host: SessionHost[Any], built: BuiltEngine, settings: DraftSettings) -> Role[Any]:
         if texts:
             return TextDrafter(host, texts[0], settings, recorder)
         return ModelDrafter(host, built, settings, recorder)

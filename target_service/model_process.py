@@ -24,7 +24,7 @@ def run_model(port: EnginePort, settings: TargetSettings, wire: Wire) -> None:
     draft = settings.own_draft_settings
     draft_recorder = None if draft is None else DraftRecorder(DraftMetrics(REGISTRY))
 
-    def make_role(host: SessionHost[TargetSession], built: BuiltEngine) -> Verifier:
+    def make_role(host: SessionHost[TargetSession], built: BuiltEngine, settings: TargetSettings) -> Verifier:
         own = None
         if draft is not None and draft_recorder is not None:
             own, identity = build_own_draft(host, built, draft, draft_recorder)

@@ -16,6 +16,7 @@ from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.drafting.role.local import Appetite, LocalDraft
 from specdec.drafting.role.metrics import DraftRecorder
 from specdec.drafting.translation.build import translate
+from specdec.engine.checkpoints.files import pinned
 from specdec.engine.errors import EngineError, ModelLoadError
 from specdec.replica.worker.build import BuiltEngine, build_engine
 from specdec.replica.worker.host import SessionHost
@@ -40,6 +41,7 @@ def build_own_draft(
         ModelNotSupported, ModelLoadError: the draft cannot be loaded, or shares too few tokens with the target.
     """
     try:
+        settings = pinned(settings)
         built = build_engine(settings, others_bytes=target.awaited_bytes)
     except EngineError as error:
         raise type(error)(f"own_draft: {error}") from error

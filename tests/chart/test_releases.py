@@ -137,22 +137,6 @@ def test_a_variable_of_the_operator_replaces_that_of_the_chart(helm: Helm) -> No
     assert [value for name, value in environment["draft"] if name == "HF_HOME"] == ["/var/cache/specdec/huggingface"]
 
 
-def test_user_and_groups_can_be_left_to_the_cluster(helm: Helm) -> None:
-    values = {**VALUES, "podSecurityContext": dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"))}
-    pods = [
-        document["spec"]["template"]["spec"] if document["kind"] == "Deployment" else document["spec"]
-        for document in _rendered(helm, "demo", values)
-        if document["kind"] in ("Deployment", "Pod")
-    ]
-    assert len(pods) == len(SETTINGS) + 3  # Redis, and two of helm test.
-    for pod in pods:
-        assert pod["securityContext"] == {
-            "runAsNonRoot": True,
-            "seccompProfile": {"type": "RuntimeDefault"},
-            "fsGroupChangePolicy": "OnRootMismatch",
-        }
-
-
 def test_the_test_pods_run_where_what_they_call_runs_and_are_kept_for_its_logs(helm: Helm) -> None:
     where = {"nodeSelector": {"pool": "cpu"}, "tolerations": [{"key": "cpu", "operator": "Exists"}]}
     for role, name in (("coordinator", "generate"), ("gateway", "complete")):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.chart.api_server import Cluster, api_server
 from tests.chart.rendered import CHART, Document, Helm
@@ -105,6 +106,47 @@ def test_a_changed_setting_rolls_only_the_role_that_has_it(cluster: Cluster, hel
     ((name, patch),) = cluster.patches
     assert name == "deployments/demo-specdec-draft"
     assert patch["spec"].keys() <= {"template", "$setElementOrder/containers"}
+
+
+@pytest.mark.parametrize("values", [{}, None])
+def test_an_upgrade_without_values_keeps_those_of_the_last_revision_until_they_are_reset(
+    values: Document | None, cluster: Cluster, helm: Helm
+) -> None:
+    def upgrade(*flags: str) -> None:
+        where = ["--namespace", "llm", "--kubeconfig", str(cluster.kubeconfig)]
+        done = helm("upgrade", "demo", str(CHART), *where, *flags, values=values)
+        assert done.returncode == 0, done.stderr
+
+    _do(helm, "install", cluster, FIXED)
+    before = dict(cluster.workload)
+    upgrade()  # What helm does with every chart.
+    assert cluster.patches == [] and cluster.workload == before
+    upgrade("--reset-values")
+    assert cluster.named("Deployment", "demo-specdec-coordinator")["spec"]["replicas"] == 1
+    assert "deployments/demo-specdec-redis" not in cluster.workload
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_values_that_were_given_to_the_last_chart_do_for_this_one(
+    is_whole: bool, cluster: Cluster, helm: Helm
+) -> None:
+    """What helm 3.14's --reset-then-reuse-values does; some operators give the whole of values.yaml, changed."""
+    given = FIXED
+    if is_whole:
+        given = yaml.safe_load((last_release().chart / "values.yaml").read_text())
+        given["coordinator"]["replicas"], given["redis"]["mode"] = 4, "bundled"
+    _do(helm, "install", cluster, given, chart=last_release().chart)
+    _do(helm, "upgrade", cluster, given, "--reset-values")
+    assert cluster.named("Deployment", "demo-specdec-coordinator")["spec"]["replicas"] == 4
+    upgraded = {name: d for name, d in cluster.workload.items() if name.partition("/")[0] in ("deployments", "services")}
+    with_todays_defaults = helm("template", "demo", str(CHART), "-n", "llm", "--kube-version", "1.31.0", values=FIXED)
+    rendered = [d for d in yaml.load_all(with_todays_defaults.stdout, Loader=yaml.CSafeLoader) if d]
+    for document in rendered:
+        if document["kind"] in ("Deployment", "Service"):
+            found = upgraded.pop(f"{document['kind'].lower()}s/{document['metadata']['name']}")
+            assert found["spec"].get("template") == document["spec"].get("template")
+            assert found["spec"]["selector"] == document["spec"]["selector"]
+    assert upgraded == {}
 
 
 def test_a_release_of_the_last_chart_is_upgraded_with_the_values_that_it_has_and_rolled_back(

@@ -4,19 +4,21 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec.engine.checkpoints.download import downloaded
 from specdec.engine.checkpoints.folder import check_folder, read_json
 from specdec.engine.checkpoints.stored_model import PREFIX, stored
 from specdec.engine.checkpoints.tokenizer_conversion import converted_tokenizer
 from specdec.engine.errors import ModelLoadError
+from specdec.engine.settings import EngineSettings
 from specdec.wire.tokenizer_files import canonical_json, tokenizer_digest, with_chat_template
 
 _WHOLE_FILE_BYTES = 1 << 30  # bytes up to which a file is hashed whole
 _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 64
 _MASK_KEYS = ("pard_token", "ptd_token_id")  # keys of a config, in vLLM's order
+SettingsT = TypeVar("SettingsT", bound=EngineSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,15 @@ def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
         raise ModelLoadError(f"model: no such directory: {model}")
     snapshot = (stored if model.startswith(PREFIX) else downloaded)(model, revision)
     return snapshot, snapshot.name
+
+
+def pinned(settings: SettingsT) -> SettingsT:
+    """The settings with the revision that hub or store have now, of which all parts and ranks of an engine then read.
+
+    Raises ``ModelLoadError`` as `find_model_files`.
+    """
+    _, revision = find_model_files(settings.model, settings.revision)
+    return settings.model_copy(update={"revision": revision or None})
 
 
 def name_of(model: str, directory: Path) -> str:

@@ -8,8 +8,8 @@ and ranks meet in a file without a name.
 
 On several nodes `specdec serve target` of node 1 and up runs `node_service.py` in place of an engine:
 
-1. The node calls the leader's master_port (`gate.py`) until it answers, and says HELLO: version, settings, digest of
-   its weights. The leader answers REFUSED with one reason, or WELCOME with the group's token and the port of its
+1. The node calls the leader's master_port (`gate.py`) until it answers, and says HELLO: version, settings, digests
+   of its weights and config. The leader answers REFUSED with one reason, or WELCOME with the group's token and the port of its
    store.
 2. The node starts its ranks. Each calls the leader itself and says HELLO with the token; steps come over that
    connection.

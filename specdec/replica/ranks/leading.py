@@ -109,7 +109,7 @@ class Ranks:
 
     def confirm(self, numerics_id: str) -> None:
         """Wait until the ranks of other nodes have loaded, and tell the nodes. Raises EngineError if one computes
-        differently.
+        differently, which the nodes are told, too.
         """
         for rank, connection in enumerate(self._remote, start=self._num_local):
             try:
@@ -117,10 +117,12 @@ class Ranks:
             except (BadFrame, Refused) as error:
                 raise EngineError(f"rank {rank} is no rank of this version: {error}") from error
             if loaded.numerics_id != numerics_id:
-                raise EngineError(
+                reason = (
                     f"nnodes: rank {rank} computes as {loaded.numerics_id} and the leader as {numerics_id}; "
                     "all nodes need the same kind of processor or GPU and the same packages"
                 )
+                self._watch.tell(text_frame(StepKind.REFUSED, reason))
+                raise EngineError(reason)
         if self._remote:
             self._watch.tell(text_frame(StepKind.READY))
 

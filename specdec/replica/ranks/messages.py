@@ -35,6 +35,8 @@ class Hello(BaseModel):
     settings: dict[str, Any] = Field(default_factory=dict)
     """EngineSettings without those of one node."""
     weights_digest: str = Field(default="", max_length=200)
+    config_digest: str = Field(default="", max_length=200)
+    """Of config.json, which says how the weights are computed with."""
     rank: int | None = Field(default=None, ge=0, le=63)
     """None: the node itself."""
     token: str = Field(default="", max_length=100)
@@ -57,16 +59,14 @@ class Loaded(BaseModel):
 def hello_of(nodes: NodeSettings, engine: EngineSettings) -> Hello:
     """This node's hello. Reads the model's files, about 1 s per GB. Raises ``ModelLoadError``."""
     directory, _ = find_model_files(engine.model, engine.revision)
-    digest = weights_digest(directory)
-    if engine.load_format == "dummy":
-        digest = config_digest(read_json(directory / "config.json"))
     settings = engine.model_dump(mode="json", exclude=set(_OF_ONE_NODE))
     return Hello(
         version=__version__,
         nnodes=nodes.nnodes,
         node_rank=nodes.node_rank,
         settings=settings,
-        weights_digest=digest,
+        weights_digest="" if engine.load_format == "dummy" else weights_digest(directory),
+        config_digest=config_digest(read_json(directory / "config.json")),
     )
 
 
@@ -82,6 +82,8 @@ def difference(ours: Hello, theirs: Hello) -> str | None:
             return f"{name} is {_shown(there)} at node {theirs.node_rank} and {_shown(here)} at the leader"
     if ours.weights_digest != theirs.weights_digest:
         return f"model: node {theirs.node_rank} has other weights than the leader"
+    if ours.config_digest != theirs.config_digest:
+        return f"model: node {theirs.node_rank} has another config.json than the leader"
     return None
 
 

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from specdec.config import TargetSettings
 from specdec.config.nodes import nodes_of
+from specdec.engine.checkpoints.files import pinned
 from specdec.engine.errors import EngineError
 from specdec.engine.parallel.frames import BadFrame, StepFrame, StepKind
 from specdec.engine.settings import EngineSettings
@@ -100,6 +101,7 @@ class NodeService:
 
     def _follow(self) -> str:
         """Work until something is lost; returns the reason. Raises Refused and EngineError."""
+        self._engine = pinned(self._engine)
         hello = hello_of(self._nodes, self._engine)
         joined = self._join(hello)
         if joined is None:

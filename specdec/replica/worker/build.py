@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import structlog
 
@@ -15,7 +16,7 @@ from specdec.config.generation_config import sampling_defaults
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.constraints.grammar.source import CONSTRAINTS_ID
 from specdec.engine.block_pool import BlockPool
-from specdec.engine.checkpoints.files import find_model_files, parallel_mask, read_tokenizer
+from specdec.engine.checkpoints.files import find_model_files, parallel_mask, pinned, read_tokenizer
 from specdec.engine.checkpoints.tokenizer_conversion import require_tokenizer
 from specdec.engine.cuda.passes import CAPTURE_BYTES
 from specdec.engine.drawing.native import DrawingDecoder
@@ -38,6 +39,7 @@ from specdec.replica.worker.sessions import SessionT
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.message_sizes import most_entry_bytes, opening_bytes
 
+SettingsT = TypeVar("SettingsT", TargetSettings, DraftSettings)
 _TOKENIZER_CHUNK_BYTES = 1 << 20
 _MOST_STEP_S = 2.0
 """Seconds of a step, at most: progress is reported between steps, and coordinators move silent sessions after twice
@@ -217,16 +219,17 @@ def _send_tokenizer(runner: ModelRunner, port: EnginePort) -> None:
 
 def run_role(
     port: EnginePort,
-    settings: TargetSettings | DraftSettings,
+    settings: SettingsT,
     wire: Wire,
     service: str,
-    make_role: Callable[[SessionHost[SessionT], BuiltEngine], Role[SessionT]],
+    make_role: Callable[[SessionHost[SessionT], BuiltEngine, SettingsT], Role[SessionT]],
     adapt: Callable[[BuiltEngine], BuiltEngine] = lambda built: built,
     heads: Beside | None = None,
 ) -> None:
     """Load the model, announce it, and run the role until the servicer goes or stops it.
 
-    `adapt` may put a layer between model and role, and may raise the errors of loading. `heads`: see `build_engine`.
+    `make_role` gets the settings with the model's revision. `adapt` may put a layer between model and role, and may
+    raise the errors of loading. `heads`: see `build_engine`.
     With several ranks this process is rank 0 and starts the others, which log as ``service``-rank-N. Raises
     ``RankLost`` if one of them ends.
     """
@@ -236,10 +239,11 @@ def run_role(
 
     with contextlib.ExitStack() as stack:
         try:
+            settings = pinned(settings)
             ranks = stack.enter_context(lead_ranks(settings, service, report))
             built = adapt(build_engine(settings, port, ranks, heads=heads))
             host: SessionHost[SessionT] = make_host(port, settings, wire, built.info)
-            role = make_role(host, built)
+            role = make_role(host, built, settings)
         except (ModelNotSupported, ModelLoadError, EngineError) as error:
             report(str(error))
             return

@@ -12,8 +12,8 @@ import structlog
 from specdec.telemetry.logs.writer import ThreadedHandler
 
 _FIRST_FIELDS = ("timestamp", "level", "service", "event")
-# HTTP clients of model hubs: they log each URL, and a file's URL is signed, so that its reader may fetch the file.
-_TELLS_URLS = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3")
+# Clients of model hubs and stores: they log each URL, and a file's URL is signed, so that its reader may fetch the file.
+_TELLS_URLS = ("boto3", "botocore", "httpx", "httpx2", "httpcore", "httpcore2", "urllib3")
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 
 

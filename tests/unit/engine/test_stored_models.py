@@ -16,9 +16,10 @@ import pytest
 from specdec.commands.fetch import described
 from specdec.engine.checkpoints import stored_model
 from specdec.engine.checkpoints.download import Progress
-from specdec.engine.checkpoints.files import find_model_files, name_of
+from specdec.engine.checkpoints.files import find_model_files, name_of, pinned
 from specdec.engine.checkpoints.stored_model import fetch_stored
 from specdec.engine.errors import ModelLoadError
+from specdec.engine.settings import EngineSettings
 from tests.support.servers.played_store import PlayedStore, played_store
 
 MODEL = "s3://models/org/small"
@@ -150,6 +151,17 @@ def test_a_changed_model_is_another_revision_and_a_named_one_stays(store: Played
     assert find_model_files(MODEL, first.name) == (first, first.name)
     assert f"{MODEL} has {second.name} now, not {'0' * 16}" in error_of(revision="0" * 16)
     assert "is no revision of s3://" in error_of(revision="main")
+
+
+def test_all_parts_of_an_engine_read_the_revision_that_was_there_at_its_start(store: PlayedStore) -> None:
+    settings = pinned(EngineSettings(model=MODEL))
+    folder, revision = find_model_files(MODEL, None)
+    store.objects["org/small/config.json"] = b'{"model_type": "qwen3"}'
+    num_asked = len(store.asked)
+    assert find_model_files(settings.model, settings.revision) == (folder, revision)
+    assert pinned(settings) == settings and len(store.asked) == num_asked
+    assert pinned(EngineSettings(model=MODEL)).revision not in (None, revision)
+    assert pinned(EngineSettings(model=str(folder))).revision is None
 
 
 def test_an_object_that_changes_during_its_download_is_an_error(

@@ -132,6 +132,7 @@ def test_ranks_are_handed_over_in_their_order_once_all_have_come(
         (node(2, settings={"dtype": "float32"}), "dtype is float32 at node 2 and auto at the leader"),
         (node(1, settings={"dtype": "auto", "max_model_len": 10**30}), "max_model_len is 1000000"),
         (node(1, weights_digest="cd"), "node 1 has other weights than the leader"),
+        (node(2, config_digest="cd"), "node 2 has another config.json than the leader"),
         (node(0), "node_rank 0 is not between 1 and 2"),
         (node(3), "node_rank 3 is not between 1 and 2"),
         (node(1, rank=2), "rank 2 of node 1 belongs to another group"),

@@ -1,0 +1,79 @@
+"""What a leading node demands of the ranks of other nodes, and what it tells them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from specdec.commands.up.cluster import free_port
+from specdec.config.nodes import NodeSettings
+from specdec.engine.errors import EngineError
+from specdec.engine.parallel.frames import StepKind, receive_frame
+from specdec.engine.settings import EngineSettings
+from specdec.replica.ranks.connections import NodeConnections
+from specdec.replica.ranks.leading import Ranks
+from specdec.replica.ranks.messages import Hello, Loaded, Welcome, hello_of, receive, send, text_of
+
+PATIENCE_S = 20.0
+
+
+def called(nodes: NodeSettings, hello: Hello) -> tuple[socket.socket, Welcome]:
+    """A connection to the leader, which may not listen yet."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            connection = NodeConnections(nodes).call("127.0.0.1", nodes.master_port)
+            break
+        except OSError:
+            assert time.monotonic() < ends_s
+            time.sleep(0.01)
+    send(connection, StepKind.HELLO, hello)
+    return connection, receive(connection, StepKind.WELCOME, Welcome)
+
+
+def told(nodes: NodeSettings, engine: EngineSettings) -> tuple[StepKind, str]:
+    """Be node 1, whose rank computes in its own way; returns what the leader says then."""
+    hello = hello_of(nodes.model_copy(update={"node_rank": 1}), engine)
+    node, welcome = called(nodes, hello)
+    rank, _ = called(nodes, hello.model_copy(update={"rank": 1, "token": welcome.token}))
+    with node, rank:
+        send(rank, StepKind.LOADED, Loaded(numerics_id="theirs"))
+        node.settimeout(PATIENCE_S)
+        while (frame := receive_frame(node)).kind is StepKind.BEAT:
+            pass
+        return frame.kind, text_of(frame)
+
+
+@pytest.mark.parametrize(("ours", "kind"), [("ours", StepKind.REFUSED), ("theirs", StepKind.READY)])
+def test_a_node_whose_rank_computes_differently_is_told_why_the_group_ends(
+    ours: str, kind: StepKind, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    engine = EngineSettings(model=str(tmp_path), tensor_parallel_size=2)
+    given = {"host": "127.0.0.1", "master_addr": "127.0.0.1", "nnodes": 2, "master_port": free_port()}
+    nodes = NodeSettings.model_validate(given)
+    before = signal.getsignal(signal.SIGUSR1)
+    ranks = Ranks(engine, "cpu", nodes, ("target", "info", "json"), lambda reason: None)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(told, nodes, engine)
+        try:
+            ranks.start(PATIENCE_S)
+            if kind is StepKind.REFUSED:
+                with pytest.raises(EngineError, match="rank 1 computes as theirs and the leader as ours"):
+                    ranks.confirm(ours)
+            else:
+                ranks.confirm(ours)
+                assert answer.result(PATIENCE_S)[0] is kind
+        finally:
+            ranks.stop()
+            signal.signal(signal.SIGUSR1, before)
+    said = answer.result(PATIENCE_S)
+    assert said[0] is kind
+    assert ("rank 1 computes as theirs" in said[1]) == (kind is StepKind.REFUSED)
