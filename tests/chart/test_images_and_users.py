@@ -16,12 +16,14 @@ VALUES: Document = {
     "target": {"nodes": 2},
     "draft": {"model": {"source": "hf://org/draft", "fetch": {"enabled": True}}},
 }
-NUM_PODS = 9
+NUM_PODS = 10
 FIXED: Document = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 OURS: Document = {
-    **{"runAsUser": 10001, "runAsGroup": 10001},
-    **{"fsGroup": 10001, "fsGroupChangePolicy": "OnRootMismatch"},
+    **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 10001),
+    "fsGroupChangePolicy": "OnRootMismatch",
 }
+CHOSEN: Document = {"runAsUser": 1000680000, "runAsGroup": 0, "fsGroup": 0}
+LABELLED: Document = {"supplementalGroups": [0, 7], "seLinuxOptions": {"level": "s0:c26,c5"}}
 ROLE = {"app.kubernetes.io/component": "gateway", "app.kubernetes.io/instance": "demo"}
 
 
@@ -66,15 +68,12 @@ def test_all_images_come_from_one_registry_under_one_tag_unless_a_role_says_othe
     "given, expected",
     [
         ({}, OURS),
-        (dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup")), {"fsGroupChangePolicy": "OnRootMismatch"}),
+        (dict.fromkeys(CHOSEN), {"fsGroupChangePolicy": "OnRootMismatch"}),
         (None, {}),
-        ({"runAsUser": 1000680000, "runAsGroup": 0, "fsGroup": 0}, {**OURS, "runAsUser": 1000680000, "runAsGroup": 0, "fsGroup": 0}),
-        (
-            {"supplementalGroups": [0, 7], "seLinuxOptions": {"level": "s0:c26,c5"}},
-            {**OURS, "supplementalGroups": [0, 7], "seLinuxOptions": {"level": "s0:c26,c5"}},
-        ),
+        (CHOSEN, OURS | CHOSEN),
+        (LABELLED, OURS | LABELLED),
     ],
-)  # fmt: skip
+)
 def test_users_and_groups_of_all_pods_are_those_of_the_values_or_the_clusters(
     given: Document | None, expected: Document, helm: Helm
 ) -> None:
@@ -86,7 +85,9 @@ def test_users_and_groups_of_all_pods_are_those_of_the_values_or_the_clusters(
 
 def test_on_openshift_a_route_leads_to_gateways_which_the_router_reaches(helm: Helm) -> None:
     documents = rendered(helm, {}, "single-node-cpu.yaml", "openshift.yaml")
-    assert not [pod for pod in pods(documents) if {"runAsUser", "runAsGroup", "fsGroup"} & pod["securityContext"].keys()]
+    assert not [
+        pod for pod in pods(documents) if {"runAsUser", "runAsGroup", "fsGroup"} & pod["securityContext"].keys()
+    ]
     (route,) = [d["spec"] for d in documents if d["kind"] == "Route"]
     (service,) = [
         d["spec"] for d in documents if d["kind"] == "Service" and d["metadata"]["name"] == route["to"]["name"]

@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.chart.rendered import CHART, CUSTOM_KINDS, SETTINGS, WITH_REDIS, Document, Helm, containers
+from tests.chart.rendered import CHART, CUSTOM_KINDS, WITH_REDIS, Document, Helm, containers
 
 # All that is made by default, and what has names of its own.
 VALUES: Document = {

@@ -127,9 +127,7 @@ def test_an_upgrade_without_values_keeps_those_of_the_last_revision_until_they_a
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_values_that_were_given_to_the_last_chart_do_for_this_one(
-    is_whole: bool, cluster: Cluster, helm: Helm
-) -> None:
+def test_values_that_were_given_to_the_last_chart_do_for_this_one(is_whole: bool, cluster: Cluster, helm: Helm) -> None:
     """What helm 3.14's --reset-then-reuse-values does; some operators give the whole of values.yaml, changed."""
     given = FIXED
     if is_whole:
@@ -138,7 +136,9 @@ def test_values_that_were_given_to_the_last_chart_do_for_this_one(
     _do(helm, "install", cluster, given, chart=last_release().chart)
     _do(helm, "upgrade", cluster, given, "--reset-values")
     assert cluster.named("Deployment", "demo-specdec-coordinator")["spec"]["replicas"] == 4
-    upgraded = {name: d for name, d in cluster.workload.items() if name.partition("/")[0] in ("deployments", "services")}
+    upgraded = {
+        name: d for name, d in cluster.workload.items() if name.partition("/")[0] in ("deployments", "services")
+    }
     with_todays_defaults = helm("template", "demo", str(CHART), "-n", "llm", "--kube-version", "1.31.0", values=FIXED)
     rendered = [d for d in yaml.load_all(with_todays_defaults.stdout, Loader=yaml.CSafeLoader) if d]
     for document in rendered:

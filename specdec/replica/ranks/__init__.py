@@ -9,12 +9,12 @@ and ranks meet in a file without a name.
 On several nodes `specdec serve target` of node 1 and up runs `node_service.py` in place of an engine:
 
 1. The node calls the leader's master_port (`gate.py`) until it answers, and says HELLO: version, settings, digests
-   of its weights and config. The leader answers REFUSED with one reason, or WELCOME with the group's token and the port of its
-   store.
+   of its weights and config. The leader answers REFUSED with one reason, or WELCOME with the group's token and the
+   port of its store.
 2. The node starts its ranks. Each calls the leader itself and says HELLO with the token; steps come over that
    connection.
-3. The ranks meet at the store and load. Each says LOADED with its numerics, which must be the leader's. The leader
-   says READY to the nodes, whose health is then SERVING.
+3. The ranks meet at the store and load. Each says LOADED with its numerics, which must be the leader's, else the
+   leader says REFUSED to the nodes and ends. It says READY to them, whose health is then SERVING.
 4. Leader and nodes send each other a BEAT every second.
 
 Invariants: a connection is used by one thread at a time, as TLS of Python's allows no two. Only ranks of a welcomed

@@ -12,7 +12,7 @@ import structlog
 from specdec.telemetry.logs.writer import ThreadedHandler
 
 _FIRST_FIELDS = ("timestamp", "level", "service", "event")
-# Clients of model hubs and stores: they log each URL, and a file's URL is signed, so that its reader may fetch the file.
+# Clients of model hubs and stores log each URL, and a file's URL is signed, so that its reader may fetch the file.
 _TELLS_URLS = ("boto3", "botocore", "httpx", "httpx2", "httpcore", "httpcore2", "urllib3")
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 
