@@ -29,7 +29,7 @@ from specdec.commands.measuring.report import Report, machine
 from specdec.commands.up.command import stop_on_signals
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("decode", "systems", "steps", "sweep", "arrivals", "adversity", "drafters")
+PARTS = ("decode", "systems", "steps", "sweep", "arrivals", "adversity", "drafters", "calibration")
 _USUAL = PARTS[:3]
 _CHECK_PROMPTS, _CHECK_TOKENS = 2, 32
 _AGREE_PROMPTS = 8
@@ -141,6 +141,10 @@ def main(
             adversity.run(plan, found, progress)
         if "drafters" in parts:
             drafters.run(plan, found, progress)
+        if "calibration" in parts:
+            from bench.calibration import comparison  # it needs the extra `plan`
+
+            comparison.run(plan, found, progress)
         facts["load_average_at_the_end"] = [round(load, 2) for load in os.getloadavg()]
         facts["seconds"] = round(time.monotonic() - began_s, 1)
     if save:

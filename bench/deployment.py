@@ -30,6 +30,7 @@ class MeasuredDeployment:
     cores: tuple[int, ...]
     device: str = "cpu"
     placement: Placement = "apart"
+    num_targets: int = 1
     is_plain: bool = False
     """Whether there is no draft. On CPU the target's engine then has all cores but one, which the other processes
     share; with one or two cores, all processes share all."""
@@ -107,6 +108,7 @@ def _plan(deployment: MeasuredDeployment) -> LocalPlan:
         draft_model=str(deployment.pair.draft.folder),
         device=deployment.device,
         placement=deployment.placement,
+        num_targets=deployment.num_targets,
         num_drafts=0 if deployment.is_plain else 1,
         free_ports=True,
         target_settings=target,

@@ -64,7 +64,9 @@ class GenerateCalls:
         prompt_bytes: ByteBudget,
         gate: LoadShedding,
         tracer: RequestTracer,
+        logs_access: bool = False,
     ) -> None:
+        """`logs_access`: log each request that ended, not only those that failed."""
         self._owner_id = owner_id
         self._fleet = fleet
         self._sessions = sessions
@@ -81,6 +83,7 @@ class GenerateCalls:
         self._prompt_bytes = prompt_bytes
         self._gate = gate
         self._tracer = tracer
+        self._logs_access = logs_access
         self.is_draining = False
         """New requests are refused."""
 
@@ -121,9 +124,15 @@ class GenerateCalls:
             has_started = request is not None and bool(request.sessions)
             duration_s = time.monotonic() - caller.arrived_s
             self._observer.request_ended(code.name, duration_s if has_started else None)
-            trace.end(code, reason, None if request is None else request.result())
+            result = None if request is None else request.result()
+            trace.end(code, reason, result)
             # Metrics count clients' errors and overload: logged, they would fill the log when it matters.
-            log = _log.warning if code in _FAULTS else _log.debug
+            log = _log.warning if code in _FAULTS else _log.info if self._logs_access else _log.debug
+            lengths = {} if result is None else {
+                "prompt_tokens": result.num_prompt_tokens,
+                "cached_tokens": result.num_cached_tokens,
+                "output_tokens": result.num_output_tokens,
+            }  # fmt: skip
             log(
                 "request_failed" if code in _FAULTS else "request_ended",
                 request_id=body.request_id if request is None else request.key.request_id,
@@ -132,6 +141,7 @@ class GenerateCalls:
                 reason=reason,
                 error=message,
                 duration_s=round(duration_s, 3),
+                **lengths,
             )
             if request is not None:
                 await self._journal.end(request)

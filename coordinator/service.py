@@ -402,6 +402,7 @@ class CoordinatorService:
             prompt_bytes=self._prompt_bytes,
             gate=self._gate,
             tracer=RequestTracer(self._tracing, settings.trace_content),
+            logs_access=settings.access_log,
         )
 
 

@@ -180,6 +180,10 @@ class CoordinatorSettings(ServiceSettings, PeerSettings):
         description="Seconds that a client may take to send its request; then the call ends with DEADLINE_EXCEEDED.",
     )
     speculate: bool = Field(default=True, description="Speculate when a request does not say.")
+    access_log: bool = Field(
+        default=False,
+        description="Log each request that ended, with its times and lengths: `specdec plan --trace` reads this log.",
+    )
     reconnect_backoff_max_s: float = Field(
         default=5.0, gt=0, description="Longest wait before a replica is connected to again, in seconds."
     )

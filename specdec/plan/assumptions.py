@@ -7,16 +7,17 @@ from dataclasses import replace
 
 from specdec.plan.deployment import CORE_PRICE, Question
 from specdec.plan.inputs import step_times
-from specdec.plan.inputs.traffic import Traffic
+from specdec.plan.inputs.traffic import Trace, Traffic
 from specdec.plan.simulation.faults import SILENT_S
 from specdec.plan.simulation.pair import Speculation
 from specdec.plan.trial import MOST_SIMULATED, Trials
 
 
 def with_context(question: Question, traffic: Traffic) -> Question:
-    """The question with the mean context of a decoding sequence: its prompt and half of its output."""
+    """The question with the mean prompt, and the mean context of a sequence: its prompt and half of its output."""
     prompt, output = traffic.mean_tokens
-    return replace(question, context=max(1, round(prompt + output / 2)))
+    context = max(1, round(prompt + output / 2))
+    return replace(question, context=context, prompt_tokens=prompt, request_tokens=prompt + output)
 
 
 def assumptions_of(question: Question, trials: Trials, speculation: Speculation, seeds: Sequence[int]) -> list[str]:
@@ -24,7 +25,13 @@ def assumptions_of(question: Question, trials: Trials, speculation: Speculation,
     prompt, output = trials.traffic.mean_tokens
     accepted = ", ".join(f"{share:.2f}" for share in question.acceptance)
     objectives = trials.objectives
-    found = [
+    found = []
+    if isinstance(trials.traffic, Trace) and trials.traffic.num_left_out:
+        found.append(
+            f"Of the recording {trials.traffic.num_left_out} requests are left out: they were refused or failed, and "
+            "have no lengths."
+        )
+    found += [
         f"Traffic: {trials.traffic.per_s:.3g} requests per second; {prompt:.0f} tokens of prompt and {output:.0f} of "
         "output on average.",
         f"Objectives: {objectives.first_token_s * 1e3:g} ms to the first token and {objectives.inter_token_s * 1e3:g} "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +13,9 @@ from specdec.commands.inputs.option_values import output_file
 from specdec.commands.measuring.progress import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from specdec.coordinator.tenants.quotas import Allowance
     from specdec.plan.deployment import Question
     from specdec.plan.inputs.traffic import Traffic
 
@@ -59,12 +61,24 @@ def plan(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="JSONL with a request in each line, as Mooncake's traces or `vllm bench serve`'s datasets, in place "
-            "of the above; without times it needs --rate.",
+            help="Requests in place of the above: Mooncake's JSONL, a dataset or a --save-detailed result of `vllm "
+            "bench serve`, or a coordinator's log with --access-log. --rate scales it; without times it is needed.",
             dir_okay=False,
             rich_help_panel=_ASKED,
         ),
     ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="The deployment's file of API keys: quotas and weights of the trace's tenants.",
+            dir_okay=False,
+            rich_help_panel=_ASKED,
+        ),
+    ] = None,
+    timestamp_unit: Annotated[
+        Literal["ms", "s"],
+        typer.Option(help="Unit of the trace's field `timestamp`: ms as in Mooncake's.", rich_help_panel=_ASKED),
+    ] = "ms",
     keep_gaps: Annotated[
         bool, typer.Option("--keep-gaps", help="Take a trace with a hole in it.", rich_help_panel=_ASKED)
     ] = False,
@@ -115,15 +129,19 @@ def plan(
     code on a simulated clock. Step times come from a roofline or a measurement. All figures are predictions; the page
     lists the assumptions.
     """
-    numbers = {"--ttft-ms": ttft_ms, "--itl-ms": itl_ms, "--burstiness": burstiness}
-    if rate is not None:
-        numbers["--rate"] = rate
-    for flag, value in numbers.items():
-        if not (math.isfinite(value) and value > 0):
-            raise typer.BadParameter(f"{value} must be above 0", param_hint=flag)
-    for flag, value, most in (("--delay-ms", delay_ms, 1e4), ("--loss", loss, 0.5)):
-        if not 0 <= value <= most:
-            raise typer.BadParameter(f"{value} must be from 0 to {most:g}", param_hint=flag)
+    for flag, value, least, most in (
+        ("--rate", rate, 1e-3, 1e6),
+        ("--burstiness", burstiness, 0.01, 100),
+        ("--ttft-ms", ttft_ms, 1e-3, 1e7),
+        ("--itl-ms", itl_ms, 1e-3, 1e7),
+        ("--delay-ms", delay_ms, 0, 1e4),
+        ("--loss", loss, 0, 0.5),
+        ("--temperature", temperature, 0, 100),
+    ):
+        if value is not None and not least <= value <= most:
+            raise typer.BadParameter(f"{value:g} must be from {least:g} to {most:g}", param_hint=flag)
+    if measured is not None and (target is not None or draft is not None):
+        raise typer.BadParameter("it is in place of --target and --draft: give it or them", param_hint="--measured")
     if survive == "zone" and zones < 2:
         raise typer.BadParameter("a deployment in one zone cannot survive its loss: set --zones 2 or more")
     notes = Console(stderr=True, highlight=False)
@@ -139,7 +157,8 @@ def plan(
             )
             traffic: Traffic
             if trace is not None:
-                traffic = read_trace(trace, rate, keep_gaps=keep_gaps, seed=seed)
+                unit_s = 1e-3 if timestamp_unit == "ms" else 1.0
+                traffic = read_trace(trace, rate, keep_gaps=keep_gaps, seed=seed, timestamp_s=unit_s)
             elif rate is None:
                 raise PlanImpossible("no traffic: give --rate or --trace")
             else:
@@ -155,6 +174,7 @@ def plan(
                 speculation,
                 range(seed, seed + seeds),
                 (target_source, draft_source),
+                _allowances(api_keys),
                 out,
                 progress,
                 notes,
@@ -205,6 +225,19 @@ def _question(
     )
 
 
+def _allowances(api_keys: Path | None) -> dict[str, Allowance]:
+    from specdec.coordinator.tenants.api_keys import KeyFileInvalid, read_key_file
+    from specdec.coordinator.tenants.quotas import Allowance
+    from specdec.plan.inputs.devices import PlanImpossible
+
+    if api_keys is None:
+        return {}
+    try:
+        return {key.tenant: key.allowance(Allowance()) for key in read_key_file(api_keys)}
+    except KeyFileInvalid as error:
+        raise PlanImpossible(f"--api-keys {api_keys}: {error}") from error
+
+
 def _plan(
     question: Question,
     traffic: Traffic,
@@ -214,6 +247,7 @@ def _plan(
     speculation: str,
     seeds: range,
     sources: tuple[str, str],
+    allowances: Mapping[str, Allowance],
     out: Path,
     progress: Progress,
     notes: Console,
@@ -229,7 +263,7 @@ def _plan(
 
     mode = Speculation(speculation)
     scopes = list(Scope)[: ["nothing", "replica", "node", "zone"].index(survive)]
-    trials = Trials(traffic, Objectives(*wanted_s), zones, scopes, loss=question.loss)
+    trials = Trials(traffic, Objectives(*wanted_s), zones, scopes, loss=question.loss, allowances=allowances)
     question = with_context(question, traffic)
     found = search(question, trials, mode, seeds, progress.tell)
     points = sweep(question, trials, found, mode, seeds, progress.tell)

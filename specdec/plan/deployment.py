@@ -45,6 +45,10 @@ class Question:
     loss: float = 0.0
     context: int = 1024
     """Mean tokens of a sequence while it decodes."""
+    prompt_tokens: float = 0.0
+    """Mean tokens of a prompt."""
+    request_tokens: float = 0.0
+    """Mean tokens of a prompt and its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +98,17 @@ class Placement:
             targets_per_draft=self.targets_per_draft,
             delay_s=0.0 if self.is_together else question.delay_s,
             loss=question.loss,
+            prompt_tokens=question.prompt_tokens,
         )
 
 
 def placements(question: Question) -> list[Placement]:
     """All kinds of replicas worth a thought, the cheapest first. Raises PlanImpossible: the model fits nowhere."""
+    if question.target is not None and question.request_tokens > question.target.max_len:
+        raise PlanImpossible(
+            f"{question.target.name} has {question.target.max_len} positions, and the mean request takes "
+            f"{question.request_tokens:.0f} tokens of prompt and output: shorten --prompt-tokens or --output-tokens"
+        )
     found = list(_measured(question)) if question.measured is not None else list(_by_roofline(question))
     if not found:
         assert question.target is not None

@@ -18,6 +18,8 @@ from specdec.plan.trial import Figures, Kind, Trials
 
 _DRAWS = 400
 _MOST_TARGETS = 100_000
+_MOST_TIMES, _FEW_TARGETS = 20, 64
+"""Factor over a kind's least number of targets, and a number, above both of which more targets are not tried."""
 _MORE = 1.08
 """Factor to the next number of targets that is tried, in large fleets."""
 _WORTH_TRYING = 1.02
@@ -47,6 +49,8 @@ class Found:
     figures: Figures
     """Undisturbed."""
     with_loss: dict[Scope, Figures]
+    rolled: Figures | None
+    """While targets are replaced one after the other; None: there is one."""
     tried: Sequence[Tried] = field(default_factory=tuple)
 
 
@@ -64,13 +68,20 @@ def search(
         raise _impossible(options, trials)
     possible.sort(key=lambda option: option.price)
     tried: list[Tried] = []
+    least_of_all = min(option.least or 1 for option in possible)
+    if least_of_all > _MOST_TARGETS:
+        raise PlanImpossible(
+            f"this load takes about {least_of_all} targets, and {_MOST_TARGETS} are planned at most: plan a part of it"
+        )
     best: tuple[float, Kind, int] | None = None
     for option in possible:
         label, least = option.kind.placement.label, option.least or 1
         if best is not None and option.price > best[0] * _WORTH_TRYING:
             tried.append(Tried(label, least, None, option.price, "costs more"))
             continue
-        most = _MOST_TARGETS if best is None else math.ceil(best[0] / option.kind.placement.price)
+        most = min(_MOST_TARGETS, max(_FEW_TARGETS, _MOST_TIMES * least))
+        if best is not None:
+            most = min(most, math.ceil(best[0] / option.kind.placement.price))
         num = _fewest(trials, option.kind, least, most, seeds[0], partial(_tell, tell, label))
         if num is None:
             tried.append(Tried(label, least, None, option.price, "does not hold the objectives at a lower price"))
@@ -88,6 +99,7 @@ def search(
         deployment=trials.deployment(kind, num, figures),
         figures=figures,
         with_loss={scope: _figures(trials, kind, num, seeds, scope, tell) for scope in trials.scopes},
+        rolled=_figures(trials, kind, num, seeds, None, tell, is_rolled=True) if num > 1 else None,
         tried=tried + [Tried(o.kind.placement.label, 0, None, 0.0, o.why_not) for o in options if o.least is None],
     )
 
@@ -101,13 +113,14 @@ class _Option:
     best_gap_s: float = 0.0
     """99th percentile of the time between tokens with one session."""
     best_first_s: float = 0.0
-    """Time of the mean prompt on an idle target."""
+    """Time of a prompt at the 99th percentile, on an idle target."""
 
 
 def _estimated(
     question: Question, trials: Trials, placement: Placement, speculation: Speculation, tell: Callable[[str], None]
 ) -> _Option:
     prompt, output = trials.traffic.mean_tokens
+    long_prompt = trials.traffic.prompt_quantile(0.99)
     pair = placement.pair(question)
     most = max(1, min(MOST_BATCH, int(placement.kv_tokens // (prompt + output))))
 
@@ -117,18 +130,18 @@ def _estimated(
     plain = measure_curve(pair, Speculation.OFF, output, most)
     curve = plain if placement.draft_steps is None else measure_curve(pair, speculation, output, most, tell=told)
     kind = Kind(placement=placement, curve=curve, plain=plain)
-    gap_s, first_s = gap_p99(curve, 1), _prompt_s(pair, kind, prompt)
+    gap_s, first_s = gap_p99(curve, 1), _prompt_s(pair, kind, long_prompt)
     objectives = trials.objectives
     if placement.kv_tokens < prompt + output:
         return _Option(kind, None, math.inf, "its memory holds no request of the mean length", gap_s, first_s)
     if gap_s > objectives.inter_token_s or first_s > objectives.first_token_s:
-        why = f"alone on a target, a request has {first_s * 1e3:.0f} ms and {gap_s * 1e3:.1f} ms"
+        why = f"alone on a target, a long prompt takes {first_s * 1e3:.0f} ms and a token {gap_s * 1e3:.1f} ms"
         return _Option(kind, None, math.inf, why, gap_s, first_s)
     loads = [load for load in range(1, most + 1) if gap_p99(curve, load) <= objectives.inter_token_s]
     rates = [
         load / curve.mean(load, lambda p: p.mean_turn_s) * curve.mean(load, lambda p: p.mean_tokens) for load in loads
     ]
-    request_s = output / max(rates) + first_s
+    request_s = output / max(rates) + _prompt_s(pair, kind, prompt)
     least = max(1, math.ceil(trials.traffic.per_s * request_s))
     return _Option(kind, least, least * placement.price, "", gap_s, first_s)
 
@@ -146,7 +159,7 @@ def _prompt_s(pair: PairSettings, kind: Kind, prompt: float) -> float:
     """Seconds of a prompt's chunks on an idle target."""
     chunk = kind.settings().max_batch_tokens
     whole, rest = divmod(round(prompt), chunk)
-    return whole * pair.target.seconds(1, chunk) + (pair.target.seconds(1, rest) if rest else 0.0)
+    return whole * pair.target.prompt_seconds(chunk, 0) + (pair.target.prompt_seconds(rest, 0) if rest else 0.0)
 
 
 def _tell(tell: Callable[[str], None], label: str, what: str) -> None:
@@ -185,12 +198,20 @@ def _fewest_for(scopes: Sequence[Scope], kind: Kind, num_zones: int) -> int:
 
 
 def _figures(
-    trials: Trials, kind: Kind, num: int, seeds: Sequence[int], scope: Scope | None, tell: Callable[[str], None]
+    trials: Trials,
+    kind: Kind,
+    num: int,
+    seeds: Sequence[int],
+    scope: Scope | None,
+    tell: Callable[[str], None],
+    *,
+    is_rolled: bool = False,
 ) -> Figures:
     runs, scale = [], 1.0
+    situation = "rolling update" if is_rolled else scope or "undisturbed"
     for number, seed in enumerate(seeds, 1):
-        tell(f"{num} targets, {scope or 'undisturbed'}: run {number} of {len(seeds)}")
-        run, scale = trials.run(kind, num, seed, scope)
+        tell(f"{num} targets, {situation}: run {number} of {len(seeds)}")
+        run, scale = trials.run(kind, num, seed, scope, is_rolled=is_rolled)
         runs.append(run)
     return Figures.of(runs, scale)
 
@@ -199,9 +220,14 @@ def _impossible(options: Sequence[_Option], trials: Trials) -> PlanImpossible:
     gap = min(options, key=lambda option: option.best_gap_s)
     first = min(options, key=lambda option: option.best_first_s)
     objectives = trials.objectives
+    if any(option.least is not None for option in options):
+        where = f" with {' or '.join(trials.scopes)} gone" if trials.scopes else ""
+        cause = f"this traffic at any tried number of targets{where}, though a target alone would"
+    else:
+        cause = "a single request"
     return PlanImpossible(
         f"no deployment holds {objectives.first_token_s * 1e3:g} ms to the first token and "
-        f"{objectives.inter_token_s * 1e3:g} ms between tokens (p99): possible are at best "
+        f"{objectives.inter_token_s * 1e3:g} ms between tokens (p99) for {cause}: possible are at best "
         f"{first.best_first_s * 1e3:.3g} ms ({first.kind.placement.label}) and {gap.best_gap_s * 1e3:.3g} ms "
         f"({gap.kind.placement.label}), each alone and without load"
     )

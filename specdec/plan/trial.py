@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from specdec.coordinator.tenants.quotas import Allowance, QuotaRate
 from specdec.plan.deployment import BATCH_TOKENS, MOST_BATCH, Deployment, Placement
 from specdec.plan.inputs.traffic import Traffic
 from specdec.plan.simulation.coordinator import CoordinatorSettings
 from specdec.plan.simulation.curve import ReplicaCurve
-from specdec.plan.simulation.faults import Loss, Scope
+from specdec.plan.simulation.faults import Event, Loss, Rollout, Scope
 from specdec.plan.simulation.fleet import Clients, FleetPlan, FleetRun, FleetSimulation
 from specdec.plan.simulation.tally import Interval
 from specdec.plan.simulation.target import TargetSettings
@@ -28,6 +29,10 @@ _SERVED = 0.995
 """Share of the requests that must end well."""
 _RESTART_S = 120.0
 """Seconds until a lost part serves again: longer than a trial looks, so that it must do without."""
+
+
+_DRAIN_S = 60.0
+"""Seconds that a target drains (the chart's `target.drainSeconds`), and that its successor takes to serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,8 @@ class Figures:
     busy: Interval
     kv_share: Interval
     sessions: Interval
+    tenants: Mapping[str, tuple[Interval, Interval]]
+    """Output tokens per second, and refused requests per second, by tenant."""
 
     @classmethod
     def of(cls, runs: Sequence[FleetRun], scale: float = 1.0) -> Figures:
@@ -101,6 +108,13 @@ class Figures:
             busy=over([run.busy for run in runs]),
             kv_share=over([run.kv_share for run in runs]),
             sessions=over([scale * run.mean_sessions for run in runs]),
+            tenants={
+                tenant: (
+                    over([scale * run.tally.tokens_of[tenant] / run.seconds for run in runs]),
+                    over([scale * run.tally.refused_of[tenant] / run.seconds for run in runs]),
+                )
+                for tenant in sorted({name for run in runs for name in run.tally.tokens_of | run.tally.refused_of})
+            },
         )
 
 
@@ -115,6 +129,8 @@ class Trials:
     """Losses that a deployment must bear, each alone."""
     hop_s: float = 0.0005
     loss: float = 0.0
+    allowances: Mapping[str, Allowance] = field(default_factory=dict)
+    """Quotas and weights by tenant."""
     num_runs: int = field(default=0)
     """Fleets simulated so far."""
 
@@ -127,10 +143,12 @@ class Trials:
         factor: float = 1.0,
         *,
         is_rough: bool = False,
+        is_rolled: bool = False,
     ) -> tuple[FleetRun, float]:
         """Simulate a fleet, or a slice of it; returns the run, and the fleet over the slice.
 
-        `factor`: the traffic over what was asked; `is_rough`: with fewer requests.
+        `factor`: the traffic over what was asked; `is_rough`: with fewer requests; `is_rolled`: meanwhile targets are
+        replaced one after the other.
         """
         self.num_runs += 1
         simulated = min(num_targets, MOST_SIMULATED)
@@ -151,15 +169,21 @@ class Trials:
                 max_waiting=max(256, most),
                 hop_s=self.hop_s,
                 loss=self.loss,
+                allowances=self.allowances if share == 1 else _shares(self.allowances, share),
             ),
             targets_per_node=kind.placement.per_node,
             num_zones=self.num_zones,
         )
         wanted = self.objectives
         clients = Clients(first_token_s=wanted.first_token_s, inter_token_s=wanted.inter_token_s)
-        losses = [] if scope is None else [Loss(scope=scope, at_s=seconds / 5, down_s=_RESTART_S + seconds)]
+        events: list[Event] = []
+        if scope is not None:
+            events.append(Loss(scope=scope, at_s=seconds / 5, down_s=_RESTART_S + seconds))
+        if is_rolled:
+            part_s = min(_DRAIN_S, seconds / 5)
+            events.append(Rollout(at_s=part_s, drain_s=part_s, start_s=part_s))
         simulation = FleetSimulation(plan, clients, seed)
-        return simulation.run(traffic.arrivals(seconds, seed), seconds, losses), 1 / share
+        return simulation.run(traffic.arrivals(seconds, seed), seconds, events), 1 / share
 
     def holds(self, kind: Kind, num_targets: int, seed: int) -> bool:
         """Whether a number of targets holds the objectives undisturbed, and with each loss."""
@@ -181,3 +205,16 @@ class Trials:
             tokens_per_s=figures.tokens_per_s.mean,
             spare=1 if self.scopes else 0,
         )
+
+
+def _shares(allowances: Mapping[str, Allowance], share: float) -> dict[str, Allowance]:
+    """What a slice of a fleet has of the quotas."""
+    return {
+        tenant: allowance
+        if allowance.quota is None
+        else replace(
+            allowance,
+            quota=QuotaRate(allowance.quota.tokens_per_s * share, max(1.0, allowance.quota.burst_tokens * share)),
+        )
+        for tenant, allowance in allowances.items()
+    }

@@ -23,6 +23,9 @@ class Flat:
     def seconds(self, num_sequences: int, num_rows: int) -> float:
         return self.step_s
 
+    def prompt_seconds(self, num_rows: int, num_sequences: int) -> float:
+        return 0.0 if num_sequences else self.step_s
+
 
 def flat_curve(step_s: float, most_sessions: int = 64, tokens: int = 1) -> ReplicaCurve:
     """Turns of one length, each with `tokens` for each session."""

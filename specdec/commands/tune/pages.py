@@ -112,6 +112,8 @@ def results(measured: Measurements, advice: Advice) -> dict[str, Any]:
         "curves": curves(measured, choice, loads),
         "target_step_ms": measured.target.ms,
         "draft_step_ms": measured.draft.ms,
+        "target_prompt_ms": dict(measured.target_prompt_ms),
+        "draft_prompt_ms": dict(measured.draft_prompt_ms),
         "outside_ms": dict(measured.outside_ms),
         "survival": _survival(measured.outputs),
     }

@@ -36,6 +36,9 @@ class Measurements:
     """Steps of one row per sequence; a tree with two heads is two sequences."""
     outputs: Mapping[float, Sequence[Agreement]]
     """Agreement by temperature."""
+    target_prompt_ms: Mapping[int, float] = field(default_factory=dict)
+    """Milliseconds of a step over one prompt's chunk, by its tokens."""
+    draft_prompt_ms: Mapping[int, float] = field(default_factory=dict)
     is_parallel: bool = True
     """Whether draft and target run at the same time, on their own devices or cores."""
     outside_ms: Mapping[int, float] = field(default_factory=dict)

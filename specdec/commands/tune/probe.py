@@ -33,6 +33,7 @@ from specdec.wire.sampling_params import SamplingParams
 
 CONTEXT = 256
 _WARMUP, _REPEATS, _MOST_S = 3, 15, 1.0
+_PROMPT_REPEATS = 3
 _NUM_RANKS, _NUM_SPARSE, _NUM_TARGET_TOP = 8, 64, 128
 """Searched ranks of the draft's order; tokens kept of the draft's distribution, as in serving; and of the target's."""
 _AT_ONCE = 8
@@ -44,8 +45,9 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     """Measure step times, and outputs (of a target) or agreement with outputs (of a draft).
 
     The task has `settings` (of the engine), `sequences` and `rows` (numbers to measure), `candidates` (drawn per row),
-    and optionally `prompts`, `temperatures` and `max_tokens`, or a target's `outputs`. A draft with another tokenizer
-    has `target_model`: its steps and its agreement are then those of the shared tokens. Raises EngineError.
+    and optionally `prompt_rows` (lengths of a prompt's chunks to measure), and `prompts`, `temperatures` and
+    `max_tokens`, or a target's `outputs`. A draft with another tokenizer has `target_model`: its steps and its
+    agreement are then those of the shared tokens. Raises EngineError.
     """
     settings = EngineSettings(**task["settings"])
     _tell(f"loading {settings.model}")
@@ -67,6 +69,11 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
             if rows == 1 or count * rows <= settings.max_batch_tokens
         }
         for count in task["sequences"]
+    }
+    found["prompt_ms"] = {
+        rows: _prompt_ms(engine, runner, num_ids, rows)
+        for rows in task.get("prompt_rows", ())
+        if rows <= min(settings.max_batch_tokens, runner.max_model_len - 1)
     }
     return found
 
@@ -248,6 +255,22 @@ def _step_ms(
     for seq in sequences:
         engine.free(seq)
     return statistics.median(times_s[_WARMUP:]) * 1e3
+
+
+def _prompt_ms(engine: Engine, runner: ModelRunner, num_ids: int, num_rows: int) -> float:
+    """Median milliseconds of a step over `num_rows` tokens of one prompt, without sampling."""
+    _tell(f"a prompt's chunk of {num_rows} tokens")
+    times_s = []
+    for repeat in range(_PROMPT_REPEATS):
+        # Another first token each time: no block of it is cached.
+        seq = engine.add([(repeat + 7 * at) % num_ids for at in range(num_rows)], num_prompt_tokens=num_rows)
+        started_s = time.perf_counter()
+        if engine.step() is None or seq.num_pending_tokens:
+            raise EngineError(f"a prompt of {num_rows} tokens does not fit a step")
+        _synchronize(runner)
+        times_s.append(time.perf_counter() - started_s)
+        engine.free(seq)
+    return statistics.median(times_s) * 1e3
 
 
 def _synchronize(runner: ModelRunner) -> None:

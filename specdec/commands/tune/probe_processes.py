@@ -21,6 +21,7 @@ from specdec.commands.up.devices import count_gpus, plan_devices
 from specdec.commands.up.plan import Placement
 
 ROWS = (1, 2, 4, 8, 16, 33)
+_PROMPT_ROWS = (32, 128, 512)
 _SEQUENCES = (1, 2, 4, 8, 16)
 _WORTH = 1.03
 """Ratio of step times up to which half of the cores are enough."""
@@ -93,7 +94,7 @@ def measure_pair(
     Raises ClusterFailed with the engine's error.
     """
     sequences = sorted({*_SEQUENCES[: 1 + sum(count < max(questions.loads) for count in _SEQUENCES)], *questions.loads})
-    task: dict[str, Any] = {"sequences": sequences, "rows": ROWS, "candidates": 1}
+    task: dict[str, Any] = {"sequences": sequences, "rows": ROWS, "prompt_rows": _PROMPT_ROWS, "candidates": 1}
     asked = {} if known is not None else {
         "prompts": list(questions.prompts),
         "temperatures": list(questions.temperatures),
@@ -101,19 +102,22 @@ def measure_pair(
     }  # fmt: skip
     settings = _settings(questions.target_model, where.target_device, where.target_cores)
     target = run_probe(task | {"settings": settings} | asked, where.target_cores, tell)
-    steps = _times(target)
+    steps, prompt_ms = _times(target), _prompt_ms(target)
     fewer = where.target_cores[: len(where.target_cores) // 2]
     if fewer and where.placement == "apart":
         settings = _settings(questions.target_model, where.target_device, fewer)
-        other = _times(run_probe(task | {"settings": settings}, fewer, tell))
+        on_fewer = run_probe(task | {"settings": settings}, fewer, tell)
+        other = _times(on_fewer)
         if all(other.of(load, 8) <= _WORTH * steps.of(load, 8) for load in questions.loads):
             steps, where = other, dataclasses.replace(where, target_cores=fewer)
+            prompt_ms = _prompt_ms(on_fewer)
     draft = run_probe(
         {
             "settings": _settings(questions.draft_model, where.draft_device, where.draft_cores),
             "outputs": target.get("outputs", []),
             "sequences": sequences if len(sequences) > 1 else [*sequences, 2 * sequences[0]],
             "rows": [1],
+            "prompt_rows": _PROMPT_ROWS,
             "candidates": 3,
             "target_model": questions.target_model if questions.is_translated else None,
         },
@@ -121,7 +125,15 @@ def measure_pair(
         tell,
     )
     if known is not None:
-        return dataclasses.replace(known, target=steps, draft=_times(draft), is_parallel=where.is_parallel), where
+        changed = dataclasses.replace(
+            known,
+            target=steps,
+            draft=_times(draft),
+            target_prompt_ms=prompt_ms,
+            draft_prompt_ms=_prompt_ms(draft),
+            is_parallel=where.is_parallel,
+        )
+        return changed, where
     if not draft["agreement"]:
         raise ClusterFailed(
             f"no output fits the draft's context of {draft['max_model_len']} tokens: shorten the prompts"
@@ -129,7 +141,14 @@ def measure_pair(
     outputs: dict[float, list[Agreement]] = {temperature: [] for temperature in questions.temperatures}
     for found in draft["agreement"]:
         outputs[found["temperature"]].append(Agreement(tuple(found["ranks"]), tuple(found["overlaps"])))
-    measured = Measurements(target=steps, draft=_times(draft), outputs=outputs, is_parallel=where.is_parallel)
+    measured = Measurements(
+        target=steps,
+        draft=_times(draft),
+        outputs=outputs,
+        target_prompt_ms=prompt_ms,
+        draft_prompt_ms=_prompt_ms(draft),
+        is_parallel=where.is_parallel,
+    )
     return measured, where
 
 
@@ -141,6 +160,10 @@ def _times(found: Mapping[str, Any]) -> StepTimes:
     return StepTimes({
         int(count): {int(num): float(ms) for num, ms in rows.items()} for count, rows in found["step_ms"].items()
     })  # fmt: skip
+
+
+def _prompt_ms(found: Mapping[str, Any]) -> dict[int, float]:
+    return {int(rows): float(ms) for rows, ms in found["prompt_ms"].items()}
 
 
 def run_probe(task: Mapping[str, Any], cores: Sequence[int], tell: Callable[[str], None]) -> dict[str, Any]:

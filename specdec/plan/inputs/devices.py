@@ -7,6 +7,9 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+_LEAST_PRICE, _MOST_PRICE = 1e-4, 1e6
+"""Dollars per hour. Prices of 0 would make all deployments equally cheap."""
+
 
 class PlanImpossible(Exception):
     """The input leaves no plan; the message says what would be possible, in one line."""
@@ -95,6 +98,9 @@ def _price(name: str, text: str) -> float:
         price = float(text)
     except ValueError:
         price = math.nan
-    if not (math.isfinite(price) and price >= 0):
-        raise PlanImpossible(f"the price {text[:20]!r} of {name} is not a number from 0, in dollars per hour")
+    if not _LEAST_PRICE <= price <= _MOST_PRICE:
+        raise PlanImpossible(
+            f"the price {text[:20]!r} of {name[:40]} is not a number from {_LEAST_PRICE:g} to {_MOST_PRICE:,.0f}, in "
+            "dollars per hour"
+        )
     return price

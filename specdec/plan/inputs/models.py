@@ -12,6 +12,8 @@ from specdec.plan.inputs.devices import PlanImpossible
 
 _BYTES = 2
 """Bytes of a weight and of an element of keys and values: bfloat16."""
+_DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of architectures that decode; the last one, of models that also see or hear."""
 _MOST = 1_000_000_000
 """Most that a size in a config may be."""
 
@@ -82,7 +84,7 @@ def read_model(path: Path) -> ModelSizes:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no JSON"
         raise PlanImpossible(f"{file} cannot be read ({why}): name a model's folder, or its config.json") from error
     if not isinstance(config, Mapping):
@@ -90,8 +92,22 @@ def read_model(path: Path) -> ModelSizes:
     return model_of(config, path.name if path.is_dir() else path.parent.name or path.stem)
 
 
+def _check_kind(config: Mapping[str, Any], name: str) -> None:
+    """Raise PlanImpossible for a model that is no decoder: its sizes would be taken for one's."""
+    named = config.get("architectures")
+    architectures = [str(each) for each in named] if isinstance(named, list) else []
+    if config.get("is_encoder_decoder") is True:
+        what = "an encoder and a decoder"
+    elif architectures and not any(each.endswith(_DECODERS) for each in architectures):
+        what = architectures[0][:60]
+    else:
+        return
+    raise PlanImpossible(f"config.json of {name}: the model is {what}; a plan needs a decoder alone, such as Llama")
+
+
 def model_of(config: Mapping[str, Any], name: str) -> ModelSizes:
     """Sizes of a config as transformers writes it. Raises PlanImpossible."""
+    _check_kind(config, name)
     text = config.get("text_config")
     fields = {**config, **text} if isinstance(text, Mapping) else config
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from specdec.commands.tune.measured import StepTimes
 from specdec.plan.inputs.devices import Device, PlanImpossible
@@ -30,6 +32,7 @@ PLAIN_GAP_S, GAP_S = 80e-6, 250e-6
 a 2-core AMD EPYC."""
 GAP_OF_STREAM_S = 18e-6
 """Seconds that each sequence but the first adds to the wait of plain steps, by `bench.host`."""
+_MOST_DEPTHS = 64
 ALL_REDUCE_S = 12e-6
 """Seconds of a sum over ranks, of a few rows over NVLink; a layer has two."""
 
@@ -39,6 +42,9 @@ class StepTable(Protocol):
 
     def seconds(self, num_sequences: int, num_rows: int) -> float:
         """Seconds of a step over `num_sequences`, `num_rows` rows in all, with the time outside of steps."""
+
+    def prompt_seconds(self, num_rows: int, num_sequences: int) -> float:
+        """Seconds that `num_rows` rows of prompts add to a step over `num_sequences` that decode; 0: a step of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,14 @@ class Roofline:
         if known is None:
             known = self._known[num_sequences, num_rows] = self._computed(num_sequences, num_rows)
         return known
+
+    def prompt_seconds(self, num_rows: int, num_sequences: int) -> float:
+        """See `StepTable.prompt_seconds`."""
+        if not num_sequences:
+            return self.seconds(1, num_rows)
+        return max(
+            0.0, self.seconds(num_sequences, num_sequences + num_rows) - self.seconds(num_sequences, num_sequences)
+        )
 
     def _computed(self, num_sequences: int, num_rows: int) -> float:
         model, ranks = self.model, self.num_ranks
@@ -85,6 +99,8 @@ class MeasuredSteps:
 
     times: StepTimes
     outside_ms: Mapping[int, float] = field(default_factory=dict)
+    prompt_ms: Mapping[int, float] = field(default_factory=dict)
+    """Of a step over one prompt's chunk, by its tokens; empty: as rows that are verified."""
 
     def seconds(self, num_sequences: int, num_rows: int) -> float:
         """See `StepTable.seconds`; between measured points the time is interpolated."""
@@ -92,10 +108,23 @@ class MeasuredSteps:
         rows_each = max(1.0, num_rows / num_sequences)
         low = math.floor(rows_each)
         below, above = self.times.of(num_sequences, low), self.times.of(num_sequences, low + 1)
-        outside = 0.0
-        if self.outside_ms:
-            outside = self.outside_ms[min(self.outside_ms, key=lambda known: abs(known - num_sequences))]
-        return (max(least_ms, below + (above - below) * (rows_each - low)) + outside) / 1e3
+        return (max(least_ms, below + (above - below) * (rows_each - low)) + self._outside_ms(num_sequences)) / 1e3
+
+    def prompt_seconds(self, num_rows: int, num_sequences: int) -> float:
+        """See `StepTable.prompt_seconds`."""
+        row_ms = self.times.of(1, 1)
+        if self.prompt_ms:
+            alone_ms = max(row_ms, StepTimes({1: {1: row_ms, **self.prompt_ms}}).of(1, num_rows))
+        else:
+            alone_ms = 1e3 * self.seconds(1, num_rows) - self._outside_ms(1)
+        return (alone_ms + self._outside_ms(1) if not num_sequences else max(0.0, alone_ms - row_ms)) / 1e3
+
+    def _outside_ms(self, num_sequences: int) -> float:
+        """Between measured numbers of sequences by interpolation; beyond them as the nearest one's."""
+        if not self.outside_ms:
+            return 0.0
+        known = sorted(self.outside_ms)
+        return float(np.interp(num_sequences, known, [self.outside_ms[each] for each in known]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +144,20 @@ def read_measured(path: Path, temperature: float) -> Measured:
         found = report["tune"]
         outside = {int(load): float(ms) for load, ms in found["outside_ms"].items()}
         survivals = {float(at): by_mode["coupled"] for at, by_mode in found["survival"].items()}
-        target, draft = (MeasuredSteps(_times(found[name])) for name in ("target_step_ms", "draft_step_ms"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        target, draft = (
+            MeasuredSteps(_times(found[f"{role}_step_ms"]), prompt_ms=_prompt_ms(found.get(f"{role}_prompt_ms", {})))
+            for role in ("target", "draft")
+        )
+        acceptances = {at: conditional([_share(each) for each in found]) for at, found in survivals.items()}
+        if not all(math.isfinite(ms) and ms >= 0 for ms in outside.values()):
+            raise ValueError("a time of outside_ms from 0")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else f"{error} is missing or no number"
         raise PlanImpossible(f"{path}: {why}; `specdec tune --report FOLDER` writes specdec-tune.json") from error
-    if temperature not in survivals:
-        known = ", ".join(f"{at:g}" for at in survivals)
+    if temperature not in acceptances:
+        known = ", ".join(f"{at:g}" for at in acceptances)
         raise PlanImpossible(f"{path} has no acceptance at temperature {temperature:g}, only at {known}")
-    return Measured(MeasuredSteps(target.times, outside), draft, conditional(survivals[temperature]))
+    return Measured(replace(target, outside_ms=outside), draft, acceptances[temperature])
 
 
 def _times(ms: Mapping[str, Any]) -> StepTimes:
@@ -132,6 +167,21 @@ def _times(ms: Mapping[str, Any]) -> StepTimes:
     if not all(math.isfinite(each) and each > 0 for rows in times.ms.values() for each in rows.values()):
         raise ValueError("a step time above 0")
     return times
+
+
+def _share(value: object) -> float:
+    share = float(str(value))
+    if not 0 <= share <= 1:
+        raise ValueError("a share of survival from 0 to 1")
+    return share
+
+
+def _prompt_ms(ms: Mapping[str, Any]) -> dict[int, float]:
+    """Of a report before prompts were measured: none."""
+    found = {int(rows): float(each) for rows, each in ms.items()}
+    if not all(rows > 1 and math.isfinite(each) and each > 0 for rows, each in found.items()):
+        raise ValueError("a prompt's time above 0")
+    return found
 
 
 def conditional(survival: Sequence[float]) -> list[float]:
@@ -151,7 +201,7 @@ def acceptance_of(text: str) -> list[float]:
         found = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
         found = []
-    if not found or not all(0 <= share <= 1 for share in found):
+    if not found or len(found) > _MOST_DEPTHS or not all(0 <= share <= 1 for share in found):
         words = "must be shares from 0 to 1 by depth, such as 0.8,0.75,0.7: each if the tokens before were accepted"
         raise PlanImpossible(f"acceptance {text[:40]!r} {words}")
     return found

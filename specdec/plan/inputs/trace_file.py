@@ -1,108 +1,95 @@
-"""Traces as JSONL: Mooncake's, `vllm bench serve`'s datasets, and lists of times and lengths."""
+"""Traces: files with a line of JSON for each request (`trace_lines.py`), their order and their holes."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from specdec.plan.inputs.devices import PlanImpossible
+from specdec.plan.inputs.trace_lines import TIMES, LineRead, read_line
 from specdec.plan.inputs.traffic import Arrival, Trace
 
-_TIMES = (("timestamp", 1e-3), ("timestamp_ms", 1e-3), ("arrived_s", 1.0), ("time_s", 1.0), ("arrival_time", 1.0))
-"""Names of a request's time, with seconds per unit; Mooncake's `timestamp` is in milliseconds."""
-_PROMPTS = ("input_length", "prompt_len", "prompt_tokens", "num_prompt_tokens", "input_tokens")
-_OUTPUTS = ("output_length", "output_len", "output_tokens", "num_output_tokens", "expected_output_len", "max_tokens")
-_BYTES_PER_TOKEN = 4
-"""Bytes of a text per token, where a line has the text and no number."""
-_MOST_TOKENS = 1_000_000
-_MOST_ID = 1 << 126
+_MOST_LINE_CHARS = 1 << 28
+_MOST_REQUESTS = 5_000_000
 _HOLE_S = 60.0
 """Seconds without a request that are a hole, if they are also `_HOLE_GAPS` mean gaps and `_HOLE_SHARE` of the trace."""
 _HOLE_GAPS, _HOLE_SHARE = 100, 0.05
 
 
-def read_trace(path: Path, rate: float | None, *, keep_gaps: bool = False, seed: int = 0) -> Trace:
-    """Read a trace; lines without times arrive at random, `rate` per second.
+def read_trace(
+    path: Path, rate: float | None, *, keep_gaps: bool = False, seed: int = 0, timestamp_s: float = 1e-3
+) -> Trace:
+    """Read a trace; lines without times arrive at random, `rate` per second, and others are scaled to it.
+
+    `timestamp_s`: seconds of a unit of `timestamp`, where a line's time has that name and is a number.
 
     Raises PlanImpossible: names the line and the field, or the hole, and what would be possible.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
-        raise PlanImpossible(f"the trace {path} cannot be read: {why}") from error
-    found = [(number, _arrival(path, number, line)) for number, line in enumerate(lines, 1) if line.strip()]
+    found: list[tuple[int, Arrival]] = []
+    is_in_order, num_left_out = True, 0
+    for number, line in _lines(path, timestamp_s):
+        found += [(number, arrival) for arrival in line.arrivals]
+        is_in_order, num_left_out = is_in_order and line.is_in_order, num_left_out + line.num_left_out
+        if len(found) > _MOST_REQUESTS:
+            raise PlanImpossible(f"{path} has more than {_MOST_REQUESTS} requests: cut it")
     if not found:
-        raise PlanImpossible(f"the trace {path} is empty: it needs a line of JSON for each request")
-    numbers, requests = [number for number, _ in found], [request for _, request in found]
-    timed = [not math.isnan(request.at_s) for request in requests]
+        raise PlanImpossible(
+            f"the trace {path} is empty: it needs a line of JSON for each request, or the log of a coordinator with "
+            "--access-log"
+        )
+    timed = [not math.isnan(request.at_s) for _, request in found]
     if not any(timed):
-        return Trace(_spread(path, requests, rate, seed))
+        return Trace(_spread(path, [request for _, request in found], rate, seed))
     if not all(timed):
-        line = numbers[timed.index(False)]
-        raise PlanImpossible(f"{path}, line {line}: it has no time, and others do; one of {_names(_TIMES)} is needed")
-    for before, after, number in zip(requests, requests[1:], numbers[1:], strict=False):
+        line_number = found[timed.index(False)][0]
+        raise PlanImpossible(
+            f"{path}, line {line_number}: it has no time, and others do; one of {', '.join(TIMES)} is needed"
+        )
+    if not is_in_order:
+        found.sort(key=lambda each: each[1].at_s)
+    for (_, before), (number, after) in itertools.pairwise(found):
         if after.at_s < before.at_s:
             raise PlanImpossible(
                 f"{path}, line {number}: its time {after.at_s:g} s is before the line above; sort the trace by time"
             )
+    first_s = found[0][1].at_s
+    numbers, requests = [number for number, _ in found], [replace(each, at_s=each.at_s - first_s) for _, each in found]
+    if not requests[-1].at_s:
+        raise PlanImpossible(
+            f"{path} has no time between its first and last request, and so no rate: give a longer one, or one without "
+            "times and --rate"
+        )
     if not keep_gaps:
         _check_holes(path, requests, numbers)
-    first_s = requests[0].at_s
-    return Trace([replace(request, at_s=request.at_s - first_s) for request in requests])
+    trace = Trace(requests, num_left_out=num_left_out)
+    return trace if rate is None else trace.scaled(rate / trace.per_s)
 
 
-def _arrival(path: Path, number: int, line: str) -> Arrival:
+def _lines(path: Path, timestamp_s: float) -> Iterator[tuple[int, LineRead]]:
     try:
-        fields = json.loads(line)
-    except ValueError:
-        fields = None
-    if not isinstance(fields, Mapping):
-        raise PlanImpossible(f"{path}, line {number}: it is no JSON object; a trace has one in each line")
-    where = f"{path}, line {number}"
-    unit = next(((name, unit) for name, unit in _TIMES if fields.get(name) is not None), None)
-    at_s = math.nan if unit is None else _number(where, unit[0], fields[unit[0]], 0) * unit[1]
-    prompt = _length(where, fields, _PROMPTS)
-    if prompt is None and isinstance(text := fields.get("prompt"), str):
-        prompt = max(1, len(text.encode()) // _BYTES_PER_TOKEN)
-    output = _length(where, fields, _OUTPUTS)
-    for value, names in ((prompt, (*_PROMPTS, "prompt")), (output, _OUTPUTS)):
-        if value is None:
-            raise PlanImpossible(f"{where}: it has no length; one of {', '.join(names)} is needed")
-    hashes = fields.get("hash_ids", ())
-    prefix = (
-        tuple(each for each in hashes if isinstance(each, int) and abs(each) < _MOST_ID)
-        if isinstance(hashes, Sequence)
-        else ()
-    )
-    tenant = fields.get("tenant", "")
-    return Arrival(at_s, prompt or 1, output or 1, tenant if isinstance(tenant, str) else "", prefix)
-
-
-def _length(where: str, fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    name = next((each for each in names if fields.get(each) is not None), None)
-    return None if name is None else int(_number(where, name, fields[name], 1))
-
-
-def _number(where: str, name: str, value: object, least: float) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not least <= float(str(value)) or (least and float(str(value)) > _MOST_TOKENS):
-        most = f" to {_MOST_TOKENS}" if least else ""
-        raise PlanImpossible(f"{where}: {name} is {str(value)[:30]!r}, no number from {least:g}{most}")
-    return float(str(value))
+        with path.open(encoding="utf-8") as file:
+            for number in itertools.count(1):
+                line = file.readline(_MOST_LINE_CHARS)
+                if not line:
+                    return
+                if len(line) == _MOST_LINE_CHARS:
+                    raise PlanImpossible(f"{path}, line {number}: it has more than {_MOST_LINE_CHARS} characters")
+                if line.strip():
+                    yield number, read_line(f"{path}, line {number}", line, timestamp_s)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise PlanImpossible(f"the trace {path} cannot be read: {why}") from error
 
 
 def _spread(path: Path, requests: Sequence[Arrival], rate: float | None, seed: int) -> list[Arrival]:
     if rate is None:
-        raise PlanImpossible(f"{path} has no times: give --rate, or one of {_names(_TIMES)} in each line")
+        raise PlanImpossible(f"{path} has no times: give --rate, or one of {', '.join(TIMES)} in each line")
     times_s = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(requests)))
     return [replace(request, at_s=float(at - times_s[0])) for request, at in zip(requests, times_s, strict=True)]
 
@@ -119,7 +106,3 @@ def _check_holes(path: Path, requests: Sequence[Arrival], numbers: Sequence[int]
             f"{path} has a hole: nothing arrives from {requests[index].at_s:.0f} s to {requests[index + 1].at_s:.0f} s "
             f"(lines {numbers[index]} to {numbers[index + 1]}); cut the trace there, or keep it with --keep-gaps"
         )
-
-
-def _names(pairs: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(name for name, _ in pairs)

@@ -12,6 +12,7 @@ from numpy.random import Generator
 from specdec.plan.inputs.devices import PlanImpossible
 
 _MOST_TOKENS = 1_000_000
+_DRAWS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,10 @@ class Rate:
         every = np.concatenate(parts)
         return every[every < seconds]
 
+    def prompt_quantile(self, share: float) -> float:
+        """Tokens of a prompt that a share of the prompts does not exceed."""
+        return float(np.quantile(self.prompts.draw(np.random.default_rng(0), _DRAWS), share))
+
     def scaled(self, factor: float) -> Rate:
         """The same requests, `factor` times as often."""
         return replace(self, per_s=self.per_s * factor)
@@ -127,6 +132,8 @@ class Trace:
     """Recorded requests; times from 0."""
 
     requests: Sequence[Arrival]
+    num_left_out: int = 0
+    """Requests of the recording that are not here, as they have no lengths: they were refused or failed."""
     _factor: float = field(default=1.0)
 
     def arrivals(self, seconds: float, seed: int) -> list[Arrival]:
@@ -159,6 +166,10 @@ class Trace:
     def per_s(self) -> float:
         """Mean requests per second."""
         return self._factor * len(self.requests) / self.length_s
+
+    def prompt_quantile(self, share: float) -> float:
+        """Tokens of a prompt that a share of the prompts does not exceed."""
+        return float(np.quantile([request.prompt_tokens for request in self.requests], share))
 
     def scaled(self, factor: float) -> Trace:
         """The same requests, `factor` times as often."""

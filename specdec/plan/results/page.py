@@ -11,6 +11,7 @@ from specdec.plan.search import Found
 from specdec.plan.simulation.tally import Interval
 from specdec.plan.trial import Figures
 
+_MOST_TENANTS = 50
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222; background: #fff }
 table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .8em; border-bottom: 1px solid #ddd }
@@ -27,6 +28,7 @@ def tables_of(found: Found, points: Sequence[SweepPoint], parts: Sequence[Use]) 
         _figures(found),
         *([_curves(points)] if points else []),
         _parts(parts),
+        *([_tenants(found)] if len(found.figures.tenants) > 1 else []),
         _tried(found),
     ]
 
@@ -56,6 +58,8 @@ def _figures(found: Found) -> Table:
     table.add("undisturbed", *_cells(found.figures))
     for scope, figures in found.with_loss.items():
         table.add(f"{scope} gone", *_cells(figures))
+    if found.rolled is not None:
+        table.add("rolling update", *_cells(found.rolled))
     table.notes.append("Means of runs with other seeds, and half widths of their 95 % confidence intervals.")
     return table
 
@@ -83,6 +87,15 @@ def _parts(parts: Sequence[Use]) -> Table:
     table = Table("What is full first", ("part", "full"))
     for part in parts:
         table.add(part.part, f"{part.share:.0%}")
+    return table
+
+
+def _tenants(found: Found) -> Table:
+    table = Table("Tenants, undisturbed", ("tenant", "tokens/s", "refused requests/s"))
+    for tenant, (tokens, refused) in list(found.figures.tenants.items())[:_MOST_TENANTS]:
+        table.add(tenant or "(none)", _text(tokens, 1.0), _text(refused, 1.0))
+    if (num := len(found.figures.tenants)) > _MOST_TENANTS:
+        table.notes.append(f"The first {_MOST_TENANTS} of {num}.")
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,10 +45,12 @@ class CoordinatorSettings:
     shed_after_s: float | None = 2.0
     target_timeout_s: float = 30.0
     reconnect_backoff_max_s: float = 5.0
-    allowances: dict[str, Allowance] = field(default_factory=dict)
+    allowances: Mapping[str, Allowance] = field(default_factory=dict)
     """By tenant; others have no limits."""
     hop_s: float = 0.0005
     """A message between coordinator and target, one way."""
+    open_s: float = 0.0
+    """Processor seconds of a request apart from its verdicts; a process has one core, so requests begin in turn."""
     loss: float = 0.0
     """Share of openings whose packet is lost and sent again."""
 
@@ -135,8 +137,9 @@ class SimulatedCoordinator:
         targets: Sequence[SimulatedTarget],
         tally: RunTally,
         rng: np.random.Generator,
+        quotas: TokenQuotas,
     ) -> None:
-        """`targets`: those that it has links to at first."""
+        """`targets`: those that it has links to at first. `quotas`: of all coordinators, as Redis holds them."""
         self.name, self.zone = name, zone
         self.is_up = True
         self._loop = loop
@@ -155,8 +158,9 @@ class SimulatedCoordinator:
         self.attach(targets)
         self._router = PrefixRouter()
         self._shedding = LoadShedding(settings.shed_after_s, clock=loop.time)
-        self._limits = TenantLimits(TokenQuotas(clock=loop.time))
+        self._limits = TenantLimits(quotas)
         self._number = 0
+        self._core = asyncio.Lock()
         self.admission = AdmissionQueue(
             settings.max_running,
             settings.max_waiting,
@@ -197,7 +201,11 @@ class SimulatedCoordinator:
         request, settings = stream.request, self._settings
         allowance = settings.allowances.get(request.tenant, Allowance())
         self._number += 1
-        with self._limits.lease(request.tenant, f"{self.name}-{self._number}", allowance) as lease:
+        request_id = f"{self.name}-{self._number}"
+        if settings.open_s:
+            async with self._core:
+                await asyncio.sleep(settings.open_s)
+        with self._limits.lease(request.tenant, request_id, allowance) as lease:
             await lease.take_prompt(request.prompt_tokens)
             claim = Claim(
                 tenant=request.tenant,

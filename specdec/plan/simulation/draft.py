@@ -10,6 +10,8 @@ from specdec.drafting.role.growth import GrowthPolicy
 from specdec.v1 import common_pb2 as pb
 
 VOCABULARY = 1024
+_CHUNK_TOKENS = 512
+"""Tokens of prompts in a step, at most (`max_batch_tokens`)."""
 _SURE = 255
 """Byte of the score 1."""
 
@@ -48,6 +50,32 @@ class SimulatedDraft:
     growth: GrowthPolicy
     rng: random.Random
     chains: dict[str, Chain] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)
+    """Tokens of prompts that are not computed, by session; a session has its prompt here or a chain."""
+
+    def open(self, session_id: str, prompt_tokens: int) -> None:
+        """A session comes with its prompt."""
+        self.prompts[session_id] = prompt_tokens
+
+    def close(self, session_id: str) -> None:
+        """A session has ended."""
+        self.prompts.pop(session_id, None)
+        self.chains.pop(session_id, None)
+
+    def take_chunk(self) -> int:
+        """Take the tokens of prompts that the next step computes; returns their number."""
+        num_rows = 0
+        for session_id, left in self.prompts.items():
+            part = min(left, _CHUNK_TOKENS - num_rows)
+            num_rows += part
+            self.prompts[session_id] = left - part
+        return num_rows
+
+    def begin_chains(self, position: Callable[[str], int]) -> None:
+        """Prompts are computed: their sessions' chains begin at `position`, where the target is by now."""
+        for session_id in [each for each, left in self.prompts.items() if not left]:
+            del self.prompts[session_id]
+            self.chains[session_id] = Chain(position(session_id))
 
     def score(self, depth: int) -> float:
         """The draft's estimate for a node at a depth: its acceptance."""
@@ -96,7 +124,7 @@ class SimulatedDraft:
     def commit(self, session_id: str, position: int, *, is_suspended: bool, credit: int) -> None:
         """The target has committed the tokens before `position`: keep the guesses that go on from there."""
         chain = self.chains.get(session_id)
-        if chain is None:
+        if chain is None or position < chain.position:
             return
         num_new = position - chain.position
         is_followed = len(chain.are_right) >= num_new and all(chain.are_right[:num_new])

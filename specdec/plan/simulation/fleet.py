@@ -12,10 +12,12 @@ import simpy
 
 from specdec.client.resuming import SPREAD
 from specdec.coordinator.replicas.subset import Subset
+from specdec.coordinator.tenants.quotas import TokenQuotas
 from specdec.plan.inputs.traffic import Arrival
 from specdec.plan.simulation.autoscaler import Autoscaler, ScalingRule
 from specdec.plan.simulation.clock import SimulatedLoop
 from specdec.plan.simulation.coordinator import CoordinatorSettings, SimulatedCoordinator
+from specdec.plan.simulation.core import SharedCore
 from specdec.plan.simulation.faults import Event, happen
 from specdec.plan.simulation.tally import RunTally
 from specdec.plan.simulation.target import SimulatedTarget, Stream, TargetSettings
@@ -40,6 +42,8 @@ class FleetPlan:
     num_zones: int = 1
     subset_size: int | None = None
     """The coordinators' setting: targets that each has links to on average; None: all."""
+    targets_per_core: int = 1
+    """Targets that share one processor, as two CPU replicas of a small machine do."""
     scaling: ScalingRule | None = None
     """Rule by which targets come and go; `num_targets` are there at first."""
 
@@ -86,6 +90,9 @@ class FleetSimulation:
         self._clients = clients
         self._plan = plan
         self._rng = np.random.default_rng([seed, 0])
+        self._quotas = TokenQuotas(clock=self.loop.time)
+        num_cores = -(-plan.num_targets // plan.targets_per_core) if plan.targets_per_core > 1 else 0
+        self._cores = [SharedCore(self.env) for _ in range(num_cores)]
         self.targets = [self._target(number, seed) for number in range(plan.num_targets)]
         self.coordinators = [self._coordinator(number, seed) for number in range(plan.num_coordinators)]
         self._subsets = [Subset(plan.subset_size, lambda: float(self.env.now)) for _ in self.coordinators]
@@ -132,12 +139,13 @@ class FleetSimulation:
             settings=self._plan.target,
             tally=self.tally,
             rng=np.random.default_rng([seed, 1, number]),
+            core=self._cores[number // self._plan.targets_per_core] if self._cores else None,
         )
 
     def _coordinator(self, number: int, seed: int) -> SimulatedCoordinator:
         zone, rng = f"z{number % self._plan.num_zones}", np.random.default_rng([seed, 2, number])
         return SimulatedCoordinator(
-            f"c{number}", zone, self.loop, self._plan.coordinator, self.targets, self.tally, rng
+            f"c{number}", zone, self.loop, self._plan.coordinator, self.targets, self.tally, rng, self._quotas
         )
 
     def _discover(self) -> Generator[simpy.Event, Any, None]:
@@ -182,6 +190,7 @@ class FleetSimulation:
                 tally.num_refused_calls += 1
                 if num_tries == clients.retries:
                     tally.refusals[error.reason] += 1
+                    tally.refused_of[request.tenant] += 1
                     return
                 num_tries += 1
                 await asyncio.sleep(max(_LEAST_RETRY_S, error.retry_after_s))
@@ -197,6 +206,7 @@ class FleetSimulation:
     def _ended(self, stream: Stream) -> None:
         tally, clients = self.tally, self._clients
         tally.num_ended += 1
+        tally.last_end_s = self.loop.time()
         tally.tokens_of[stream.request.tenant] += stream.request.output_tokens
         if stream.first_s is None or stream.last_s is None:
             return

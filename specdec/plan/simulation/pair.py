@@ -15,7 +15,7 @@ from specdec.drafting.role.growth import GrowthPolicy
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.sequence import Sequence as EngineSequence
 from specdec.plan.inputs.step_times import StepTable
-from specdec.plan.simulation.draft import VOCABULARY, Chain, SimulatedDraft, token_at
+from specdec.plan.simulation.draft import VOCABULARY, SimulatedDraft, token_at
 from specdec.replica.worker.sessions import Owner
 from specdec.target_service.pacing.pacing import Pacing
 from specdec.target_service.session import SessionState, SessionTimes, TargetSession
@@ -56,6 +56,10 @@ class PairSettings:
     """Seconds of a message between target and draft, one way."""
     loss: float = 0.0
     """Share of messages of which a packet is lost and sent again; later ones wait behind it."""
+    prompt_tokens: float = 0.0
+    """Tokens of each session's prompt, which the draft computes before it drafts for it."""
+    verdict_s: float = 0.0
+    """Processor seconds of the services per verdict, where they share the draft's core; 0: it is the draft's own."""
     max_draft_tokens: int = 8
     max_ahead_tokens: int = 16
 
@@ -96,6 +100,9 @@ class Pair:
         self._arrived = self.env.event()
         self._wanted = self.env.event()
         self._cost_s = 0.0
+        self._host_s = self._host_told_s = 0.0
+        """Seconds of the services' work that the draft's core has before it, and when they were counted."""
+        self._is_draft_idle = False
         self._last_s = {"to the draft": 0.0, "to the target": 0.0}
         """Arrival of the latest message, by direction."""
         self._by_id: dict[str, TargetSession] = {}
@@ -140,7 +147,8 @@ class Pair:
         session.decided(float(self.env.now))
         self._by_id[session.session_id] = session
         if self._speculates:
-            self._draft.chains[session.session_id] = Chain(1)
+            self._draft.open(session.session_id, round(self._settings.prompt_tokens))
+            self._wake_draft()
         return session
 
     def _steps(self) -> Generator[simpy.Event, Any, None]:
@@ -192,6 +200,7 @@ class Pair:
         num_committed = [self._decide(session, chosen.get(session.session_id, []), now_s) for session in self.sessions]
         pacing.observe_step(num_rows, step_s)
         pacing.expectations.observe_rate(sum(num_committed), turn_s)
+        self._add_host_work(self._settings.verdict_s * len(self.sessions))
         pacing.gate.observe_turn(
             gates,
             num_tokens=num_committed,
@@ -230,7 +239,7 @@ class Pair:
         if walk.finish_reason:
             session.finish()
             del self._by_id[session.session_id]
-            self._draft.chains.pop(session.session_id, None)
+            self._draft.close(session.session_id)
         elif self._speculates:
             credit = pacing.draft_credit(self._settings.max_draft_tokens)
             position = session.num_tokens
@@ -267,18 +276,36 @@ class Pair:
         assert table is not None
         while True:
             session_ids = self._draft.growing()
-            if not session_ids:
+            if not session_ids and not self._draft.prompts:
                 self._wanted = self.env.event()
+                self._add_host_work(0.0)
+                self._is_draft_idle = True
                 yield self._wanted
+                self._add_host_work(0.0)
+                self._is_draft_idle = False
                 continue
-            num_rows = max(1, round(len(session_ids) * share))
-            step_s = table.seconds(num_rows, num_rows)
-            yield self.env.timeout(step_s)
+            num_rows = max(1, round(len(session_ids) * share)) if session_ids else 0
+            step_s = table.seconds(num_rows, num_rows) if num_rows else 0.0
+            if chunk := self._draft.take_chunk():
+                step_s += table.prompt_seconds(max(1, round(chunk * share)), num_rows)
             self.tally.draft_busy_s += step_s
+            step_s, self._host_s = step_s + self._host_s, 0.0
+            yield self.env.timeout(step_s)
+            self._draft.begin_chains(self._num_tokens)
             for session_id in self._draft.grow(session_ids):
                 if self._draft.due(session_id):
                     proposal = self._draft.proposal(session_id, round(step_s * 1e6))
                     self.env.process(self._deliver(session_id, proposal.SerializeToString()))
+
+    def _add_host_work(self, seconds: float) -> None:
+        """The services' work is done while the draft is idle, or delays its next step."""
+        now_s = float(self.env.now)
+        if self._is_draft_idle:
+            self._host_s = max(0.0, self._host_s - (now_s - self._host_told_s))
+        self._host_s, self._host_told_s = self._host_s + seconds, now_s
+
+    def _num_tokens(self, session_id: str) -> int:
+        return self._by_id[session_id].num_tokens
 
     def _deliver(self, session_id: str, proposal: bytes) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(self._way_s("to the target"))
@@ -298,6 +325,9 @@ class Pair:
         if not pacing.expectations.is_worth_asking(DRAFT_MODEL, asks, self._cost_s):
             return 0.0
         credit, drafted_s, last_step_s = pacing.draft_credit(self._settings.max_draft_tokens), 0.0, 0.0
+        while chunk := self._draft.take_chunk():
+            drafted_s += table.prompt_seconds(chunk, 0)
+        self._draft.begin_chains(self._num_tokens)
         for _ in range(credit):
             growing = [s.session_id for s in wanted if len(self._draft.chains[s.session_id].are_right) < credit]
             if not growing:

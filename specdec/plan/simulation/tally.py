@@ -12,6 +12,7 @@ import numpy as np
 
 _LEAST_S, _PER_DECADE, _DECADES = 1e-5, 200, 9
 """Shortest time that is told apart, classes per tenfold (1.2 % each), and tenfolds up to the longest time."""
+_OF_QUOTAS = ("QUOTA_EXCEEDED", "TOO_MANY_REQUESTS_OF_TENANT")
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Student's t for 95 %, by degrees of freedom from 1."""
 
@@ -35,6 +36,10 @@ class TimeCounts:
         """Count one time."""
         index = int(math.log10(max(time_s, _LEAST_S) / _LEAST_S) * _PER_DECADE)
         self._counts[min(index, len(self._counts) - 1)] += weight
+
+    def merge(self, other: TimeCounts) -> None:
+        """Add the counts of another run."""
+        self._counts += other._counts
 
     def quantile(self, share: float) -> float:
         """Seconds below which a share of the times lies, within 1.2 %; 0.0 without times."""
@@ -61,11 +66,15 @@ class RunTally:
     queued: TimeCounts = field(default_factory=TimeCounts)
     num_arrived: int = 0
     num_ended: int = 0
+    last_end_s: float = 0.0
+    """When the last request ended."""
     num_tokens: int = 0
     tokens_of: Counter[str] = field(default_factory=Counter)
     """Output tokens by tenant."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Requests given up after their retries, by the last refusal's reason."""
+    refused_of: Counter[str] = field(default_factory=Counter)
+    """The same by tenant."""
     failures: Counter[str] = field(default_factory=Counter)
     num_refused_calls: int = 0
     """Refusals, those with a retry after them included."""
@@ -83,8 +92,12 @@ class RunTally:
 
     @property
     def served_share(self) -> float:
-        """Share of the requests that have come to an end which ended well; 1.0 without any."""
-        lost = sum(self.refusals.values()) + sum(self.failures.values())
+        """Share of the requests that have come to an end which ended well; 1.0 without any.
+
+        Requests above their tenant's quota do not count: they are refused as is wanted.
+        """
+        of_quotas = sum(self.refusals[reason] for reason in _OF_QUOTAS)
+        lost = sum(self.refusals.values()) - of_quotas + sum(self.failures.values())
         return self.num_ended / (self.num_ended + lost) if self.num_ended + lost else 1.0
 
 

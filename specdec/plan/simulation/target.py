@@ -13,6 +13,7 @@ import simpy
 
 from specdec.plan.inputs.step_times import StepTable
 from specdec.plan.inputs.traffic import Arrival
+from specdec.plan.simulation.core import SharedCore
 from specdec.plan.simulation.curve import ReplicaCurve
 from specdec.plan.simulation.tally import RunTally
 from specdec.v1 import common_pb2 as pb
@@ -78,6 +79,8 @@ class SimulatedTarget:
     settings: TargetSettings
     tally: RunTally
     rng: np.random.Generator
+    core: SharedCore | None = None
+    """Processor that it shares with others; None: it computes alone."""
     is_up: bool = True
     is_draining: bool = False
     generation: int = 0
@@ -202,8 +205,11 @@ class SimulatedTarget:
                 step_s = self._decode_s(num)
                 num_rows = self._chunk(num)
                 if num_rows:
-                    step_s += self._more_s(num, num_rows)
-                yield self.env.timeout(step_s)
+                    step_s += self.settings.steps.prompt_seconds(num_rows, num)
+                if self.core is None:
+                    yield self.env.timeout(step_s)
+                else:
+                    yield from self.core.work(step_s)
                 self.busy_s += step_s
                 self._commit(num)
                 self._begin()
@@ -230,13 +236,6 @@ class SimulatedTarget:
             else:
                 self._beginning.append(stream)
         return num_rows
-
-    def _more_s(self, num: int, num_rows: int) -> float:
-        """Seconds that rows of prompts add to a step."""
-        steps = self.settings.steps
-        if not num:
-            return steps.seconds(1, num_rows)
-        return max(0.0, steps.seconds(num, num + num_rows) - steps.seconds(num, num))
 
     def _commit(self, num: int) -> None:
         """The step's `num` sessions commit tokens; beyond `max_batch_seqs` sessions take turns."""

@@ -12,7 +12,7 @@ import simpy
 
 from specdec.plan.inputs.traffic import Arrival, Lengths, Rate
 from specdec.plan.simulation.faults import Loss, Rollout, Scope
-from specdec.plan.simulation.fleet import Clients, FleetSimulation
+from specdec.plan.simulation.fleet import Clients, FleetPlan, FleetSimulation
 from specdec.plan.simulation.tally import TimeCounts
 from tests.support.plan import flat_plan, simulated
 
@@ -112,6 +112,30 @@ def test_prompts_that_share_a_prefix_go_where_it_is_cached() -> None:
     shared, alone = (simulated(plan, sorted(turns(ids), key=lambda a: a.at_s), 20.0).tally for ids in (True, False))
     assert shared.num_ended == alone.num_ended == 80
     assert mean_s(shared.first_token) < 0.5 * mean_s(alone.first_token)
+
+
+def test_targets_of_one_core_take_turns_and_one_alone_has_all_of_it() -> None:
+    plan = flat_plan(0.1, num_targets=2, num_coordinators=1)
+    shared = dataclasses.replace(plan, targets_per_core=2)
+    both = [Arrival(0.0, 1, 11), Arrival(0.0, 1, 11)]
+
+    def took_s(plan: FleetPlan, arrivals: list[Arrival]) -> float:
+        tally = simulated(plan, arrivals, 30.0).tally
+        assert tally.num_ended == len(arrivals)
+        return tally.last_end_s
+
+    assert took_s(plan, both) == pytest.approx(1.1, abs=0.02)
+    assert took_s(shared, both) == pytest.approx(2.2, abs=0.02)
+    assert took_s(shared, both[:1]) == pytest.approx(1.1, abs=0.02)
+    # Work is conserved: the second one ends when the work of both is done, whenever it came.
+    assert took_s(shared, [both[0], Arrival(0.55, 1, 11)]) == pytest.approx(2.2, abs=0.02)
+
+
+def test_a_coordinator_begins_requests_in_turn() -> None:
+    arrivals = [Arrival(0.0, 1, 1) for _ in range(10)]
+    late = simulated(flat_plan(0.01, num_coordinators=1, open_s=0.1), arrivals, 30.0).tally
+    assert late.first_token.quantile(0.99) == pytest.approx(1.0, rel=0.05)
+    assert simulated(flat_plan(0.01, num_coordinators=1), arrivals, 30.0).tally.first_token.quantile(0.99) < 0.1
 
 
 DAY = Rate(

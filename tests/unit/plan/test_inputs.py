@@ -12,10 +12,18 @@ import numpy as np
 import pytest
 
 from bench import roofline
+from specdec.commands.tune.measured import StepTimes
 from specdec.plan.inputs.devices import DEVICES, PlanImpossible, device_named, devices_of, measured_machine
 from specdec.plan.inputs.models import ModelSizes, model_of, read_model
-from specdec.plan.inputs.step_times import GAP_S, PLAIN_GAP_S, Roofline, acceptance_of, conditional, read_measured
-from specdec.plan.inputs.trace_file import read_trace
+from specdec.plan.inputs.step_times import (
+    GAP_S,
+    PLAIN_GAP_S,
+    MeasuredSteps,
+    Roofline,
+    acceptance_of,
+    conditional,
+    read_measured,
+)
 from specdec.plan.inputs.traffic import Lengths, Rate
 from tests.support.for_each import for_each
 
@@ -51,7 +59,7 @@ def test_an_unknown_device_is_refused_with_those_that_are_known() -> None:
     assert "H10'" in message and "did you mean H100" in message and "L4" in message
     assert "known are" in refusal(lambda: devices_of("abacus"))
     assert "no device" in refusal(lambda: devices_of(" , "))
-    for price in ("free", "nan", "-1"):
+    for price in ("free", "nan", "-1", "0", "inf", "1e308"):
         assert "dollars per hour" in refusal(lambda price=price: devices_of(f"L4={price}"))
     assert "several" in refusal(lambda: measured_machine("a,b"))
 
@@ -88,6 +96,19 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     assert "no object" in refusal(lambda: read_model(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert read_model(tmp_path).hidden == 4096
+
+
+@for_each(
+    "fields",
+    (
+        {"is_encoder_decoder": True},
+        {"architectures": ["BertForMaskedLM"]},
+        {"architectures": ["T5EncoderModel"], "model_type": "t5"},
+    ),
+)
+def test_a_model_that_is_no_decoder_is_refused(fields: dict[str, Any]) -> None:
+    assert "decoder" in refusal(lambda: model_of({**LLAMA_8B, **fields}, "odd"))
+    assert model_of({**LLAMA_8B, "architectures": ["LlamaForCausalLM"]}, "usual").layers == 32
 
 
 # --- step times
@@ -131,8 +152,27 @@ def test_a_measurement_gives_its_step_times_and_acceptance(tmp_path: Path) -> No
     for part in tune:
         file.write_text(json.dumps({"tune": {key: value for key, value in tune.items() if key != part}}))
         assert part in refusal(lambda: read_measured(file, 0.0))
-    file.write_text(json.dumps({"tune": {**tune, "draft_step_ms": {"1": {"1": 0.0}}}}))
-    assert "above 0" in refusal(lambda: read_measured(file, 0.0))
+    for broken in (
+        {"draft_step_ms": {"1": {"1": 0.0}}},
+        {"outside_ms": {"1": -1.0}},
+        {"outside_ms": {"1": 1e400}},
+        {"survival": {"0.0": {"coupled": [0.8, None]}}},
+        {"survival": {"0.0": {"coupled": [1.5]}}},
+        {"target_prompt_ms": {"32": 0.0}},
+        {"target_prompt_ms": []},
+    ):
+        file.write_text(json.dumps({"tune": {**tune, **broken}}))
+        assert "specdec tune --report" in refusal(lambda: read_measured(file, 0.0))
+
+
+def test_a_prompts_rows_have_their_own_measured_time() -> None:
+    times = StepTimes({1: {1: 10.0, 4: 40.0}, 8: {1: 20.0, 4: 100.0}})
+    steps = MeasuredSteps(times, {1: 2.0, 8: 6.0}, {64: 42.0, 128: 74.0})
+    assert steps.prompt_seconds(64, 0) == pytest.approx(0.044)
+    assert steps.prompt_seconds(96, 0) == pytest.approx(0.060)
+    assert steps.prompt_seconds(64, 8) == pytest.approx(0.032), "the weights are read once for both"
+    assert steps.seconds(4, 4) - times.of(4, 1) / 1e3 == pytest.approx((2 + 4 * 3 / 7) / 1e3)
+    assert MeasuredSteps(times).prompt_seconds(64, 0) == pytest.approx(0.64), "as verified rows, if it was not measured"
 
 
 def test_acceptance_is_given_by_depth() -> None:
@@ -174,66 +214,3 @@ def test_a_day_rises_and_falls() -> None:
     hours = np.histogram([a.at_s / 3600 for a in day.arrivals(86_400.0, 1)], bins=24, range=(0, 24))[0]
     assert hours[11:13].mean() > 5 * hours[[0, 23]].mean()
     assert sum(hours) == pytest.approx(0.2 * 86_400, rel=0.05)
-
-
-# --- traces
-
-MOONCAKE = [
-    {"timestamp": 1000 * second, "input_length": 600, "output_length": 50, "hash_ids": [1, second + 2]}
-    for second in range(30)
-]
-
-
-def trace_of(tmp_path: Path, lines: list[Any]) -> Path:
-    file = tmp_path / "trace.jsonl"
-    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
-    return file
-
-
-def test_a_trace_of_mooncakes_has_its_times_lengths_and_prefixes(tmp_path: Path) -> None:
-    trace = read_trace(trace_of(tmp_path, MOONCAKE), None)
-    assert trace.per_s == pytest.approx(1.0)
-    assert trace.mean_tokens == (600, 50)
-    assert [r.prefix for r in trace.requests[:2]] == [(1, 2), (1, 3)]
-    assert [a.at_s for a in trace.arrivals(3.5, 0)] == pytest.approx([0.0, 1.0, 2.0, 3.0])
-    assert len(trace.arrivals(60.0, 0)) == 60, "a short trace begins again"
-    assert len(trace.scaled(2.0).arrivals(30.0, 0)) == pytest.approx(60, abs=1)
-    assert trace.arrivals(30.0, 1) != trace.arrivals(30.0, 0)
-
-
-def test_a_dataset_without_times_arrives_at_a_rate(tmp_path: Path) -> None:
-    file = trace_of(tmp_path, [{"prompt": "tell me " * 40, "output_tokens": 64} for _ in range(400)])
-    trace = read_trace(file, 10.0)
-    assert trace.per_s == pytest.approx(10.0, rel=0.2)
-    assert trace.mean_tokens == (80, 64)
-    assert "--rate" in refusal(lambda: read_trace(file, None))
-
-
-@for_each(
-    "line, wanted",
-    (
-        ("{", "line 31: it is no JSON object"),
-        ("[]", "line 31: it is no JSON object"),
-        ({"timestamp": 31_000, "output_length": 5}, "input_length"),
-        ({"timestamp": 31_000, "input_length": 5}, "output_length"),
-        ({"timestamp": 31_000, "input_length": 0, "output_length": 5}, "input_length is '0'"),
-        ({"timestamp": 31_000, "input_length": True, "output_length": 5}, "input_length is 'True'"),
-        ({"timestamp": 31_000, "input_length": 5, "output_length": 10**9}, "output_length"),
-        ({"timestamp": "noon", "input_length": 5, "output_length": 5}, "timestamp is 'noon'"),
-        ({"timestamp": 5, "input_length": 5, "output_length": 5}, "sort the trace"),
-        ({"input_length": 5, "output_length": 5}, "it has no time"),
-        ({"timestamp": 4_000_000, "input_length": 5, "output_length": 5}, "--keep-gaps"),
-    ),
-)
-def test_a_bad_line_and_a_hole_are_refused_by_line_and_remedy(
-    line: Any, wanted: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    file = trace_of(tmp_path_factory.mktemp("trace"), [*MOONCAKE, line])
-    assert wanted in refusal(lambda: read_trace(file, None))
-
-
-def test_a_hole_may_be_kept_and_an_empty_or_missing_trace_not(tmp_path: Path) -> None:
-    late = {"timestamp": 4_000_000, "input_length": 5, "output_length": 5}
-    assert len(read_trace(trace_of(tmp_path, [*MOONCAKE, late]), None, keep_gaps=True).requests) == 31
-    assert "empty" in refusal(lambda: read_trace(trace_of(tmp_path, [""]), None))
-    assert "cannot be read" in refusal(lambda: read_trace(tmp_path / "none", None))

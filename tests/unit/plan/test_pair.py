@@ -21,6 +21,9 @@ class Line:
     def seconds(self, num_sequences: int, num_rows: int) -> float:
         return self.base_s + self.row_s * num_rows
 
+    def prompt_seconds(self, num_rows: int, num_sequences: int) -> float:
+        return self.row_s * num_rows + (0.0 if num_sequences else self.base_s)
+
 
 GOOD = PairSettings(target=Line(0.02, 0.0001), draft=Line(0.0008, 0.00001), acceptance=[0.85])
 
@@ -65,6 +68,22 @@ def test_a_draft_in_the_target_takes_the_targets_time() -> None:
     plain = tokens_per_s(GOOD, Speculation.OFF)
     assert 2.0 * plain < tokens_per_s(together, Speculation.ADAPTIVE) < 5.2 * plain
     assert 0.9 * plain < tokens_per_s(dear, Speculation.ADAPTIVE) < 1.6 * plain
+
+
+def test_a_drafts_own_prompts_and_the_services_on_its_core_take_its_time() -> None:
+    short = tokens_per_s(GOOD, Speculation.ADAPTIVE)
+    slow_prompts = dataclasses.replace(GOOD, draft=Line(0.0008, 0.0002))
+    of_rows = tokens_per_s(slow_prompts, Speculation.ADAPTIVE)
+    of_prompts = tokens_per_s(dataclasses.replace(slow_prompts, prompt_tokens=8000), Speculation.ADAPTIVE)
+    busy = tokens_per_s(dataclasses.replace(GOOD, verdict_s=0.01), Speculation.ADAPTIVE)
+    assert of_prompts < 0.95 * of_rows
+    assert busy < 0.9 * short
+
+
+def test_a_draft_in_the_target_computes_prompts_in_the_targets_time() -> None:
+    together = dataclasses.replace(GOOD, is_together=True, draft=Line(0.0008, 0.0001))
+    long = dataclasses.replace(together, prompt_tokens=20_000)
+    assert tokens_per_s(long, Speculation.ON) < 0.9 * tokens_per_s(together, Speculation.ON)
 
 
 def test_equal_seeds_give_equal_pairs() -> None:

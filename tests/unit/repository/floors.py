@@ -265,14 +265,15 @@ FLOORS = {
     "specdec.plan.inputs": """
         devices
         models traffic
-        step_times trace_file
+        step_times trace_lines
+        trace_file
     """,
     "specdec.plan.results": """
         sweep values_file
         page
     """,
     "specdec.plan.simulation": """
-        clock draft tally
+        clock core draft tally
         pair
         curve
         target
