@@ -134,7 +134,7 @@ def requests(rng: random.Random) -> dict[str, Callable[[], api.GenerateRequest]]
 
     def conversation() -> api.ChatMessages:
         """As many values of JSON as may be, and nearly 4 MiB of them, of which the template shows nothing."""
-        parts = json.dumps({"content": [f"{rng.random():.18f}" * 2] * 48})
+        parts = json.dumps({"annotations": [f"{rng.random():.18f}" * 2] * 48})
         return api.ChatMessages(messages=[api.ChatMessage(role="user", fields_json=parts)] * 1900)
 
     def schema() -> str:
