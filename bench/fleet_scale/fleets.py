@@ -29,8 +29,8 @@ PROMPT, OUTPUT, VARIATION = 500, 1200, 0.5
 DRAFTS_PER_TARGET, TARGETS_PER_COORDINATOR = 3, 10
 _WARM_S = 2.0
 """Seconds in which the streams that run at the beginning are opened."""
-PHASES = {"calm": (8.0, 13.0), "zone gone": (13.0, 20.0), "settled": (33.0, 40.0), "zone back": (40.0, 47.0)}
-"""Simulated seconds of what is measured. The zone is lost as the second begins, and serves again as the fourth does."""
+PHASES = {"calm": (4.0, 7.0), "zone gone": (7.0, 14.0), "zone back": (14.0, 19.0)}
+"""Simulated seconds of what is measured. The zone is lost as the second begins, and serves again as the third does."""
 TARGET = ModelSizes(name="70B", hidden=8192, intermediate=28672, layers=80, heads=64, kv_heads=8, head_dim=128,
                     vocab=128256, max_len=8192)  # fmt: skip
 DRAFT = ModelSizes(name="1B", hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8, head_dim=64,
