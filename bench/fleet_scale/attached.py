@@ -72,7 +72,7 @@ def _serve(num_targets: int, num_drafts: int, told: Connection) -> None:
         for number in range(num_targets + num_drafts):
             server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
             if number < num_targets:
-                target_pb2_grpc.add_TargetServiceServicer_to_server(_Target(), server)
+                target_pb2_grpc.add_TargetServiceServicer_to_server(_Target(), server)  # type: ignore[abstract]
             else:
                 draft_pb2_grpc.add_DraftServiceServicer_to_server(_Draft(), server)
             ports.append(server.add_insecure_port("127.0.0.1:0"))
