@@ -99,7 +99,7 @@ async def test_a_coordinator_with_an_empty_registry_waits_for_a_target_and_uses_
 
     async def has_asked() -> bool:
         with redis_server.client() as client:
-            return client.info("commandstats").get("cmdstat_zrangebyscore", {}).get("calls", 0) >= 3
+            return client.info("commandstats").get("cmdstat_zcount", {}).get("calls", 0) >= 3
 
     coordinating = asyncio.create_task(coordinate())
     await eventually(has_asked, "the coordinator has asked several times")
