@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable
+from functools import partial
 
 import psutil
 
 from tests.adversary.fleet import Fleet
 from tests.adversary.plan import HOSTS, KILLS, RESET, SILENCES, SLOWNESSES, STOPS, Fault
 from tests.adversary.proxy_link import PLAIN, Flow
+from tests.adversary.topology import role_of
 
 HELD = Flow(held=True)
 FLOWS = {
@@ -24,6 +26,9 @@ FLOWS = {
 }
 assert set(FLOWS) == {*SILENCES, *SLOWNESSES}
 HOUR_S = 3600.0
+_SLOW = {"target": 0.05, "draft": 0.05, "coordinator": 0.15, "gateway": 0.15}
+"""Share of a core of a slow host. Streams leave slow targets and drafts. Nothing takes them from a coordinator: with a
+twentieth of a core, half of what it needs, this fleet's stand still until its host is well again."""
 Injected = Callable[[], None]
 
 
@@ -111,7 +116,7 @@ async def _befall_host(fault: Fault, fleet: Fleet, on_injected: Injected) -> Non
     assert fleet.hosts is not None
     host = fleet.hosts[fault.at]
     begin, end = {
-        "slow-host": (host.cgroup.slow, host.cgroup.relieve),
+        "slow-host": (partial(host.cgroup.slow, _SLOW[role_of(fault.at)]), host.cgroup.relieve),
         "starved-host": (host.cgroup.starve, host.cgroup.relieve),
         "full-disk": (host.disk.fill, host.disk.drain),
     }[fault.kind]

@@ -11,8 +11,6 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
-_SLOW_US = 5_000
-"""Processor time of a slow host in each period: a twentieth of a core."""
 _GONE_S = 10.0
 """Seconds within which the processes of a group that is removed end."""
 _MEMORY, _CPU = "memory", "cpu"
@@ -29,7 +27,8 @@ class _Files:
     limit: str
     peak: str
     events: str
-    slow: tuple[str, str]
+    quota: tuple[str, str]
+    """Its text is completed by the microseconds of a period."""
     starved: tuple[str, str]
     relieved: tuple[tuple[str, str], ...]
 
@@ -38,7 +37,7 @@ _V1 = _Files(
     limit="memory.limit_in_bytes",
     peak="memory.max_usage_in_bytes",
     events="memory.oom_control",
-    slow=("cpu.cfs_quota_us", str(_SLOW_US)),
+    quota=("cpu.cfs_quota_us", "{}"),
     starved=("cpu.shares", "2"),
     relieved=(("cpu.cfs_quota_us", "-1"), ("cpu.shares", "1024")),
 )
@@ -46,7 +45,7 @@ _V2 = _Files(
     limit="memory.max",
     peak="memory.peak",
     events="memory.events",
-    slow=("cpu.max", f"{_SLOW_US} {_PERIOD_US}"),
+    quota=("cpu.max", f"{{}} {_PERIOD_US}"),
     starved=("cpu.weight", "1"),
     relieved=(("cpu.max", f"max {_PERIOD_US}"), ("cpu.weight", "100")),
 )
@@ -65,9 +64,10 @@ class Cgroup:
         for folder in {self.memory, self.cpu}:
             (folder / "cgroup.procs").write_text(str(pid), encoding="ascii")
 
-    def slow(self) -> None:
-        """Leave it a twentieth of a core, whatever else runs."""
-        self._write(*self.files.slow)
+    def slow(self, share: float) -> None:
+        """Leave it a share of a core, whatever else runs."""
+        name, text = self.files.quota
+        self._write(name, text.format(round(share * _PERIOD_US)))
 
     def starve(self) -> None:
         """Give it the least share of the processors: nearly nothing while others want them."""
