@@ -87,8 +87,6 @@ class Compiled:
     """Matrix instructions, as PTX names them; a row's bits depend on the instruction."""
     copies_ahead: int
     """Asynchronous loads of 16 bytes, which a loop begins some rounds before it needs them."""
-    sum_layouts: tuple[str, ...]
-    """Triton's layouts of the tiles [M, N] whose rows are summed; a layout fixes the order of the sum."""
 
 
 def meta_batch(num_rows: int, context_len: int, block_size: int = 16) -> Batch:
@@ -134,18 +132,18 @@ def launches_of(shape: AttentionShape) -> dict[str, list[Launch]]:
     )
     geometry = LayerGeometry(shape.num_kv_heads, dim, dim)
     model = random_model(config, shape.dtype, _META)
-    decoder = DeviceDecoder(model, [geometry], [AttentionOptions(dim**-0.5)], 8192)
+    decoder = DeviceDecoder(model, [AttentionOptions(dim**-0.5)], 8192)
     cache = KVCache([geometry], 4, 16, shape.dtype, _META)
     found = {}
-    for variant, context_len in {"one program for all splits": 256, "a program for each split": 4096}.items():
+    for num_rows in (8, 512):
         with torch.inference_mode(), LaunchCounter() as counter:
-            logits = adjusted_on_meta(decoder(meta_batch(8, context_len), cache))
-            cuts = torch.empty(8, NUM_CUT_WORDS, dtype=torch.int32, device=_META)
+            logits = adjusted_on_meta(decoder(meta_batch(num_rows, 4096), cache))
+            cuts = torch.empty(num_rows, NUM_CUT_WORDS, dtype=torch.int32, device=_META)
             logits = launch_cuts(logits, cuts, CutKinds(has_top_k=True, has_top_p=True))
-            launch_top(logits, torch.empty(8, 3, dtype=torch.int32, device=_META), 4)
-        found[variant] = counter.launches
+            launch_top(logits, torch.empty(num_rows, 3, dtype=torch.int32, device=_META), 4)
+        found[f"{num_rows} rows"] = counter.launches
     ordered = DeviceDecoder(
-        random_model(config, shape.dtype, _META), [geometry], [AttentionOptions(dim**-0.5)], 8192, row_invariant=True
+        random_model(config, shape.dtype, _META), [AttentionOptions(dim**-0.5)], 8192, row_invariant=True
     )
     for num_rows in (8, 512):
         with torch.inference_mode(), LaunchCounter() as counter:
@@ -157,16 +155,12 @@ def launches_of(shape: AttentionShape) -> dict[str, list[Launch]]:
         torch.empty(8, number, dim, dtype=shape.dtype, device=_META)
         for number in (heads, shape.num_kv_heads, shape.num_kv_heads)
     )
-    short = meta_batch(8, 256)
     batch, kernel = meta_batch(8, 4096), TritonAttention()
     norms, tables = (torch.empty(2, dim, dtype=shape.dtype, device=_META), torch.empty(2, 64, dim // 2, device=_META))
     qkv = torch.empty(8, (heads + 2 * shape.num_kv_heads) * dim, dtype=shape.dtype, device=_META)
     with LaunchCounter() as counter:
-        kernel(query, key, value, 0, ForwardContext(short, cache, kernel), options)
-    found["window, softcap, sinks"] = counter.launches
-    with LaunchCounter() as counter:
         kernel(query, key, value, 0, ForwardContext(batch, cache, kernel), options)
-        padded, of_rows = empty_batch((8, 256), _META, 3, 16), torch.empty(2, 8, dtype=torch.int32, device=_META)
+        padded, of_rows = empty_batch(8, 256, _META, 3, 16), torch.empty(2, 8, dtype=torch.int32, device=_META)
         fill(padded, batch, 3, 16)
         advance(padded, 1, torch.empty(8, 2, 4, dtype=torch.int32, device=_META), of_rows[0], of_rows[1], cache)
         rotate_write(qkv, heads, 0, batch, cache, (tables[0], tables[1]), (norms[0], norms[1]), 1e-6)
@@ -217,19 +211,7 @@ def compile_launch(launch: Launch, shape: str, variant: str, architecture: int) 
         code_bytes=len(cubin),
         instructions=tuple(sorted(set(_PRODUCT.findall(compiled.asm["ptx"])))),
         copies_ahead=len(_AHEAD.findall(compiled.asm["ptx"])),
-        sum_layouts=_sum_layouts(compiled.asm["ttgir"]),
     )
-
-
-def _sum_layouts(ttgir: str) -> tuple[str, ...]:
-    """Layouts of the tiles whose rows a kernel sums, with their names resolved."""
-    names = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
-    found = set()
-    for reduction in ttgir.split('"tt.reduce"')[1:]:
-        body, _, signature = reduction.partition("}) : (tensor<")
-        if "arith.addf" in body and (match := re.match(r"(\d+x\d+xf\d+), (#.*?)>\) ->", signature)):
-            found.add(f"{match[1]} {re.sub(r'#[a-z]+[0-9]*', lambda name: names.get(name[0], name[0]), match[2])}")
-    return tuple(sorted(found))
 
 
 def _is_same(launch: Launch, other: Launch) -> bool:

@@ -2,8 +2,8 @@
 
 Kernels and the bytes of weights and activations are counted in the decoder itself, on the meta device. The time of a
 step is the longer one of memory and arithmetic, at a share of the vendor's figures, the starts of its kernels in a
-captured graph, the ramps of its matrix products, and attention's programs that find nothing to do. `bench.predictions`
-makes speed-ups and a page of it; a slot on a GPU (``bench.gpu_slot``) confirms or refutes it.
+captured graph, and the ramps of its matrix products. `bench.predictions` makes speed-ups and a page of it; a slot on a
+GPU (``bench.gpu_slot``) confirms or refutes it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from transformers import LlamaConfig
 from bench.cubins import meta_batch
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
-from specdec.engine.cuda.attention import SPLIT, launch_shape
-from specdec.engine.cuda.buckets import row_bucket, table_bucket
+from specdec.engine.cuda.attention import launch_shape
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
@@ -32,8 +31,6 @@ from specdec.plan.inputs.step_times import (
     RAMP_S,
 )
 
-DEAD_PROGRAM_S = 0.5e-6
-"""Seconds that a multiprocessor takes to begin and end a program of attention without work."""
 CONTEXT = 1024
 BLOCK_SIZE = 16
 _PRODUCTS = frozenset({"mm", "addmm", "linear", "bmm"})
@@ -44,7 +41,6 @@ class Gpu:
     """A GPU by its vendor's figures."""
 
     device: Device
-    multiprocessors: int
 
     @property
     def bandwidth(self) -> float:
@@ -63,12 +59,12 @@ class Gpu:
 
 
 GPUS = {
-    "A100 80 GB": Gpu(DEVICES["A100"], 108),
-    "H100 SXM": Gpu(DEVICES["H100"], 132),
-    "H200": Gpu(DEVICES["H200"], 132),
-    "L4": Gpu(DEVICES["L4"], 58),
-    "RTX 4090": Gpu(DEVICES["RTX-4090"], 128),
-    "RTX 3090": Gpu(DEVICES["RTX-3090"], 82),
+    "A100 80 GB": Gpu(DEVICES["A100"]),
+    "H100 SXM": Gpu(DEVICES["H100"]),
+    "H200": Gpu(DEVICES["H200"]),
+    "L4": Gpu(DEVICES["L4"]),
+    "RTX 4090": Gpu(DEVICES["RTX-4090"]),
+    "RTX 3090": Gpu(DEVICES["RTX-3090"]),
 }
 
 
@@ -104,8 +100,6 @@ class StepCost:
     """Bytes of weights and activations."""
     num_kv_bytes: int
     num_flops: int
-    num_dead: int
-    """Programs of attention without work, of all layers."""
 
 
 def sizes_of(of: str | ModelSizes) -> ModelSizes:
@@ -124,12 +118,10 @@ def step_of(of: str | ModelSizes, num_rows: int, context: int = CONTEXT, num_seq
     with torch.inference_mode(), LaunchCounter() as counter:
         decoder(batch, kv_cache)
     names = [name for name, _ in counter.operations]
-    rows_per_tile = launch_shape(model.heads, geometries[0], torch.bfloat16).rows_per_tile
+    rows_per_tile = launch_shape(
+        model.heads, geometries[0], torch.bfloat16, num_rows, row_invariant=False
+    ).rows_per_tile
     tiles = num_seqs * -(-num_rows // num_seqs // rows_per_tile)
-    # A captured step has a tile and a row's own program for each of its rows, and splits of its whole table.
-    padded = row_bucket(num_rows) or num_rows
-    splits = -(-table_bucket(-(-context // BLOCK_SIZE), BLOCK_SIZE) * BLOCK_SIZE // SPLIT)
-    num_dead = padded * (splits + 1) - tiles * -(-context // SPLIT)
     return StepCost(
         num_kernels=len(names),
         num_products=sum(name in _PRODUCTS for name in names),
@@ -137,7 +129,6 @@ def step_of(of: str | ModelSizes, num_rows: int, context: int = CONTEXT, num_seq
         num_kv_bytes=2 * 2 * model.kv_heads * model.head_dim * model.layers * context * tiles,
         num_flops=2 * num_weights(model) * num_rows
         + 4 * num_rows * context * model.heads * model.head_dim * model.layers,
-        num_dead=num_dead * model.kv_heads * model.layers,
     )
 
 
@@ -153,9 +144,8 @@ def _decoder(model: ModelSizes) -> DeviceDecoder:
         vocab_size=model.vocab,
         max_position_embeddings=8192,
     )
-    geometries = [LayerGeometry(model.kv_heads, model.head_dim, model.head_dim)] * model.layers
     options = [AttentionOptions(model.head_dim**-0.5)] * model.layers
-    return DeviceDecoder(random_model(config, torch.bfloat16, torch.device("meta")), geometries, options, 8192)
+    return DeviceDecoder(random_model(config, torch.bfloat16, torch.device("meta")), options, 8192)
 
 
 def num_weights(model: ModelSizes) -> int:
@@ -171,9 +161,8 @@ def step_s(of: str | ModelSizes, num_rows: int, gpu: Gpu, num_ranks: int = 1, nu
     of_memory = step.num_bytes / (bandwidth * BANDWIDTH_SHARE) + step.num_kv_bytes / (bandwidth * ATTENTION_SHARE)
     of_arithmetic = step.num_flops / num_ranks / (gpu.flops * COMPUTE_SHARE)
     starts = step.num_kernels * KERNEL_START_S + step.num_products * RAMP_S
-    dead = step.num_dead / num_ranks / gpu.multiprocessors * DEAD_PROGRAM_S
     collectives = 2 * sizes_of(of).layers * ALL_REDUCE_S if num_ranks > 1 else 0.0
-    return max(of_memory, of_arithmetic) + starts + dead + collectives
+    return max(of_memory, of_arithmetic) + starts + collectives
 
 
 def fits(names: tuple[str | ModelSizes, ...], gpu: Gpu, num_ranks: int = 1) -> bool:

@@ -186,7 +186,7 @@ def make(name: str, place: StepSetup, max_len: int, *, row_invariant: bool = Fal
         LayerGeometry(config.num_key_value_heads or config.num_attention_heads, head_dim, head_dim)
     ] * config.num_hidden_layers
     options = [AttentionOptions(head_dim**-0.5)] * config.num_hidden_layers
-    decoder = DeviceDecoder(model, geometries, options, max_len, row_invariant=row_invariant)
+    decoder = DeviceDecoder(model, options, max_len, row_invariant=row_invariant)
     cache = KVCache(geometries, -(-max_len // BLOCK_SIZE) + 1, BLOCK_SIZE, place.dtype, place.device)
     for store in (*cache.keys, *cache.values):
         store.normal_()  # zeros would make a device faster

@@ -69,7 +69,7 @@ class CachedHead:
 
     def prepare(self) -> None:
         """See `Head`."""
-        self.passes.prepare(self.kinds, self.target.runner.max_model_len)
+        self.passes.prepare(self.kinds)
         warm_up(self.target.sampler, self.target.vocab_size, self.top_k)
 
     def forget(self, seq: EngineSequence, start: int, end: int) -> None:

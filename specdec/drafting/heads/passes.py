@@ -54,8 +54,8 @@ class PassReplays(Protocol):
     def project(self, each: Projection, hidden: torch.Tensor) -> torch.Tensor | None:
         """The projection's result, as in `run`."""
 
-    def prepare(self, kinds: Iterable[HeadPass | Projection], max_len: int) -> None:
-        """Capture likely passes over contexts up to `max_len` tokens, as time and memory allow."""
+    def prepare(self, kinds: Iterable[HeadPass | Projection]) -> None:
+        """Capture likely passes, as time and memory allow."""
 
 
 class HeadPasses:
@@ -78,7 +78,7 @@ class HeadPasses:
         found = None if self._replays is None else self._replays.project(each, hidden)
         return each.compute(hidden) if found is None else found
 
-    def prepare(self, kinds: Iterable[HeadPass | Projection], max_len: int) -> None:
-        """Capture likely passes over contexts up to `max_len` tokens, before the first request."""
+    def prepare(self, kinds: Iterable[HeadPass | Projection]) -> None:
+        """Capture likely passes before the first request."""
         if self._replays is not None:
-            self._replays.prepare(kinds, max_len)
+            self._replays.prepare(kinds)

@@ -82,7 +82,7 @@ class HeadTarget:
             return HeadPasses(cache, None)
         from specdec.drafting.heads.replays import HeadReplays  # a CPU has no triton
 
-        return HeadPasses(cache, HeadReplays(steps, cache, self.runner.dtype))
+        return HeadPasses(cache, HeadReplays(steps, cache, self.runner.dtype, self.runner.max_model_len))
 
     def embedding(self, width: int) -> torch.Tensor:
         """The target's embedding [V, width], from its files. Raises HeadRefused if it is missing or of another

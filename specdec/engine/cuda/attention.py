@@ -10,74 +10,114 @@ import torch
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cache_of
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.attention_kernels import attention_kernel, fold_kernel, write_kv_kernel
+from specdec.engine.cuda.attention_kernels import attention_kernel, fold_kernel, plan_kernel, write_kv_kernel
 from specdec.engine.cuda.launch import launch
 
 SPLIT = 256
 """Positions per split, a multiple of every tile's length. At 2,000 positions, a row of a model with 8 KV heads has 64
-programs, half of the 132 multiprocessors of an H100."""
+entries of work, half of the 132 multiprocessors of an H100."""
+_PREFILL_SPLIT = 2048
 MAX_HEAD_DIM = 256
 """Most elements of a head: wider ones do not fit into the registers and the shared memory of a multiprocessor."""
-_TILE_ROWS = 16
-_TILE_QUERIES = 32
-_MOST_PART_ROWS = 128
-"""Number of rows above which splits get no programs of their own, as rows fill the GPU; rows with paths still do."""
+MOST_FINE_ROWS = 256
+"""Rows above which a pass that is not row-invariant takes larger tiles and splits; captured steps have fewer."""
+_QUERIES, _PREFILL_QUERIES = 16, 128
+_PROGRAMS = 264
+"""Programs of a launch, over all KV heads: two for each multiprocessor of an H100."""
 _MOST_PART_BYTES = 1 << 27
 _MIN_DOT = 16
-
-
-@dataclass(frozen=True, slots=True)
-class TilePlan:
-    """Tiles of rows that share a program; the rows of a tile belong to one sequence."""
-
-    starts: torch.Tensor
-    """[num_tiles + 1] int32, the first row of each tile; tiles at the end may be empty."""
-    num_tiles: int
-    num_splits: int
-    """Number of splits that cover every row's positions."""
+_MOST_PATH = 256
+"""Most positions of a path past the blocks of its sequence; a head's drafted tokens are there."""
+_FOLDED_DIM = 64
+_PLANNED_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """Sizes of a kernel's tiles, which depend on the model and not on the batch."""
+    """Sizes of a kernel's tiles."""
 
     rows_per_tile: int
     block_m: int
     block_n: int
     block_k: int
     block_v: int
+    split: int
     num_warps: int
     num_stages: int
 
 
-def launch_shape(num_heads: int, geometry: LayerGeometry, dtype: torch.dtype) -> LaunchShape:
-    """The tiles for a layer. A row's matrix products use the same instructions for any number of rows."""
+def launch_shape(
+    num_heads: int, geometry: LayerGeometry, dtype: torch.dtype, num_rows: int = 1, *, row_invariant: bool = True
+) -> LaunchShape:
+    """The tiles for a layer. If ``row_invariant``, those for one row serve any number of rows."""
     group = num_heads // geometry.num_kv_heads
     widest = max(geometry.key_dim, geometry.value_dim)
+    is_narrow = widest <= 128 and dtype != torch.float32
+    is_large = is_narrow and num_rows > MOST_FINE_ROWS and not row_invariant
+    rows = max(1, (_PREFILL_QUERIES if is_large else _QUERIES) // group)
     is_wide_float = dtype == torch.float32 and widest > 64  # without matrix instructions products take more registers
-    rows = max(1, min(_TILE_ROWS, _TILE_QUERIES // (2 if is_wide_float else 1) // group))
-    block_n = 64 if widest <= 128 and dtype != torch.float32 else 32
     return LaunchShape(
         rows_per_tile=rows,
         block_m=max(_MIN_DOT, power_of_two(rows * group)),
-        block_n=16 if is_wide_float else block_n,
+        block_n=64 if is_narrow else 16 if is_wide_float else 32,
         block_k=max(_MIN_DOT, power_of_two(geometry.key_dim)),
         block_v=max(_MIN_DOT, power_of_two(geometry.value_dim)),
-        num_warps=4 if widest <= 64 else 8,
+        split=_PREFILL_SPLIT if is_large else SPLIT,
+        num_warps=8 if is_large or widest > 128 else 4,
         num_stages=5,  # the block table's loads take some: two tiles of keys are held, one of them being loaded
     )
 
 
-def plan_tiles(batch: Batch, rows_per_tile: int, block_size: int) -> TilePlan:
-    """Cut the rows of each sequence into tiles, without waiting for the device. Cost: nine small kernels."""
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What attention computes for some of a pass's rows: a list that the device has written (``plan_kernel``)."""
+
+    entries: torch.Tensor
+    """[1 + 3 * most] int32."""
+    most: int
+    """Most entries; the device knows their number."""
+    first_row: int
+    num_rows: int
+    num_splits: int
+    """Number of splits that cover every row's positions."""
+
+
+def plan_work(batch: Batch, shape: LaunchShape, block_size: int, window: int, bytes_per_split: int) -> list[Work]:
+    """The work of a pass for layers of one shape and window (0: none), in parts of rows whose results fit into memory.
+
+    ``bytes_per_split``: of one row's parts. Cost: two launches for each part, which wait for nothing.
+    """
     num_rows, device = batch.row_seq.shape[0], batch.row_seq.device
-    num_tiles = min(num_rows, num_rows // rows_per_tile + batch.num_seqs)
-    rows = torch.arange(num_rows, device=device, dtype=torch.int32)
-    first = torch.searchsorted(batch.row_seq, batch.row_seq, out_int32=True)  # the first row of a row's sequence
-    tile = ((rows - first) % rows_per_tile == 0).cumsum(0, dtype=torch.int32) - 1
-    starts = torch.searchsorted(tile, torch.arange(num_tiles + 1, device=device, dtype=torch.int32), out_int32=True)
-    num_positions = batch.block_tables.shape[1] * block_size  # tree nodes off the chain have blocks too
-    return TilePlan(starts, num_tiles, max(1, -(-num_positions // SPLIT)))
+    num_slots = batch.path_slots.shape[0]
+    num_positions = batch.block_tables.shape[1] * block_size + min(num_slots, _MOST_PATH)
+    num_splits = max(1, -(-num_positions // shape.split))
+    rows_at_once = max(shape.rows_per_tile, _MOST_PART_BYTES // (num_splits * bytes_per_split))
+    works = []
+    for first_row in range(0, num_rows, rows_at_once):
+        rows = min(rows_at_once, num_rows - first_row)
+        num_tiles = min(rows, rows // shape.rows_per_tile + batch.num_seqs)
+        most = num_tiles * num_splits + (2 * rows + num_slots // shape.split if num_slots else 0)
+        entries = torch.empty(1 + 3 * most, dtype=torch.int32, device=device)
+        entries[:1].zero_()
+        launch(
+            plan_kernel,
+            (rows,),
+            entries,
+            batch.row_seq,
+            batch.position_ids,
+            batch.context_lens,
+            first_row,
+            first_row + rows,
+            most,
+            window,
+            ROWS=shape.rows_per_tile,
+            BLOCK_ROWS=power_of_two(shape.rows_per_tile),
+            SPLIT=shape.split,
+            BLOCK=_PLANNED_AT_ONCE,
+            options={"num_warps": 1},
+        )
+        works.append(Work(entries, most, first_row, rows, num_splits))
+    return works
 
 
 def write_kv(layer: int, batch: Batch, cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -106,106 +146,113 @@ def write_kv(layer: int, batch: Batch, cache: KVCache, key: torch.Tensor, value:
 
 
 def attend(
-    query: torch.Tensor, layer: int, batch: Batch, cache: KVCache, options: AttentionOptions, plan: TilePlan
+    query: torch.Tensor,
+    layer: int,
+    batch: Batch,
+    cache: KVCache,
+    options: AttentionOptions,
+    plans: dict[str, Any],
+    *,
+    row_invariant: bool = False,
 ) -> torch.Tensor:
     """Attention ``[T, num_heads, value_dim]`` of queries ``[T, num_heads, key_dim]`` whose keys are in the cache.
 
-    ``plan`` must have ``launch_shape``'s rows per tile. The elements of a head must be contiguous. Row-invariant on one
-    device: a row's bits depend on its tokens only. Cost: one kernel, or two for few rows of more than ``SPLIT``
-    positions.
+    The elements of a head must be contiguous. Row-invariant on one device up to ``MOST_FINE_ROWS`` rows, and if
+    ``row_invariant`` for any number of rows: a row's bits depend on its tokens only. No program computes more than one
+    split. Cost: two kernels, more for many rows of long contexts.
+
+    Args:
+        query: rotated queries.
+        layer: index of the layer in the cache.
+        batch: rows of the pass.
+        cache: KV cache of the model.
+        options: of the layer.
+        plans: empty at the beginning of a pass, then what its layers share.
+        row_invariant: whether large passes take the tiles of small ones.
     """
     num_rows, num_heads, _ = query.shape
-    geometry = cache.geometries[layer]
-    shape = launch_shape(num_heads, geometry, cache.dtype)
+    geometry, window = cache.geometries[layer], options.sliding_window or 0
+    shape = launch_shape(num_heads, geometry, cache.dtype, num_rows, row_invariant=row_invariant)
+    bytes_per_split = num_heads * (geometry.value_dim + 2) * 4
+    key = f"attention of {shape} with a window of {window} and {bytes_per_split} bytes"
+    if key not in plans:
+        plans[key] = plan_work(batch, shape, cache.block_size, window, bytes_per_split)
     out = query.new_empty(num_rows, num_heads, geometry.value_dim)
-    num_alone = num_rows if batch.path_slots.shape[0] else 0
-    num_parts = num_rows * num_heads * plan.num_splits
-    is_whole = (
-        plan.num_splits == 1
-        or (num_rows > _MOST_PART_ROWS and num_alone == 0)
-        or num_parts * geometry.value_dim * 4 > _MOST_PART_BYTES
-    )
-    peaks = totals = parts = out
-    if not is_whole:
+    common: dict[str, Any] = {"NUM_HEADS": num_heads, "VALUE_DIM": geometry.value_dim, "SPLIT": shape.split}
+    block_v = min(shape.block_v, _FOLDED_DIM)
+    for work in plans[key]:
+        num_parts = work.num_rows * num_heads * work.num_splits
         # Padded to 16 bytes: with another alignment of the second tensor, Triton would compile the kernels again.
         peaks, totals = torch.empty(2, -(-num_parts // 4) * 4, dtype=torch.float32, device=query.device).unbind(0)
         parts = torch.empty(num_parts, geometry.value_dim, dtype=torch.float32, device=query.device)
-    sinks = out if options.sinks is None else options.sinks
-    common: dict[str, Any] = {
-        "NUM_HEADS": num_heads,
-        "VALUE_DIM": geometry.value_dim,
-        "BLOCK_V": shape.block_v,
-        "SPLIT": SPLIT,
-        "HAS_WINDOW": options.sliding_window is not None,
-        "HAS_SINKS": options.sinks is not None,
-    }
-    window = options.sliding_window or 0
-    launch(
-        attention_kernel,
-        (plan.num_tiles * (1 if is_whole else plan.num_splits) + num_alone, geometry.num_kv_heads),
-        query,
-        cache.keys[layer],
-        cache.values[layer],
-        sinks,
-        out,
-        peaks,
-        totals,
-        parts,
-        plan.starts,
-        batch.row_seq,
-        batch.position_ids,
-        batch.context_lens,
-        batch.path_offsets,
-        batch.path_slots,
-        batch.block_tables,
-        batch.block_tables.stride(0),
-        query.stride(0),
-        query.stride(1),
-        plan.num_tiles,
-        plan.num_splits,
-        window,
-        options.scaling,
-        options.softcap or 1.0,
-        NUM_KV_HEADS=geometry.num_kv_heads,
-        KEY_DIM=geometry.key_dim,
-        BLOCK_SIZE=cache.block_size,
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        BLOCK_K=shape.block_k,
-        HAS_SOFTCAP=options.softcap is not None,
-        WHOLE=is_whole,
-        PRECISION="ieee",
-        options={
-            "num_warps": shape.num_warps,
-            "num_stages": shape.num_stages,
-            "enable_fp_fusion": False,
-            "maxnreg": 255,  # else ptxas limits programs to 168 registers and spills, for an occupancy not reached
-        },
-        cached=(cache.keys[layer], cache.values[layer]),
-        **common,
-    )
-    if not is_whole:
+        launch(
+            attention_kernel,
+            (max(1, min(work.most, _PROGRAMS // geometry.num_kv_heads)), geometry.num_kv_heads),
+            query,
+            cache.keys[layer],
+            cache.values[layer],
+            peaks,
+            totals,
+            parts,
+            work.entries,
+            batch.row_seq,
+            batch.position_ids,
+            batch.context_lens,
+            batch.path_offsets,
+            batch.path_slots,
+            batch.block_tables,
+            batch.block_tables.stride(0),
+            query.stride(0),
+            query.stride(1),
+            work.first_row,
+            work.most,
+            work.num_splits,
+            window,
+            options.scaling,
+            options.softcap or 1.0,
+            NUM_KV_HEADS=geometry.num_kv_heads,
+            KEY_DIM=geometry.key_dim,
+            BLOCK_SIZE=cache.block_size,
+            BLOCK_M=shape.block_m,
+            BLOCK_N=shape.block_n,
+            BLOCK_K=shape.block_k,
+            BLOCK_V=shape.block_v,
+            HAS_WINDOW=window > 0,
+            HAS_SOFTCAP=options.softcap is not None,
+            PRECISION="ieee",
+            options={
+                "num_warps": shape.num_warps,
+                "num_stages": shape.num_stages,
+                "maxnreg": 255,  # else ptxas limits programs to 168 registers and spills, for an occupancy not reached
+            },
+            cached=(cache.keys[layer], cache.values[layer], peaks, parts),
+            **common,
+        )
         launch(
             fold_kernel,
-            (num_rows, num_heads),
-            sinks,
+            (work.num_rows, num_heads, -(-geometry.value_dim // block_v)),
+            out if options.sinks is None else options.sinks,
             out,
             peaks,
             totals,
             parts,
             batch.position_ids,
-            plan.num_splits,
+            work.first_row,
+            work.num_splits,
             window,
-            options={"num_warps": 1, "enable_fp_fusion": False},
+            BLOCK_V=block_v,
+            HAS_SINKS=options.sinks is not None,
+            options={"num_warps": 1},
+            cached=(peaks, parts),
             **common,
         )
     return out
 
 
 class TritonAttention:
-    """``AttentionKernel`` for models that transformers runs; it computes in float32. Row-invariant on one device.
+    """``AttentionKernel`` for models that transformers runs; it computes in float32. Row-invariant as ``attend`` is.
 
-    Cost: two or three kernels per layer, and ``plan_tiles`` once per pass. Raises ``ValueError`` for heads wider than
+    Cost: three kernels per layer, and ``plan_work`` once per pass. Raises ``ValueError`` for heads wider than
     ``MAX_HEAD_DIM`` on a GPU.
     """
 
@@ -225,12 +272,7 @@ class TritonAttention:
             raise ValueError(f"heads of {geometry.key_dim} and {geometry.value_dim} are wider than {MAX_HEAD_DIM}")
         query, key, value = (data if data.stride(2) == 1 else data.contiguous() for data in (query, key, value))
         write_kv(layer, batch, cache, key, value)
-        rows_per_tile = launch_shape(query.shape[1], geometry, cache.dtype).rows_per_tile
-        plan: TilePlan | None = context.scratch.get(f"tiles of {rows_per_tile}")
-        if plan is None:
-            plan = plan_tiles(batch, rows_per_tile, cache.block_size)
-            context.scratch[f"tiles of {rows_per_tile}"] = plan
-        return attend(query, layer, batch, cache, options, plan)
+        return attend(query, layer, batch, cache, options, context.scratch)
 
 
 def power_of_two(number: int) -> int:

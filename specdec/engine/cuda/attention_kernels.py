@@ -1,25 +1,24 @@
 """Paged attention in Triton: ragged batches of prefill chunks, decodes and trees.
 
-A row's operations and their order depend on its own positions alone. Positions are processed in tiles of ``BLOCK_N``
-and in splits of ``SPLIT``, both counted from position 0. Each split starts from zero and is folded into the row's
-result, in order, by the same program or by another kernel. Rows of one program share only loads: a row of a matrix
-product depends on no other row. No kernel may fuse multiplications with additions (``enable_fp_fusion``): the two ways
-to fold would round differently.
+``plan_kernel`` lists a pass's work: the splits of ``SPLIT`` positions, counted from position 0, that each tile of rows
+sees. Programs of ``attention_kernel`` go through the list; each entry starts from zero and writes a part of the result,
+and ``fold_kernel`` sums a row's parts. A row's operations and their order depend on its own positions alone: rows of
+one tile share only loads, as a row of a matrix product depends on no other row.
 
 The loop over positions has no branch, so that loads run ahead of products. Rows of a branching tree have positions that
-they do not share; a program for each such row computes them, in place of a branch.
+they do not share; an entry of its own for each such row has them, in place of a branch.
 """
 
 import triton
 import triton.language as tl
 
 NO_LIMIT = tl.constexpr(2147483647)
-FOLDED_AT_ONCE = tl.constexpr(8)
+FOLDED_AT_ONCE = tl.constexpr(16)
 # Parts of one packed copy, and sizes of a batch: a kernel is compiled once for all alignments and values of these.
 _OF_BATCH = [
-    "slot_mapping", "tile_starts", "row_seq", "positions", "context_lens", "path_offsets", "path_slots", "block_tables"
+    "slot_mapping", "row_seq", "positions", "context_lens", "path_offsets", "path_slots", "block_tables"
 ]  # fmt: skip
-_SIZES = ["table_stride", "num_tiles", "num_splits", "window"]
+_SIZES = ["table_stride", "first_row", "end_row", "most", "num_splits", "window"]
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
@@ -51,15 +50,57 @@ def write_kv_kernel(
 
 
 @triton.jit
-def _fold(peak, total, out, split_peak, split_total, split_out):
-    """Fold one split into the result of the splits before it; an empty split changes no bit."""
-    new_peak = tl.maximum(peak, split_peak)
-    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    before, here = tl.exp(peak - safe), tl.exp(split_peak - safe)
-    is_empty = split_peak == float("-inf")
-    total = tl.where(is_empty, total, total * before + split_total * here)
-    out = tl.where(is_empty[:, None], out, out * before[:, None] + split_out * here[:, None])
-    return new_peak, total, out
+def _append(work, most, row, end, split, end_split, BLOCK: tl.constexpr):
+    """Append the splits [``split``, ``end_split``) of rows [``row``, ``end``) to the list."""
+    num = tl.maximum(end_split - split, 0)
+    at = tl.atomic_add(work, num) + 1
+    for low in range(0, num, BLOCK):
+        i = low + tl.arange(0, BLOCK)
+        to, is_one = work + at + i, i < num
+        tl.store(to, row + tl.zeros_like(i), mask=is_one)
+        tl.store(to + most, end + tl.zeros_like(i), mask=is_one)
+        tl.store(to + 2 * most, split + i, mask=is_one)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_BATCH)
+def plan_kernel(
+    work,
+    row_seq,
+    positions,
+    context_lens,
+    first_row,
+    end_row,
+    most,
+    window,
+    ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """List the work of the tile that begins with a row, and of the row alone if it has a path; grid (rows,).
+
+    ``work`` is the number of entries, at first 0, then their first rows, their end rows and their splits, ``most`` of
+    each. A row alone ends where it begins. Entries are in any order, on which no result depends.
+    """
+    row = first_row + tl.program_id(0)
+    seq = tl.load(row_seq + row)
+    left = ROWS - tl.program_id(0) % ROWS
+    before = tl.load(row_seq + row - 1, mask=row > first_row, other=-1)
+    m = tl.arange(0, BLOCK_ROWS)
+    is_own = (m < left) & (row + m < end_row)
+    is_own &= tl.load(row_seq + row + m, mask=is_own, other=-1) == seq
+    pos = tl.load(positions + row + m, mask=is_own, other=0).to(tl.int32)
+    context = tl.load(context_lens + row + m, mask=is_own, other=0)
+    lowest = tl.where(window > 0, tl.maximum(pos - window + 1, 0), 0) // SPLIT
+    # A row with a path shares the splits that end before the path begins.
+    ends = tl.where(context > pos, pos // SPLIT + 1, context // SPLIT)
+    if (left == ROWS) | (before != seq):
+        low = tl.min(tl.where(is_own, lowest, NO_LIMIT), 0)
+        _append(work, most, row, row + tl.sum(is_own.to(tl.int32), 0), low, tl.max(ends, 0), BLOCK)
+    own_pos, own_context = tl.load(positions + row).to(tl.int32), tl.load(context_lens + row)
+    if own_context <= own_pos:
+        own_low = tl.sum(tl.where(m == 0, lowest, 0), 0)
+        _append(work, most, row, row, tl.maximum(own_low, own_context // SPLIT), own_pos // SPLIT + 1, BLOCK)
 
 
 @triton.jit
@@ -106,12 +147,10 @@ def attention_kernel(
     query,
     keys,
     values,
-    sinks,
-    out,
     part_peak,
     part_total,
     part_out,
-    tile_starts,
+    work,
     row_seq,
     positions,
     context_lens,
@@ -121,7 +160,8 @@ def attention_kernel(
     table_stride,
     query_row_stride,
     query_head_stride,
-    num_tiles,
+    first_row,
+    most,
     num_splits,
     window,
     scaling,
@@ -138,60 +178,38 @@ def attention_kernel(
     SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention of a tile of rows, or of one row alone, for one KV head.
+    """Parts of the listed work for one KV head; grid (any number of programs, KV heads).
 
-    Grid (tiles * splits + rows, KV heads), which writes parts for ``fold_kernel``; with ``WHOLE`` (tiles + rows, KV
-    heads), which writes ``out``. Without paths in the batch there are no programs for rows. For a row with a path, its
-    tile computes the splits that end before the path begins (with ``WHOLE`` none), and its own program the others.
+    Parts are [rows, heads, splits], with rows from ``first_row`` on.
     """
-    program, kv_head = tl.program_id(0), tl.program_id(1)
-    num_shared = num_tiles if WHOLE else num_tiles * num_splits
-    # Chosen without a branch: after a branch, Triton does not recognize contiguous loads.
-    is_alone, alone = program >= num_shared, tl.maximum(program - num_shared, 0)
-    tile, split_index = program % num_tiles, program // num_tiles
-    start = tl.where(is_alone, alone, tl.load(tile_starts + tile))
-    end = tl.where(is_alone, alone + 1, tl.load(tile_starts + tile + 1))
-    own_context = tl.load(context_lens + alone, mask=is_alone, other=NO_LIMIT)
-    own_path = tl.load(path_offsets + alone, mask=is_alone, other=0)
+    kv_head = tl.program_id(1)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    m = tl.arange(0, BLOCK_M)
-    row, head = start + m // GROUP, kv_head * GROUP + m % GROUP
-    is_row = row < end
-    pos = tl.load(positions + row, mask=is_row, other=-1).to(tl.int32)
-    context = tl.load(context_lens + row, mask=is_row, other=0)
-    is_shared = context > pos if WHOLE else (context > pos) | (context // SPLIT > split_index)
-    is_row = is_row & tl.where(is_alone, context <= pos, is_shared)
-    last = tl.max(tl.where(is_row, pos, -1), 0)
-    if last < 0:
-        return
-    first = tl.maximum(pos - window + 1, 0) if HAS_WINDOW else tl.zeros_like(pos)
-    lowest = tl.min(tl.where(is_row, first, NO_LIMIT), 0)
-    split_low, split_high = lowest // SPLIT, last // SPLIT + 1
-    if not WHOLE:
-        split_low = tl.maximum(split_low, tl.where(is_alone, own_context // SPLIT, split_index))
-        split_high = tl.where(is_alone, split_high, tl.minimum(split_high, split_index + 1))
-    table = tl.load(row_seq + start).to(tl.int64) * table_stride
-
-    k, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    query_lines = query + row.to(tl.int64) * query_row_stride + head * query_head_stride
-    q = tl.load(query_lines[:, None] + k[None, :], mask=is_row[:, None] & (k[None, :] < KEY_DIM), other=0.0)
-    q = q.to(keys.dtype.element_ty)
-    line = row.to(tl.int64) * NUM_HEADS + head
-    to_mask = is_row[:, None] & (v[None, :] < VALUE_DIM)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
-        peak = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
-        total += 1.0
-    result = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    for split in range(split_low, split_high):
-        split_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        split_total = tl.zeros([BLOCK_M], tl.float32)
-        split_out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    m, k, v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    head = kv_head * GROUP + m % GROUP
+    for i in range(tl.program_id(0), tl.load(work), tl.num_programs(0)):
+        entry = work + 1 + i
+        start, end, split = tl.load(entry), tl.load(entry + most), tl.load(entry + 2 * most)
+        # Chosen without a branch: after a branch, Triton does not recognize contiguous loads.
+        is_alone = start == end
+        own_context = tl.load(context_lens + start, mask=is_alone, other=NO_LIMIT)
+        own_path = tl.load(path_offsets + start, mask=is_alone, other=0)
+        row = start + m // GROUP
+        is_row = row < tl.where(is_alone, start + 1, end)
+        pos = tl.load(positions + row, mask=is_row, other=-1).to(tl.int32)
+        context = tl.load(context_lens + row, mask=is_row, other=0)
+        is_row = is_row & (is_alone | (context > pos) | (context // SPLIT > split))
+        last = tl.max(tl.where(is_row, pos, -1), 0)
+        first = tl.maximum(pos - window + 1, 0) if HAS_WINDOW else tl.zeros_like(pos)
+        lowest = tl.min(tl.where(is_row, first, NO_LIMIT), 0)
+        table = tl.load(row_seq + start).to(tl.int64) * table_stride
+        query_lines = query + row.to(tl.int64) * query_row_stride + head * query_head_stride
+        q = tl.load(query_lines[:, None] + k[None, :], mask=is_row[:, None] & (k[None, :] < KEY_DIM), other=0.0)
+        q = q.to(keys.dtype.element_ty)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        result = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         low = tl.maximum(split * SPLIT, lowest // BLOCK_N * BLOCK_N)
         for tile_low in range(low, tl.minimum((split + 1) * SPLIT, last + 1), BLOCK_N):
             n = tile_low + tl.arange(0, BLOCK_N)
@@ -202,21 +220,16 @@ def attention_kernel(
             key_tile = tl.load(keys + lines[None, :] * KEY_DIM + k[:, None], mask=key_mask, other=0.0)
             products = tl.dot(q, key_tile, input_precision=PRECISION)
             scores = _scores(products, n, pos, first, scaling, softcap, HAS_SOFTCAP)
-            weights, before, split_peak, split_total = _weights(scores, split_peak, split_total)
+            weights, before, peak, total = _weights(scores, peak, total)
             value_mask = is_read[:, None] & (v[None, :] < VALUE_DIM)
             value_tile = tl.load(values + lines[:, None] * VALUE_DIM + v[None, :], mask=value_mask, other=0.0)
-            split_out = split_out * before[:, None]
-            split_out = tl.dot(weights.to(value_tile.dtype), value_tile, acc=split_out, input_precision=PRECISION)
-        if WHOLE:
-            peak, total, result = _fold(peak, total, result, split_peak, split_total, split_out)
-        else:
-            part = line * num_splits + split
-            tl.store(part_peak + part, split_peak, mask=is_row)
-            tl.store(part_total + part, split_total, mask=is_row)
-            tl.store(part_out + part[:, None] * VALUE_DIM + v[None, :], split_out, mask=to_mask)
-    if WHOLE:
-        result = result / total[:, None]
-        tl.store(out + line[:, None] * VALUE_DIM + v[None, :], result.to(out.dtype.element_ty), mask=to_mask)
+            result = result * before[:, None]
+            result = tl.dot(weights.to(value_tile.dtype), value_tile, acc=result, input_precision=PRECISION)
+        part = ((row - first_row).to(tl.int64) * NUM_HEADS + head) * num_splits + split
+        tl.store(part_peak + part, peak, mask=is_row)
+        tl.store(part_total + part, total, mask=is_row)
+        to_mask = is_row[:, None] & (v[None, :] < VALUE_DIM)
+        tl.store(part_out + part[:, None] * VALUE_DIM + v[None, :], result, mask=to_mask)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_BATCH)
@@ -227,37 +240,42 @@ def fold_kernel(
     part_total,
     part_out,
     positions,
+    first_row,
     num_splits,
     window,
     NUM_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     SPLIT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Fold the splits of one row and head, as ``attention_kernel`` does with ``WHOLE``; grid (rows, heads)."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Sum the parts of one row and head for some of the head's dimensions; grid (rows, heads, dimensions / BLOCK_V).
+
+    Parts are summed 16 at once, counted from split 0, so that their loads overlap.
+    """
+    row, head = first_row + tl.program_id(0).to(tl.int64), tl.program_id(1)
     pos = tl.load(positions + row).to(tl.int32)
-    first = tl.maximum(pos - window + 1, 0) if HAS_WINDOW else 0
-    v = tl.arange(0, BLOCK_V)
-    peak = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    if HAS_SINKS:
-        peak = tl.load(sinks + head + tl.arange(0, 1)).to(tl.float32)
-        total += 1.0
-    result = tl.zeros([1, BLOCK_V], tl.float32)
-    line = row * NUM_HEADS + head
-    # Several at once, so that their loads overlap; splits past the last one are empty.
-    for low in range(first // SPLIT, pos // SPLIT + 1, FOLDED_AT_ONCE):
-        for i in tl.static_range(FOLDED_AT_ONCE):
-            is_split = low + i <= pos // SPLIT
-            part = line * num_splits + low + i
-            one = tl.arange(0, 1)
-            split_peak = tl.load(part_peak + part + one, mask=is_split, other=float("-inf"))
-            split_total = tl.load(part_total + part + one, mask=is_split, other=0.0)
-            lines = part_out + part * VALUE_DIM + v[None, :]
-            split_out = tl.load(lines, mask=is_split & (v < VALUE_DIM)[None, :], other=0.0)
-            peak, total, result = _fold(peak, total, result, split_peak, split_total, split_out)
-    result = result / total[:, None]
-    tl.store(out + line * VALUE_DIM + v[None, :], result.to(out.dtype.element_ty), mask=v[None, :] < VALUE_DIM)
+    first = tl.where(window > 0, tl.maximum(pos - window + 1, 0), 0) // SPLIT
+    begin, end = first // FOLDED_AT_ONCE * FOLDED_AT_ONCE, pos // SPLIT + 1
+    i = tl.arange(0, FOLDED_AT_ONCE)
+    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    line = (tl.program_id(0).to(tl.int64) * NUM_HEADS + head) * num_splits
+    peak = tl.load(sinks + head).to(tl.float32) if HAS_SINKS else float("-inf")
+    best = tl.full([FOLDED_AT_ONCE], peak, tl.float32)
+    for low in range(begin, end, FOLDED_AT_ONCE):
+        is_part = (low + i >= first) & (low + i < end)
+        best = tl.maximum(best, tl.load(part_peak + line + low + i, mask=is_part, other=float("-inf")))
+    highest = tl.max(best, 0)
+    totals = tl.where(i == 0, tl.exp(peak - highest), 0.0) if HAS_SINKS else tl.zeros([FOLDED_AT_ONCE], tl.float32)
+    result = tl.zeros([BLOCK_V], tl.float32)
+    for low in range(begin, end, FOLDED_AT_ONCE):
+        part = line + low + i
+        is_part = (low + i >= first) & (low + i < end)
+        factor = tl.exp(tl.load(part_peak + part, mask=is_part, other=float("-inf")) - highest)
+        totals += tl.load(part_total + part, mask=is_part, other=0.0) * factor
+        lines = part_out + part[:, None] * VALUE_DIM + v[None, :]
+        outs = tl.load(lines, mask=is_part[:, None] & (v < VALUE_DIM)[None, :], other=0.0)
+        result += tl.sum(outs * factor[:, None], 0)
+    result = result / tl.sum(totals, 0)
+    to = out + (row * NUM_HEADS + head) * VALUE_DIM + v
+    tl.store(to, result.to(out.dtype.element_ty), mask=v < VALUE_DIM)

@@ -1,7 +1,8 @@
-"""Replayed steps of few rows: batches are padded to buckets, so that a few captured shapes serve them all.
+"""Replayed steps of few rows: batches are padded to buckets of rows, so that nine captured shapes serve them all.
 
 A replay costs one launch in place of about three hundred. A captured step has fixed tensors: a batch is copied into
-them, and padded with rows of an extra sequence, which has a spare block of its own.
+them, and padded with rows of an extra sequence, which has a spare block of its own. Tables are as long as a sequence
+may be: attention's programs follow a list of what there is to do.
 """
 
 from __future__ import annotations
@@ -19,28 +20,25 @@ from specdec.engine.cuda.launch import launch
 from specdec.engine.cuda.passes import Capture, GraphCache, GraphStore
 from specdec.engine.tap import HiddenTap
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
-PATH_SLOTS_PER_ROW = 8
-"""Path slots per row that a captured step has room for; a power of two."""
-_LEAST_POSITIONS = 512
-"""Positions of the shortest captured table: two splits of attention."""
-_TABLE_GROWTH = 4
-"""Factor from one captured table length to the next. Programs of splits without a row end at once."""
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PATH_SLOTS_PER_ROW = 16
+"""Path slots per row that a captured step has room for, a power of two; deeper trees are not captured."""
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]
-Key = tuple[int, int]
-"""Rows, and blocks of a table."""
-_GraphKey = tuple[Key, tuple[int, ...]]
-"""A bucket, and the layer ids of a step's tap."""
+_GraphKey = tuple[int, tuple[int, ...]]
+"""Rows, and the layer ids of a step's tap."""
 
 
-def bucket_of(batch: Batch, block_size: int, slots_per_row: int = PATH_SLOTS_PER_ROW) -> Key | None:
-    """Rows and table blocks of the captured step that serves a batch; None: no bucket fits."""
-    num_rows, num_slots = batch.input_ids.shape[0], batch.path_slots.shape[0]
-    rows = row_bucket(num_rows)
-    if rows is None or num_slots > slots_per_row * rows:
+def bucket_of(batch: Batch, num_blocks: int) -> int | None:
+    """Rows of the captured step that serves a batch; None: no bucket fits. ``num_blocks``: of a captured table."""
+    rows = row_bucket(batch.input_ids.shape[0])
+    if (
+        rows is None
+        or batch.path_slots.shape[0] > PATH_SLOTS_PER_ROW * rows
+        or batch.block_tables.shape[1] > num_blocks
+    ):
         return None
-    return rows, table_bucket(batch.block_tables.shape[1], block_size)
+    return rows
 
 
 def row_bucket(num_rows: int) -> int | None:
@@ -48,33 +46,17 @@ def row_bucket(num_rows: int) -> int | None:
     return next((bucket for bucket in ROW_BUCKETS if bucket >= num_rows), None)
 
 
-def table_bucket(num_blocks: int, block_size: int) -> int:
-    """Blocks of the shortest captured table with at least ``num_blocks`` blocks."""
-    positions = _LEAST_POSITIONS
-    while positions < num_blocks * block_size:
-        positions *= _TABLE_GROWTH
-    return -(-positions // block_size)
+def table_blocks(max_len: int, block_size: int) -> int:
+    """Blocks of a captured table: for sequences of ``max_len`` tokens, with the nodes of a tree in blocks of their
+    own."""
+    return -(-(max_len + ROW_BUCKETS[-1]) // block_size)
 
 
-def all_buckets(max_len: int, block_size: int) -> list[Key]:
-    """Buckets of sequences up to ``max_len`` tokens: short tables first, and most rows first, as later captures reuse
-    the memory of earlier ones."""
-    keys, positions = [], _LEAST_POSITIONS
-    while True:
-        keys += [(rows, -(-positions // block_size)) for rows in reversed(ROW_BUCKETS)]
-        if positions >= max_len:
-            return keys
-        positions *= _TABLE_GROWTH
-
-
-def empty_batch(
-    key: Key, device: torch.device, spare_block: int, block_size: int, slots_per_row: int = PATH_SLOTS_PER_ROW
-) -> Batch:
+def empty_batch(num_rows: int, num_blocks: int, device: torch.device, spare_block: int, block_size: int) -> Batch:
     """A batch of padding only: every row is the first token of the last sequence, in the spare block.
 
-    ``slots_per_row``: number of path slots per row, a power of two.
+    ``num_blocks``: of a row's table.
     """
-    num_rows, num_blocks = key
 
     def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
@@ -86,7 +68,7 @@ def empty_batch(
         row_seq=full(num_rows, value=num_rows - 1),
         context_lens=full(num_rows, value=1),
         path_offsets=full(num_rows + 1),
-        path_slots=full(slots_per_row * num_rows),
+        path_slots=full(PATH_SLOTS_PER_ROW * num_rows),
         block_tables=full(num_rows, num_blocks, value=spare_block),
         logits_indices=torch.arange(num_rows, device=device),
         num_seqs=num_rows,
@@ -115,7 +97,7 @@ def fill(static: Batch, batch: Batch, spare_block: int, block_size: int) -> None
         num_rows,
         static.block_tables.shape[1],
         spare_block,
-        SLOTS_PER_ROW=static.path_slots.shape[0] // num_rows,
+        SLOTS_PER_ROW=PATH_SLOTS_PER_ROW,
         BLOCK_SIZE=block_size,
         BLOCK=1024,
         options={"num_warps": 4},
@@ -174,14 +156,18 @@ class BucketedSteps:
         """`is_alone`: see ``GraphCache``."""
         self._forward = forward
         self._cache: KVCache | None = None
+        self._num_blocks = 0
         self._logits: torch.Tensor | None = None
         self.graphs = GraphCache(capture, is_alone=is_alone)
         """Captured steps, and graphs of what else runs over the model's results."""
         self._steps: GraphStore[_GraphKey, _Graph] = GraphStore(self.graphs, "a step")
 
-    def serve(self, cache: KVCache) -> None:
-        """Replay steps over this cache from now on."""
+    def serve(self, cache: KVCache, max_len: int | None = None) -> None:
+        """Replay steps over this cache from now on, for sequences of at most ``max_len`` tokens; None: of any size."""
         self._cache = cache
+        self._num_blocks = cache.num_blocks
+        if max_len is not None:
+            self._num_blocks = min(cache.num_blocks, table_blocks(max_len, cache.block_size))
 
     def stop(self) -> None:
         """Stop replaying, and drop all captured steps."""
@@ -203,18 +189,15 @@ class BucketedSteps:
         """Number of captured steps."""
         return len(self._steps)
 
-    def prepare(
-        self, max_len: int, *, tap_ids: tuple[int, ...] = (), clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Capture the steps of sequences up to ``max_len`` tokens, so that no request waits for captures.
+    def prepare(self, *, tap_ids: tuple[int, ...] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        """Capture all steps, so that no request waits for captures: most rows first, whose memory others reuse.
 
         Args:
-            max_len: most tokens of a sequence.
             tap_ids: layers whose hidden states the steps hand out.
             clock: monotonic time in seconds.
         """
         if (cache := self._cache) is not None:
-            keys = ((key, tap_ids) for key in all_buckets(max_len, cache.block_size))
+            keys = ((rows, tap_ids) for rows in reversed(ROW_BUCKETS))
             self._steps.prepare(keys, lambda key: self._captured(key, cache), clock)
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
@@ -230,12 +213,12 @@ class BucketedSteps:
         return graph.logits.index_select(0, batch.logits_indices)
 
     def _graph_of(self, batch: Batch, cache: KVCache) -> _Graph | None:
-        bucket, tap_ids = bucket_of(batch, cache.block_size), () if batch.tap is None else batch.tap.layer_ids
+        bucket, tap_ids = bucket_of(batch, self._num_blocks), () if batch.tap is None else batch.tap.layer_ids
         return None if bucket is None else self._steps.get((bucket, tap_ids), lambda key: self._captured(key, cache))
 
     def _captured(self, key: _GraphKey, cache: KVCache) -> _Graph:
-        bucket, tap_ids = key
-        static = empty_batch(bucket, cache.device, cache.num_blocks - 1, cache.block_size)
+        num_rows, tap_ids = key
+        static = empty_batch(num_rows, self._num_blocks, cache.device, cache.num_blocks - 1, cache.block_size)
         static.tap = HiddenTap(tap_ids) if tap_ids else None
         return _Graph(static, *self.graphs.capture(lambda: self._buffered(self._forward(static, cache))))
 

@@ -1,8 +1,8 @@
 """Row-invariant matrix products in Triton.
 
 An output is one sum over the inputs in rising order, for any number of rows: no sum is split between programs, and a
-row of a matrix instruction depends on no other row. Only the number of rows per program changes with the batch, up to
-32: from 64 on, Hopper takes another instruction, which sums differently.
+row of a matrix instruction depends on no other row. On Hopper, programs have 64 rows, of which few are used in small
+steps: for fewer it takes another instruction, which sums differently.
 """
 
 import triton

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,9 @@ import torch
 from specdec.engine.cuda.launch import launch
 from specdec.engine.cuda.product_kernels import product_kernel, round_rows_kernel
 
-MOST_TILE_ROWS = 32
-"""Most rows of a tile: with more, some GPUs take another matrix instruction, which gives a row other bits."""
+_TILE_ROWS, _LEAST_ROWS = 64, 16
+_HOPPER = 9
+"""Compute capability from which on tiles of fewer than 64 rows take another instruction, and a row gets other bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +26,20 @@ class ProductTiles:
     num_stages: int
 
 
-def product_tiles(num_rows: int, num_outputs: int, dtype: torch.dtype) -> ProductTiles:
+def product_tiles(num_rows: int, num_outputs: int, dtype: torch.dtype, capability: int = _HOPPER) -> ProductTiles:
     """Tiles for a product: narrow ones for few rows, so that all multiprocessors read weights."""
     if dtype == torch.float32:
-        return ProductTiles(16, 32, 32, num_warps=4, num_stages=2)
-    if num_rows > MOST_TILE_ROWS // 2:
-        return ProductTiles(MOST_TILE_ROWS, 128, 64, num_warps=4, num_stages=4)
-    if num_outputs <= 1 << 13:
-        # About one program per multiprocessor, with 36 KiB of weights in flight; 4 TB/s need 25 KiB each.
-        return ProductTiles(16, 32, 64, num_warps=4, num_stages=10)
-    return ProductTiles(16, 64, 64, num_warps=4, num_stages=6)
+        return ProductTiles(_LEAST_ROWS, 32, 32, num_warps=4, num_stages=2)
+    if num_rows > _TILE_ROWS:
+        return ProductTiles(_TILE_ROWS, 128, 64, num_warps=4, num_stages=3)
+    block_m = _LEAST_ROWS if capability < _HOPPER and num_rows <= _LEAST_ROWS else _TILE_ROWS
+    # About one program per multiprocessor, with 28 KiB of weights in flight or more; 4 TB/s need 25 KiB each.
+    return ProductTiles(block_m, 32 if num_outputs <= 1 << 13 else 64, 64, num_warps=4, num_stages=7)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else _HOPPER
 
 
 def ordered_linear(
@@ -49,7 +55,7 @@ def ordered_linear(
     out = rows.new_empty(num_rows, num_outputs)
     if num_rows == 0:
         return out
-    tiles = tiles or product_tiles(num_rows, num_outputs, rows.dtype)
+    tiles = tiles or product_tiles(num_rows, num_outputs, rows.dtype, _capability(rows.device))
     launch(
         product_kernel,
         (-(-num_rows // tiles.block_m), -(-num_outputs // tiles.block_n)),

@@ -15,8 +15,8 @@ import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.buckets import ROW_BUCKETS, advance, empty_batch, row_bucket, table_bucket
-from specdec.engine.cuda.cuts import NUM_CUT_WORDS, CutKinds, cut_parameters, launch_cuts
+from specdec.engine.cuda.buckets import ROW_BUCKETS, advance, empty_batch, row_bucket, table_blocks
+from specdec.engine.cuda.cuts import CutKinds, cut_parameters, launch_cuts
 from specdec.engine.cuda.passes import GraphStore
 from specdec.engine.cuda.sampling import MOST_TOP, launch_top, read_top
 from specdec.engine.drawing.adjustments import Adjustments, can_adjust
@@ -47,8 +47,6 @@ _logger = logging.getLogger(__name__)
 
 class _Key(NamedTuple):
     num_rows: int
-    num_blocks: int
-    """Blocks of a row's table."""
     num_draws: int
     num_top: int
     """Tokens of each draw."""
@@ -62,7 +60,7 @@ class _Key(NamedTuple):
 @dataclass(slots=True)
 class _Graph:
     state: torch.Tensor
-    """Parameters that a call uploads, int32, laid out as in `GraphParts`."""
+    """Parameters that a call uploads, int32, laid out as in `GraphParts`; a call fills as much as its tables take."""
     cuts: CutKinds | None
     adjustments: Adjustments | None
     is_sparse: bool
@@ -78,7 +76,7 @@ class _Graph:
 class DeviceDrawing:
     """``Drawing`` on a GPU: every row is computed to the end, and the host drops draws past a row's end.
 
-    Cost: one copy to the device, four launches, a graph, and one copy back, for which it waits. If a row has cuts, each
+    Cost: one copy to the device, five launches, a graph, and one copy back, for which it waits. If a row has cuts, each
     draw adds the launches of `launch_cuts`. If a row's logits are adjusted, each draw adds two launches, and a call the
     cost of `Adjustments.fill`. Graphs of these kinds are captured when the first such row comes.
     """
@@ -119,6 +117,7 @@ class DeviceDrawing:
         )
         self._adjustments: Adjustments | None = None
         self._mean_used = float(ROUND_BUCKETS[-1])
+        self._num_blocks = min(cache.num_blocks, table_blocks(max_len, cache.block_size))
         self._other_ids = None if other_ids is None else IdTables(other_ids, cache.device, cache.device)
 
     def takes(self, rule: DrawRule) -> bool:
@@ -132,14 +131,10 @@ class DeviceDrawing:
         return DeviceDrawing(self._steps, self._cache, num_ids, self._max_len, sampler, ids)
 
     def prepare(self, num_top: int) -> None:
-        """Capture graphs for few rows and contexts that fit the shortest table, as far as time and memory allow, and
-        check one of them. The cache must be empty.
-        """
-        num_blocks, num_top = table_bucket(1, self._cache.block_size), min(num_top, self._vocab_size)
+        """Capture graphs for few rows as time and memory allow, and check one of them. The cache must be empty."""
+        num_top = min(num_top, self._vocab_size)
         keys = [
-            _Key(num_rows, num_blocks, num_draws, num_top)
-            for num_rows in _PREPARED_ROWS
-            for num_draws in reversed(ROUND_BUCKETS)
+            _Key(num_rows, num_draws, num_top) for num_rows in _PREPARED_ROWS for num_draws in reversed(ROUND_BUCKETS)
         ]
         self._graphs.prepare(keys, self._captured)
         if not self._draws_as_single_steps(num_top):
@@ -225,11 +220,10 @@ class DeviceDrawing:
         cuts, kinds = self._cuts(rows, is_sparse=is_sparse)
         is_adjusted = any(row.adjusting is not None for row in rows)
         most_rows = _MOST_WIDE_ROWS if is_adjusted or is_sparse else ROW_BUCKETS[-1]
-        if num_rows is None or num_rows > most_rows:
+        if num_rows is None or num_rows > most_rows or max(len(row.block_ids) for row in rows) > self._num_blocks:
             return None
-        num_blocks = table_bucket(max(len(row.block_ids) for row in rows), self._cache.block_size)
         bucket = next((bucket for bucket in ROUND_BUCKETS if bucket >= num_draws), ROUND_BUCKETS[-1])
-        key = _Key(num_rows, num_blocks, bucket, num_top, kinds, is_adjusted, is_sparse)
+        key = _Key(num_rows, bucket, num_top, kinds, is_adjusted, is_sparse)
         graph = self._graphs.get(key, self._captured)
         if graph is None:
             return None
@@ -285,7 +279,8 @@ class DeviceDrawing:
         """Upload a graph's state in one copy; returns its parts on the device."""
         num_draws, num_rows = graph.drawn.shape[:2]
         has_cuts = graph.cuts is not None
-        state = np.zeros(len(graph.state), np.int32)
+        width = max(len(row.block_ids) for row in rows)
+        state = np.zeros(GraphParts.size(num_draws, num_rows, width, has_cuts=has_cuts), np.int32)
         parts = GraphParts.of(state, num_draws, num_rows, has_cuts)
         parts.tables[:] = self._cache.num_blocks - 1
         for index, row in enumerate(rows):
@@ -295,20 +290,21 @@ class DeviceDrawing:
         parts.parameters[:] = (sparse_parameters_of if graph.is_sparse else parameters_of)(rows, num_draws, num_rows)
         if has_cuts:
             parts.cuts[: len(rows)] = cuts.numpy()
-        graph.state.copy_(torch.from_numpy(state), non_blocking=True)
-        return GraphParts.of(graph.state, num_draws, num_rows, has_cuts)
+        on_device = graph.state[: len(state)]
+        on_device.copy_(torch.from_numpy(state), non_blocking=True)
+        parts = GraphParts.of(on_device, num_draws, num_rows, has_cuts)
+        graph.batch.block_tables[:, :width].copy_(parts.tables)
+        return parts
 
     def _captured(self, key: _Key) -> _Graph:
-        num_rows, width, num_draws, num_top, cuts, is_adjusted, is_sparse = key
-        cache, device, spare_block = self._cache, self._cache.device, self._cache.num_blocks - 1
-        batch = empty_batch((num_rows, 1), device, spare_block, cache.block_size)
+        num_rows, num_draws, num_top, cuts, is_adjusted, is_sparse = key
+        cache, device, width = self._cache, self._cache.device, self._num_blocks
+        batch = empty_batch(num_rows, width, device, cache.num_blocks - 1, cache.block_size)
         batch.row_seq = torch.arange(num_rows, dtype=torch.int32, device=device)
-        batch.path_slots = batch.path_slots[:0]  # without paths, attention needs no programs for them
-        words_per_row = 3 + 3 * num_draws + (NUM_CUT_WORDS if cuts is not None else 0) + width
-        state = torch.zeros(num_rows * words_per_row, dtype=torch.int32, device=device)
+        batch.path_slots = batch.path_slots[:0]
+        size = GraphParts.size(num_draws, num_rows, width, has_cuts=cuts is not None)
+        state = torch.zeros(size, dtype=torch.int32, device=device)
         parts = GraphParts.of(state, num_draws, num_rows, cuts is not None)
-        batch.block_tables = parts.tables
-        batch.block_tables.fill_(spare_block)
         drawn = torch.zeros(num_draws, num_rows, 2, num_top, dtype=torch.int32, device=device)
         if is_adjusted and self._adjustments is None:
             self._adjustments = Adjustments(_MOST_WIDE_ROWS, self._vocab_size, device)

@@ -31,7 +31,12 @@ class GraphParts(NamedTuple):
     cuts: Any
     """[rows, 5], from `cut_parameters`; [0, 5] in a graph without cuts."""
     tables: Any
-    """[rows, blocks], block tables."""
+    """[rows, blocks], block tables, as wide as a call's."""
+
+    @staticmethod
+    def size(num_draws: int, num_rows: int, width: int, *, has_cuts: bool) -> int:
+        """Number of words of a state whose tables have `width` blocks."""
+        return num_rows * (3 + 3 * num_draws + NUM_CUT_WORDS * has_cuts + width)
 
     @staticmethod
     def of(state: Any, num_draws: int, num_rows: int, has_cuts: bool) -> GraphParts:

@@ -139,7 +139,9 @@ class _Builder:
             row_invariant,
             cache,
             num_spare_blocks=int(has_spare),
-            replays=with_replays(step_model, cache, is_alone=self._group is None) if has_spare else None,
+            replays=with_replays(step_model, cache, loaded.max_model_len, is_alone=self._group is None)
+            if has_spare
+            else None,
             kernels=self._kernels,
             has_device_kernels=self._has_device_kernels,
         )

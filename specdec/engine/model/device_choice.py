@@ -22,7 +22,7 @@ from specdec.engine.parallel.rank_group import RankGroup
 
 _MAX_HEAD_DIM = 256  # of specdec.engine.cuda.attention
 _MOST_REASON = 300  # characters of another library's error
-_KERNELS_VERSION = 2  # raise it with every change of a kernel that may change a bit
+_KERNELS_VERSION = 3  # raise it with every change of a kernel that may change a bit
 
 
 def is_on_gpu(device: torch.device) -> bool:
@@ -92,7 +92,6 @@ def device_decoder(
 
     return DeviceDecoder(
         model,
-        recorded.geometries,
         recorded.options,
         max_model_len,
         row_invariant=row_invariant,
@@ -119,19 +118,19 @@ class ReplayingModel(StepModel, Protocol):
     def stop(self) -> None:
         """Stop replaying."""
 
-    def prepare(self, max_len: int, *, tap_ids: tuple[int, ...] = ()) -> None:
-        """Capture steps of sequences up to `max_len` tokens, with a tap of `tap_ids`, as time and memory allow."""
+    def prepare(self, *, tap_ids: tuple[int, ...] = ()) -> None:
+        """Capture steps with a tap of `tap_ids`, as time and memory allow."""
 
 
-def with_replays(step_model: StepModel, cache: KVCache, *, is_alone: bool) -> ReplayingModel | None:
-    """The model with small steps as CUDA graphs, which use the cache's last block; None on a CPU. ``is_alone``: the
-    model has no other ranks."""
+def with_replays(step_model: StepModel, cache: KVCache, max_len: int, *, is_alone: bool) -> ReplayingModel | None:
+    """The model with small steps as CUDA graphs, which use the cache's last block; None on a CPU. ``max_len``: most
+    tokens of a sequence; ``is_alone``: the model has no other ranks."""
     if cache.device.type != "cuda":
         return None
     from specdec.engine.cuda.buckets import BucketedSteps
 
     steps = BucketedSteps(step_model, CudaCapture(), is_alone=is_alone)
-    steps.serve(cache)
+    steps.serve(cache, max_len)
     return steps
 
 

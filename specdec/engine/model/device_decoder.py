@@ -12,11 +12,11 @@ import torch
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
 from specdec.engine.checkpoints.fp8 import Fp8Weight
-from specdec.engine.cuda.attention import attend, launch_shape, plan_tiles
+from specdec.engine.cuda.attention import attend
 from specdec.engine.cuda.layers import add_norm, embed_norm, gate, rotate_write
 from specdec.engine.cuda.products import fp8_linear, ordered_linear
 from specdec.engine.model.fused import rotary_tables
@@ -58,7 +58,6 @@ class DeviceDecoder:
     def __init__(
         self,
         model: PreTrainedModel,
-        geometries: Sequence[LayerGeometry],
         options: Sequence[AttentionOptions],
         max_model_len: int,
         *,
@@ -75,7 +74,7 @@ class DeviceDecoder:
         """
         decoder: Any = model.model
         head: Any = model.lm_head
-        self._geometries, self._options = list(geometries), list(options)
+        self._options = list(options)
         self._linear: Product = _mixed_linear if is_fp8 else ordered_linear if row_invariant else linear
         self._group, self._is_ordered = group, row_invariant
         self._num_heads = int(model.config.num_attention_heads) // (1 if group is None else group.size)
@@ -98,11 +97,10 @@ class DeviceDecoder:
                 torch.cuda.empty_cache()  # of joined weights: the next layer's may not fit the hole
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """See ``StepModel``. Cost: nine or ten launches per layer and about ten per pass; with ranks, two collectives
+        """See ``StepModel``. Cost: ten launches per layer and six per pass; with ranks, two collectives
         per layer and two per pass.
         """
-        shape = launch_shape(self._num_heads, self._geometries[0], cache.dtype)
-        plan = plan_tiles(batch, shape.rows_per_tile, cache.block_size)
+        plans: dict[str, Any] = {}
         epsilon = self._epsilon
         parts = [part for layer in self._layers for part in layer]
         next_norms = iter([*(part.norm for part in parts[1:]), self._final_norm])
@@ -116,7 +114,9 @@ class DeviceDecoder:
                     query = rotate_write(
                         qkv, self._num_heads, index, batch, cache, self._tables, part.head_norms, epsilon
                     )
-                    attended = attend(query, index, batch, cache, self._options[index], plan)
+                    attended = attend(
+                        query, index, batch, cache, self._options[index], plans, row_invariant=self._is_ordered
+                    )
                     added = self._linear(attended.flatten(1), *part.output)
                 else:
                     added = self._linear(gate(self._linear(normed, *part.gate_up)), *part.down)

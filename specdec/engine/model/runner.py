@@ -213,9 +213,8 @@ class ModelRunner:
             return
         self._captured_taps.add(tap_ids)
         probe = SelfTest(self.vocab_size, self.max_model_len, self.block_size, self.device)
-        most = min(self.max_model_len, self.num_blocks * self.block_size)
         with torch.inference_mode():
-            self.replays.prepare(most, tap_ids=tap_ids)
+            self.replays.prepare(tap_ids=tap_ids)
             self._check_replays(self.replays, probe, tap_ids)
 
     def _check_replays(self, replays: ReplayingModel, probe: SelfTest, tap_ids: tuple[int, ...]) -> None:

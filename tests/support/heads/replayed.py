@@ -27,7 +27,7 @@ def replayed_heads(monkeypatch: pytest.MonkeyPatch) -> Captures:
 
     def passes(target: HeadTarget, cache: HeadCache) -> HeadPasses:
         steps = CapturingSteps(captures)
-        return HeadPasses(cache, HeadReplays(steps, cache, target.runner.dtype))  # type: ignore[arg-type]
+        return HeadPasses(cache, HeadReplays(steps, cache, target.runner.dtype, target.runner.max_model_len))  # type: ignore[arg-type]
 
     monkeypatch.setattr(HeadTarget, "passes", passes)
     return captures

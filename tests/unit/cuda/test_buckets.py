@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
-from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, advance, all_buckets, bucket_of, empty_batch, fill
+from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, advance, bucket_of, empty_batch, fill, table_blocks
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.cuda.passes import CAPTURE_BYTES
 from specdec.engine.cuda.sampling import launch_top
@@ -84,9 +84,9 @@ def test_steps_of_one_shape_are_captured_once_and_large_ones_never(runner: Model
         batch, _ = largest_batch(num_rows, 64, 8, torch.device("cpu"))
         assert steps(batch, runner._cache).shape == (num_rows, VOCAB_SIZE)
     assert (captures.num_captured, captures.num_replayed, steps.num_graphs) == (1, 3, 1)
-    large, _ = largest_batch(129, 64, 8, torch.device("cpu"))
-    assert bucket_of(large, 8) is None
-    assert steps(large, runner._cache).shape == (129, VOCAB_SIZE)
+    large, _ = largest_batch(ROW_BUCKETS[-1] + 1, 64, 8, torch.device("cpu"))
+    assert bucket_of(large, 40) is None
+    assert steps(large, runner._cache).shape == (ROW_BUCKETS[-1] + 1, VOCAB_SIZE)
     assert captures.num_captured == 1
 
 
@@ -115,11 +115,10 @@ def test_a_batch_is_in_its_bucket_as_it_was_and_padding_is_apart(num_rows: int, 
     batch, _ = largest_batch(num_rows, max_model_len, 8, torch.device("cpu"))
     batch.path_slots = torch.arange(num_rows, dtype=torch.int32) + 5
     batch.path_offsets = torch.arange(num_rows + 1, dtype=torch.int32)
-    key = bucket_of(batch, 8)
-    assert key is not None
-    rows, blocks = key
-    assert (rows in ROW_BUCKETS, rows >= num_rows, rows < 2 * num_rows, blocks) == (True, True, True, 64)
-    static = empty_batch(key, torch.device("cpu"), spare_block, 8)
+    rows = bucket_of(batch, 64)
+    assert rows is not None
+    assert (rows in ROW_BUCKETS, rows >= num_rows, rows < 2 * num_rows) == (True, True, True)
+    static = empty_batch(rows, 64, torch.device("cpu"), spare_block, 8)
     for earlier in (rows, num_rows):  # what a fuller batch has left is overwritten, or not read
         if earlier > num_rows:
             fill(static, largest_batch(earlier, 1, 8, torch.device("cpu"))[0], spare_block, 8)
@@ -142,9 +141,7 @@ def test_a_batch_is_in_its_bucket_as_it_was_and_padding_is_apart(num_rows: int, 
 def test_a_batch_is_copied_into_its_bucket_by_one_launch() -> None:
     meta = torch.device("meta")
     batch, _ = largest_batch(5, 64, 16, meta)
-    key = bucket_of(batch, 16)
-    assert key is not None
-    static = empty_batch(key, meta, 9, 16)
+    static = empty_batch(8, 64, meta, 9, 16)
     with LaunchCounter() as counter:
         fill(static, batch, 9, 16)
     assert [name for name, _ in counter.operations] == ["fill_kernel"]
@@ -159,21 +156,31 @@ def test_what_sequences_may_need_is_captured_before_the_first_one_is_there(runne
     scenarios(runner)
     assert captures.num_captured == len(ROW_BUCKETS)
     assert captures.num_replayed > 20
-    keys = all_buckets(9000, 16)
-    assert keys[0] == (ROW_BUCKETS[-1], 32)
-    assert [blocks for rows, blocks in keys if rows == 1] == [32, 128, 512, 2048]
+
+
+def test_one_graph_for_each_bucket_of_rows_serves_contexts_of_any_length(runner: ModelRunner) -> None:
+    steps, captures = bucketed(runner)
+    steps.serve(runner._cache, max_len=300)
+    for max_model_len in (8, 60, 300):
+        for num_rows in (1, 3):
+            runner.forward(largest_batch(num_rows, max_model_len, 8, torch.device("cpu"))[0])
+    assert (captures.num_captured, captures.num_replayed) == (2, 6)
+    steps.serve(runner._cache, max_len=1)
+    wide, _ = largest_batch(1, 8 * table_blocks(1, 8) + 1, 8, torch.device("cpu"))
+    assert runner.forward(wide).shape == (1, VOCAB_SIZE)
+    assert captures.num_replayed == 6, "a table that is longer than captured ones"
 
 
 def test_captures_end_where_time_or_memory_does_and_go_on_when_a_shape_is_met(runner: ModelRunner) -> None:
     steps, captures = bucketed(runner)
     now_s = iter([0.0, 1.0, 9.0, 21.0, 22.0])
-    steps.prepare(64, clock=lambda: next(now_s))
+    steps.prepare(clock=lambda: next(now_s))
     assert captures.num_captured == 2
     runner.forward(largest_batch(1, 64, 8, torch.device("cpu"))[0])
     assert captures.num_captured == 3
     large = BucketedSteps(steps._forward, Captures(bytes_each=CAPTURE_BYTES // 2))
     large.serve(runner._cache)
-    large.prepare(64)
+    large.prepare()
     assert large.num_graphs == 3
 
 
@@ -202,7 +209,7 @@ def test_a_replayed_step_hands_out_hidden_states_of_its_own_rows_that_the_next_o
 def test_what_was_captured_before_leaves_less_time_for_more(runner: ModelRunner) -> None:
     steps, _ = bucketed(runner)
     now_s = iter([0.0, *[12.0] * 50])
-    steps.prepare(64, clock=lambda: next(now_s))
+    steps.prepare(clock=lambda: next(now_s))
     assert steps.graphs.has_room(7.0)
     assert not steps.graphs.has_room(9.0)
 
@@ -230,15 +237,15 @@ def test_no_bucket_and_no_round_needs_a_kernel_of_its_own() -> None:
     """Constants are what a kernel is compiled for: a bucket with others, first met in a stream, would hold it up."""
     device = torch.device("meta")
     with LaunchCounter() as counter:
-        for number, key in enumerate([(1, 64), (2, 64), (8, 256)]):
+        for number, (rows, blocks) in enumerate([(1, 64), (2, 64), (8, 256)]):
             cache = KVCache([LayerGeometry(1, 16, 16)], 40 + number, 8, torch.float32, device)
-            static, batch = empty_batch(key, device, 3, 8), empty_batch((1, 7), device, 3, 8)
+            static, batch = empty_batch(rows, blocks, device, 3, 8), empty_batch(1, 7, device, 3, 8)
             fill(static, batch, 3 + number, 8)
-            of_rows = torch.empty(2, key[0], dtype=torch.int32, device=device)
-            drawn = torch.empty(key[0], 2, 1 + number, dtype=torch.int32, device=device)
+            of_rows = torch.empty(2, rows, dtype=torch.int32, device=device)
+            drawn = torch.empty(rows, 2, 1 + number, dtype=torch.int32, device=device)
             advance(static, number, drawn, of_rows[0], of_rows[1], cache)
-            adjustments = Adjustments(key[0], 90, device)
+            adjustments = Adjustments(rows, 90, device)
             adjustments.count(drawn)
-            adjustments.adjusted(torch.empty(key[0], 90, device=device), number)
+            adjustments.adjusted(torch.empty(rows, 90, device=device), number)
     compiled = {(launch.name, str(launch.constants), str(launch.options)) for launch in counter.launches}
     assert len(compiled) == len({launch.name for launch in counter.launches}) == 4

@@ -65,7 +65,7 @@ def test_its_logits_are_those_of_the_models_own_modules(
     hidden = torch.stack([states[-1][0], *(each[0] for each in states[:3])], dim=1)
     recorded = RaggedModel(loaded.model, TiledAttention()).record_attention(probe)
     assert is_fusable(loaded.model, recorded.geometries, recorded.options, 256)
-    decoder = DeviceDecoder(loaded.model, recorded.geometries, recorded.options, loaded.max_model_len)
+    decoder = DeviceDecoder(loaded.model, recorded.options, loaded.max_model_len)
     cache = KVCache(recorded.geometries, probe.num_blocks, 8, torch.float32, loaded.device)
     log = probe.run(decoder, cache)
     assert log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences) < 1e-5
@@ -87,7 +87,7 @@ def test_weights_of_8_bits_give_nearly_the_logits_of_the_rounded_model(tmp_path:
         for tokens in probe.sequences
     }
     recorded = RaggedModel(loaded.model, TiledAttention()).record_attention(probe)
-    decoder = DeviceDecoder(loaded.model, recorded.geometries, recorded.options, loaded.max_model_len, is_fp8=True)
+    decoder = DeviceDecoder(loaded.model, recorded.options, loaded.max_model_len, is_fp8=True)
     log = probe.run(decoder, KVCache(recorded.geometries, probe.num_blocks, 8, torch.float32, loaded.device))
     error = log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences)
     assert 1e-3 < error < tolerance(torch.bfloat16, is_fp8=True)
@@ -97,13 +97,13 @@ def test_weights_of_8_bits_give_nearly_the_logits_of_the_rounded_model(tmp_path:
 def decoder_of_8b() -> DeviceDecoder:
     model = random_model(LLAMA_8B, torch.bfloat16, META)
     layers = LLAMA_8B.num_hidden_layers
-    return DeviceDecoder(model, [LayerGeometry(8, 128, 128)] * layers, [AttentionOptions(128**-0.5)] * layers, 8192)
+    return DeviceDecoder(model, [AttentionOptions(128**-0.5)] * layers, 8192)
 
 
-@pytest.mark.parametrize(("num_rows", "context_len", "most"), [(1, 256, 9), (8, 256, 9), (8, 4096, 10), (512, 512, 9)])
+@pytest.mark.parametrize(("num_rows", "context_len"), [(1, 256), (8, 256), (8, 4096), (256, 8192), (512, 512)])
 @torch.inference_mode()
-def test_a_step_of_an_8b_model_launches_at_most_ten_kernels_a_layer(
-    num_rows: int, context_len: int, most: int, decoder_of_8b: DeviceDecoder
+def test_a_step_of_an_8b_model_launches_ten_kernels_a_layer(
+    num_rows: int, context_len: int, decoder_of_8b: DeviceDecoder
 ) -> None:
     batch, num_blocks = largest_batch(num_rows, 8192, 16, META)
     batch.block_tables = torch.empty(1, context_len // 16, dtype=torch.int32, device=META)
@@ -112,19 +112,17 @@ def test_a_step_of_an_8b_model_launches_at_most_ten_kernels_a_layer(
     with LaunchCounter() as counter:
         logits = decoder_of_8b(batch, cache)
     assert logits.shape == (num_rows, LLAMA_8B.vocab_size)
-    per_pass = len(counter.operations) - most * layers
-    assert 0 < per_pass <= 12, counter.operations[-20:]
+    per_pass = len(counter.operations) - 10 * layers
+    assert 0 < per_pass <= 8, counter.operations[-20:]
 
 
-@pytest.mark.parametrize(("context_len", "per_layer"), [(256, 9), (4096, 10)])
+@pytest.mark.parametrize("context_len", [256, 4096])
 @torch.inference_mode()
-def test_a_deterministic_step_has_no_kernel_more_and_none_of_the_librarys_products(
-    context_len: int, per_layer: int
-) -> None:
+def test_a_deterministic_step_has_no_kernel_more_and_none_of_the_librarys_products(context_len: int) -> None:
     layers, geometry = 2, LayerGeometry(8, 128, 128)
     config = LlamaConfig(**{**LLAMA_8B.to_dict(), "num_hidden_layers": layers})
     decoder = DeviceDecoder(
-        random_model(config, torch.bfloat16, META), [geometry] * layers, [AttentionOptions(128**-0.5)] * layers, 8192,
+        random_model(config, torch.bfloat16, META), [AttentionOptions(128**-0.5)] * layers, 8192,
         row_invariant=True,
     )  # fmt: skip
     batch, num_blocks = largest_batch(8, 8192, 16, META)
@@ -135,7 +133,7 @@ def test_a_deterministic_step_has_no_kernel_more_and_none_of_the_librarys_produc
     names = [name for name, _ in counter.operations]
     assert names.count("product_kernel") == 4 * layers + 1
     assert not {"mm", "addmm", "linear", "matmul", "bmm", "all_reduce_"} & set(names)
-    assert 0 < len(names) - per_layer * layers <= 12, names
+    assert 0 < len(names) - 10 * layers <= 8, names
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ import triton
 
 from specdec.engine.attention.kv_cache import LayerGeometry
 from specdec.engine.cuda import attention_kernels, layer_kernels, product_kernels
-from specdec.engine.cuda.attention import SPLIT, launch_shape
+from specdec.engine.cuda.attention import launch_shape
 from specdec.engine.cuda.products import product_tiles
 from specdec.engine.model import device_choice
 from specdec.engine.model.device_choice import triton_path
@@ -40,7 +40,7 @@ def digest_of_kernels() -> str:
         for dtype in dtypes
     ]
     parts += [str(product_tiles(1, 4096, dtype).block_k) for dtype in dtypes]
-    return hashlib.blake2b("\n".join([*parts, str(SPLIT)]).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
 def test_kernels_that_may_round_otherwise_have_another_version() -> None:
@@ -56,7 +56,7 @@ def test_the_id_names_whatever_compiles_the_kernels_and_what_for(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     first = triton_path("ordered-decoder", CUDA)
-    assert first == f"triton-ordered-decoder-2-{triton.__version__}-ptxas12.9-cuda13.0-sm90"
+    assert first == f"triton-ordered-decoder-3-{triton.__version__}-ptxas12.9-cuda13.0-sm90"
     found = {first, triton_path("decoder", CUDA)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     found.add(blackwell := triton_path("ordered-decoder", CUDA))
@@ -65,6 +65,6 @@ def test_the_id_names_whatever_compiles_the_kernels_and_what_for(monkeypatch: py
     found.add(triton_path("ordered-decoder", CUDA))
     monkeypatch.setattr(triton, "__version__", "9.9")
     found.add(triton_path("ordered-decoder", CUDA))
-    monkeypatch.setattr(device_choice, "_KERNELS_VERSION", 3)
+    monkeypatch.setattr(device_choice, "_KERNELS_VERSION", 4)
     found.add(triton_path("ordered-decoder", CUDA))
     assert len(found) == 6

@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 
 from specdec.engine.checkpoints.fp8 import FP8, FP8_MOST, Fp8Weight, round_to_fp8
 from specdec.engine.cuda.launch import LaunchCounter
-from specdec.engine.cuda.products import MOST_TILE_ROWS, ProductTiles, fp8_linear, ordered_linear, product_tiles
+from specdec.engine.cuda.products import ProductTiles, fp8_linear, ordered_linear, product_tiles
 from tests.support.engine.triton_device import DEVICE
 
 ROW_COUNTS = (1, 2, 7, 8, 16, 17, 64)
@@ -53,11 +53,15 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_and_in_tiles_of_any_si
 
 
 @pytest.mark.parametrize("num_outputs", [1024, 14336, 128256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_number_of_rows_takes_tiles_that_have_another_instruction(num_outputs: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "tile_rows"), [(torch.float32, 16), (torch.bfloat16, 64)])
+def test_no_number_of_rows_takes_tiles_that_have_another_instruction(
+    num_outputs: int, dtype: torch.dtype, tile_rows: int
+) -> None:
     tiles = [product_tiles(num_rows, num_outputs, dtype) for num_rows in range(1, 600)]
-    assert {tile.block_m for tile in tiles} <= {16, MOST_TILE_ROWS}
+    assert {tile.block_m for tile in tiles} == {tile_rows}
     assert len({tile.block_k for tile in tiles}) == 1
+    older = product_tiles(8, num_outputs, dtype, capability=8)
+    assert (older.block_m, older.block_k) == (16, tiles[0].block_k), "their instruction is the same for all tiles"
 
 
 def test_a_product_is_one_launch_and_reads_its_weight_once() -> None:

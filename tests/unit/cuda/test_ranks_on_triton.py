@@ -108,9 +108,7 @@ def test_a_deterministic_step_leaves_no_sum_over_ranks_to_the_library(row_invari
     model = random_model(config, torch.bfloat16, meta)
     model.config.num_attention_heads *= NotedGroup.size  # these weights are a rank's half
     group: Any = NotedGroup()
-    decoder = DeviceDecoder(
-        model, [geometry] * layers, [AttentionOptions(0.125)] * layers, 64, row_invariant=row_invariant, group=group
-    )
+    decoder = DeviceDecoder(model, [AttentionOptions(0.125)] * layers, 64, row_invariant=row_invariant, group=group)
     batch, num_blocks = largest_batch(5, 64, 16, meta)
     decoder(batch, KVCache([geometry] * layers, num_blocks, 16, torch.bfloat16, meta))
     assert group.called == ["gather" if row_invariant else "sum"] * (2 * layers)

@@ -61,9 +61,9 @@ def test_a_decoder_that_fails_its_self_test_is_not_used(
     assert "triton-attention" in load("llama", tmp_path, True, monkeypatch).numerics_id
 
 
-def with_replays(steps: StepModel, cache: KVCache, *, is_alone: bool) -> BucketedSteps:
+def with_replays(steps: StepModel, cache: KVCache, max_len: int, *, is_alone: bool) -> BucketedSteps:
     replays = BucketedSteps(steps, Captures())
-    replays.serve(cache)
+    replays.serve(cache, max_len)
     return replays
 
 
@@ -87,9 +87,9 @@ def test_replays_of_what_was_computed_at_the_capture_are_found_out(
             logits = run()
             return lambda: None, logits
 
-    def stale_replays(steps: StepModel, cache: KVCache, *, is_alone: bool) -> BucketedSteps:
+    def stale_replays(steps: StepModel, cache: KVCache, max_len: int, *, is_alone: bool) -> BucketedSteps:
         replays = BucketedSteps(steps, Stale())
-        replays.serve(cache)
+        replays.serve(cache, max_len)
         return replays
 
     monkeypatch.setattr(building, "with_replays", stale_replays)
@@ -112,9 +112,9 @@ def test_replays_that_are_wrong_for_larger_steps_only_are_found_out(
             is_wrong = len(batch.input_ids) == 13 if what == "sixteen rows" else len(batch.path_slots) > 3
             return logits.flip(1) if is_wrong else logits
 
-    def wrong_replays(steps: StepModel, cache: KVCache, *, is_alone: bool) -> BucketedSteps:
+    def wrong_replays(steps: StepModel, cache: KVCache, max_len: int, *, is_alone: bool) -> BucketedSteps:
         replays = Wrong(steps, Captures())
-        replays.serve(cache)
+        replays.serve(cache, max_len)
         return replays
 
     monkeypatch.setattr(building, "with_replays", wrong_replays)

@@ -1,18 +1,19 @@
 """Paged attention in Triton: what it computes, and that a row's bits depend on its own tokens only."""
 
-import itertools
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdec.engine.attention.kv_cache import LayerGeometry
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.cuda import attention
-from specdec.engine.cuda.attention import TritonAttention, launch_shape, plan_tiles
+from specdec.engine.cuda.attention import LaunchShape, TritonAttention, launch_shape, plan_work
+from specdec.engine.cuda.buckets import empty_batch
+from specdec.engine.cuda.launch import LaunchCounter
 from tests.support.engine.ragged_rows import NUM_HEADS, RaggedRows, lay_out, ragged_rows
 from tests.support.engine.triton_device import DEVICE
 
@@ -32,11 +33,10 @@ OPTIONS = [
 TREE = [-1, -1, 1, 0, 2]
 
 
-@pytest.fixture(params=[0, 1 << 26], ids=["one program for all splits", "a program for each split"])
-def small_splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(params=[1, 1 << 26], ids=["in parts of few rows", "all rows at once"])
+def small_splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SPLIT", SMALL_SPLIT)
     monkeypatch.setattr(attention, "_MOST_PART_BYTES", request.param)
-    return
 
 
 @pytest.mark.usefixtures("small_splits")
@@ -52,7 +52,7 @@ def test_rows_attend_as_the_tiled_kernel_has_them(rows: RaggedRows, options: Att
 
 @pytest.mark.parametrize(
     ("dim", "num_kv_heads", "group", "most_part_bytes"),
-    [(64, 1, 16, 1 << 26), (80, 2, 1, 0), (96, 1, 7, 1 << 26), (128, 2, 8, 0), (256, 1, 4, 1 << 26)],
+    [(64, 1, 16, 1 << 26), (80, 2, 1, 1), (96, 1, 7, 1 << 26), (128, 2, 8, 1), (256, 1, 4, 1 << 26)],
 )
 @settings(EXAMPLES, max_examples=3)
 @given(data=st.data())
@@ -97,28 +97,105 @@ def test_a_row_has_the_same_bits_alone_in_a_tree_in_a_prefill_and_in_any_split(
     for row in (0, 11, 14, 18, 19, 24):
         assert torch.equal(rows.run_row(kernel, options, row, cache), together[row]), f"row {row} alone"
         assert torch.equal(rows.run_in_place(kernel, options, row, cache), together[row]), f"row {row} as decoded"
-    monkeypatch.setattr(attention, "_MOST_PART_BYTES", 0)
+    monkeypatch.setattr(attention, "_MOST_PART_BYTES", 1)
     assert torch.equal(rows.run(kernel, options)[0], together)
 
 
-def test_tiles_hold_rows_of_one_sequence_and_every_row_once() -> None:
-    rows = lay_out([(40, 20, []), (3, 3, TREE), (9, 1, [])], LayerGeometry(2, 16, 16), 8, torch.float32, DEVICE, 0)
-    plan = plan_tiles(rows.batch, 16, 8)
-    starts = plan.starts.tolist()
-    assert starts == [0, 16, 20, 28, 29]
-    assert plan.num_tiles == len(starts) - 1
-    seqs = rows.batch.row_seq.tolist()
-    for start, end in itertools.pairwise(starts):
-        assert len(set(seqs[start:end])) <= 1
+@EXAMPLES
+@given(rows=ragged_rows(DEVICE, torch.float16, max_len=150), options=st.sampled_from(OPTIONS))
+def test_large_passes_have_large_tiles_and_attend_alike(
+    rows: RaggedRows, options: AttentionOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = rows.run(TritonAttention(), options)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "MOST_FINE_ROWS", 0)
+        patch.setattr(attention, "_PREFILL_SPLIT", 128)
+        got, _ = rows.run(TritonAttention(), options)
+    torch.testing.assert_close(got, expected, rtol=4e-3, atol=4e-3)
+
+
+def test_a_path_that_leaves_the_table_and_begins_another_split_is_the_rows_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head's drafted tokens have no blocks in the table of their sequence."""
+    monkeypatch.setattr(attention, "SPLIT", SMALL_SPLIT)
+    chains = [-1, 0, 1, 2, -1, 4, 5]
+    rows = lay_out([(SMALL_SPLIT, 1, chains), (30, 1, [])], LayerGeometry(1, 16, 16), 8, torch.float32, DEVICE, 3)
+    expected, _ = rows.run(TiledAttention(), OPTIONS[0])
+    rows.batch = replace(rows.batch, block_tables=rows.batch.block_tables[:, : SMALL_SPLIT // 8])
+    got, _ = rows.run(TritonAttention(), OPTIONS[0])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def work_of(rows: RaggedRows, shape: LaunchShape, window: int = 0) -> list[tuple[int, int, int]]:
+    """First row, end row and split of all entries, sorted."""
+    found = []
+    for work in plan_work(rows.batch, shape, rows.cache.block_size, window, 64):
+        num = int(work.entries[0])
+        assert num <= work.most
+        columns = [work.entries[1 + at * work.most :][:num].tolist() for at in range(3)]
+        found += list(zip(*columns, strict=True))
+    return sorted(found)
+
+
+@settings(EXAMPLES, max_examples=20)
+@given(rows=ragged_rows(DEVICE), window=st.sampled_from((0, 1, 40)), part_bytes=st.sampled_from((1 << 26, 1)))
+def test_the_device_lists_each_split_that_a_row_sees_once_and_none_that_no_row_sees(
+    rows: RaggedRows, window: int, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(launch_shape(6, LayerGeometry(2, 16, 16), torch.float32), rows_per_tile=4, split=16)
+    batch = rows.batch
+    lines = list(zip(*(each.tolist() for each in (batch.row_seq, batch.position_ids, batch.context_lens)), strict=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "_MOST_PART_BYTES", part_bytes)
+        listed = work_of(rows, shape, window)
+    told = []
+    for first, end, split in listed:
+        assert end - first <= shape.rows_per_tile
+        assert len({lines[row][0] for row in range(first, max(end, first + 1))}) == 1, "rows of one sequence"
+        shared = [row for row in range(first, end) if lines[row][2] > lines[row][1] or lines[row][2] // 16 > split]
+        seen = [row for row in (shared or [first]) if split <= lines[row][1] // 16]
+        assert any(split >= (max(0, lines[row][1] - window + 1) if window else 0) // 16 for row in seen)
+        told += [(row, split) for row in seen]
+    assert len(told) == len(set(told))
+    wanted = {
+        (row, split)
+        for row, (_, position, _) in enumerate(lines)
+        for split in range((max(0, position - window + 1) if window else 0) // 16, position // 16 + 1)
+    }
+    assert wanted <= set(told)
+
+
+def test_no_program_walks_a_long_context_alone_and_none_is_launched_for_a_table() -> None:
+    """One row at 128k beside 31 short ones: equal entries, for a fixed number of programs."""
+    context, num_rows = 1 << 17, 32
+    rows = lay_out([(9, 1, [])] * num_rows, LayerGeometry(8, 16, 16), 16, torch.float32, DEVICE, 0, 32)
+    positions = torch.full((num_rows,), 1000, device=DEVICE)
+    positions[5] = context - 1
+    tables = torch.zeros(num_rows, context // 16, dtype=torch.int32, device=DEVICE)
+    rows.batch = replace(rows.batch, position_ids=positions, context_lens=(positions + 1).int(), block_tables=tables)
+    shape = launch_shape(32, LayerGeometry(8, 128, 128), torch.bfloat16)
+    entries = work_of(rows, shape)
+    assert len(entries) == len(set(entries)) == context // shape.split + (num_rows - 1) * (1000 // shape.split + 1)
+    meta = torch.device("meta")
+    cache = KVCache([LayerGeometry(8, 128, 128)], 1, 16, torch.bfloat16, meta)
+    query = torch.empty(num_rows, 32, 128, dtype=torch.bfloat16, device=meta)
+    with LaunchCounter() as counter:
+        for table in (64, context // 16):
+            attention.attend(query, 0, empty_batch(num_rows, table, meta, 0, 16), cache, AttentionOptions(1.0), {})
+    grids = [launch.grid for launch in counter.launches if launch.name == "attention_kernel"]
+    assert {grid[0] * grid[1] for grid in grids} == {attention._PROGRAMS}
 
 
 @pytest.mark.parametrize(
     ("num_heads", "geometry", "rows", "queries"),
-    [(32, (8, 128, 128), 8, 32), (32, (32, 64, 64), 16, 16), (28, (4, 128, 128), 4, 32), (64, (1, 64, 64), 1, 64)],
+    [(32, (8, 128, 128), 4, 16), (32, (32, 64, 64), 16, 16), (28, (4, 128, 128), 2, 16), (64, (1, 64, 64), 1, 64)],
 )
-def test_a_program_takes_sixteen_rows_or_what_gives_thirty_two_queries(
+def test_a_program_takes_sixteen_queries_with_four_warps_and_more_in_large_passes_that_need_not_be_invariant(
     num_heads: int, geometry: tuple[int, int, int], rows: int, queries: int
 ) -> None:
-    shape = launch_shape(num_heads, LayerGeometry(*geometry), torch.bfloat16)
-    assert (shape.rows_per_tile, shape.block_m) == (rows, queries)
-    assert attention.SPLIT % shape.block_n == 0
+    heads = LayerGeometry(*geometry)
+    shape = launch_shape(num_heads, heads, torch.bfloat16, 256, row_invariant=False)
+    assert (shape.rows_per_tile, shape.block_m, shape.num_warps) == (rows, queries, 4)
+    large = launch_shape(num_heads, heads, torch.bfloat16, 257, row_invariant=False)
+    assert (large.block_m, large.rows_per_tile) == (128, 128 // (num_heads // geometry[0]))
+    assert {each.split % each.block_n for each in (shape, large)} == {0}
+    assert launch_shape(num_heads, heads, torch.bfloat16, 4096) == shape
