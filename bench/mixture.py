@@ -44,7 +44,9 @@ def main() -> None:
     runner.warmup()
     pool = BlockPool(runner.num_blocks, runner.block_size)
     engine = Engine(
-        runner, pool, Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len)
+        runner,
+        pool,
+        Scheduler(pool, settings.rows_of_step(runner.device.type), settings.max_batch_seqs, runner.max_model_len),
     )
     print(f"{runner.num_parameters / 1e6:.3g} M parameters, {runner.numerics_id}")
     ratios = []

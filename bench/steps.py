@@ -89,7 +89,7 @@ def measure(name: str, plan: BenchPlan) -> dict[str, object]:
     engine = Engine(
         runner,
         pool,
-        Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len),
+        Scheduler(pool, settings.rows_of_step(runner.device.type), settings.max_batch_seqs, runner.max_model_len),
     )
     turns = []
     for _ in range(_TURNS):

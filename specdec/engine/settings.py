@@ -10,6 +10,9 @@ from specdec.engine.sublayers import read_layers
 Layers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(read_layers)]
 """Layer numbers, or text such as `3-6,8`."""
 
+_DEFAULT_ROWS = {"cpu": 512, "cuda": 2048}
+"""Rows of one step by kind of device."""
+
 
 class EngineSettings(BaseModel):
     """Settings to run a model; the rest follows from the model's config.
@@ -77,7 +80,7 @@ class EngineSettings(BaseModel):
     max_model_len: int | None = Field(
         default=None, ge=1, description="Tokens of the longest sequence; null: the model's limit."
     )
-    max_batch_tokens: int = Field(default=512, ge=1, description="Rows of one step.")
+    max_batch_tokens: int | None = Field(default=None, ge=1, description="Rows of one step; null: 512, on a GPU 2048.")
     max_batch_seqs: int = Field(default=64, ge=1, description="Sequences of one step.")
     deterministic: bool | None = Field(
         default=None,
@@ -99,6 +102,10 @@ class EngineSettings(BaseModel):
         default=True,
         description="Compare paged with dense logits at load; off only for models that passed before.",
     )
+
+    def rows_of_step(self, device_type: str) -> int:
+        """`max_batch_tokens`, or its default on a kind of device."""
+        return self.max_batch_tokens or _DEFAULT_ROWS.get(device_type, _DEFAULT_ROWS["cpu"])
 
     @property
     def skips_sublayers(self) -> bool:

@@ -67,7 +67,11 @@ def load_target(model: str, device: str, num_threads: int) -> Loaded:
     runner = ModelRunner.load(settings)
     pool = BlockPool(runner.num_blocks, runner.block_size)
     scheduler = Scheduler(
-        pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len, runner.session_states()
+        pool,
+        settings.rows_of_step(runner.device.type),
+        settings.max_batch_seqs,
+        runner.max_model_len,
+        runner.session_states(),
     )
     engine = Engine(runner, pool, scheduler)
     sampler = Sampler(runner.vocab_size, runner.device, native=runner.native_sampling)

@@ -54,7 +54,8 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     runner = ModelRunner.load(_with_room(settings, task))
     runner.warmup()
     pool = BlockPool(runner.num_blocks, runner.block_size)
-    limits = settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len
+    most_rows = settings.rows_of_step(runner.device.type)
+    limits = most_rows, settings.max_batch_seqs, runner.max_model_len
     engine = Engine(runner, pool, Scheduler(pool, *limits, runner.session_states()))
     num_ids = _translate(engine, runner, task["target_model"]) if task.get("target_model") else runner.vocab_size
     found: dict[str, Any] = {"num_parameters": runner.num_parameters, "max_model_len": runner.max_model_len}
@@ -66,7 +67,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         count: {
             rows: _step_ms(engine, runner, num_ids, count, rows, task["candidates"])
             for rows in task["rows"]
-            if rows == 1 or count * rows <= settings.max_batch_tokens
+            if rows == 1 or count * rows <= most_rows
         }
         for count in task["sequences"]
     }

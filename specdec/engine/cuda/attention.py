@@ -59,7 +59,7 @@ def launch_shape(
     return LaunchShape(
         rows_per_tile=rows,
         block_m=max(_MIN_DOT, power_of_two(rows * group)),
-        block_n=64 if is_narrow else 16 if is_wide_float else 32,
+        block_n=64 if is_narrow and not is_large else 16 if is_wide_float else 32,
         block_k=max(_MIN_DOT, power_of_two(geometry.key_dim)),
         block_v=max(_MIN_DOT, power_of_two(geometry.value_dim)),
         split=_PREFILL_SPLIT if is_large else SPLIT,

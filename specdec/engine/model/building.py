@@ -365,7 +365,7 @@ class _Builder:
             self._cells,
             settings.kv_cache_memory_bytes or _CPU_KV_BYTES,
             max_batch_seqs=settings.max_batch_seqs,
-            max_batch_tokens=settings.max_batch_tokens,
+            max_batch_tokens=settings.rows_of_step(loaded.device.type),
             block_size=settings.block_size,
         )
         num_blocks = settings.num_blocks or self._num_blocks_for_budget(
@@ -395,7 +395,7 @@ class _Builder:
                 CudaMemory(loaded.device),
                 step_model,
                 geometries,
-                num_rows=settings.max_batch_tokens,
+                num_rows=settings.rows_of_step(loaded.device.type),
                 max_model_len=loaded.max_model_len,
                 num_logits=loaded.num_logits,
                 block_size=settings.block_size,

@@ -99,7 +99,7 @@ def build_engine(
     row_s = runner.warmup(captures=ranks is not None or heads is None)
     if ranks is not None:
         ranks.confirm(runner.numerics_id)
-    max_batch_tokens = most_rows(settings, row_s)
+    max_batch_tokens = most_rows(settings, row_s, runner.device.type)
     salt = f"{runner.identity.weights_digest}/{runner.numerics_id}".encode()
     pool = BlockPool(runner.num_blocks, runner.block_size, salt)
     # A sequence that fills the whole cache can still run; a longer one never could.
@@ -178,14 +178,15 @@ def _grammars(runner: ModelRunner) -> GrammarCompiler | None:
         return None
 
 
-def most_rows(settings: EngineSettings, row_s: float) -> int:
+def most_rows(settings: EngineSettings, row_s: float, device_type: str) -> int:
     """Rows of a step: `max_batch_tokens`, or on slow machines as many as take two seconds.
 
     Each of `max_batch_seqs` sessions gets one row in any case.
     """
-    if row_s * settings.max_batch_tokens <= _MOST_STEP_S:
-        return settings.max_batch_tokens
-    return min(settings.max_batch_tokens, max(settings.max_batch_seqs, int(_MOST_STEP_S / row_s)))
+    most = settings.rows_of_step(device_type)
+    if row_s * most <= _MOST_STEP_S:
+        return most
+    return min(most, max(settings.max_batch_seqs, int(_MOST_STEP_S / row_s)))
 
 
 def check_openings(identity: pb.ModelIdentity, max_message_bytes: int) -> None:

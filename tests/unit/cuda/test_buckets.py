@@ -160,14 +160,14 @@ def test_what_sequences_may_need_is_captured_before_the_first_one_is_there(runne
 
 def test_one_graph_for_each_bucket_of_rows_serves_contexts_of_any_length(runner: ModelRunner) -> None:
     steps, captures = bucketed(runner)
-    steps.serve(runner._cache, max_len=300)
-    for max_model_len in (8, 60, 300):
-        for num_rows in (1, 3):
-            runner.forward(largest_batch(num_rows, max_model_len, 8, torch.device("cpu"))[0])
-    assert (captures.num_captured, captures.num_replayed) == (2, 6)
     steps.serve(runner._cache, max_len=1)
-    wide, _ = largest_batch(1, 8 * table_blocks(1, 8) + 1, 8, torch.device("cpu"))
-    assert runner.forward(wide).shape == (1, VOCAB_SIZE)
+    widest = table_blocks(1, 8)
+    for num_blocks in (1, 9, widest, widest + 1):
+        for num_rows in (1, 3):
+            batch, _ = largest_batch(num_rows, 64, 8, torch.device("cpu"))
+            batch.block_tables = torch.nn.functional.pad(batch.block_tables, (0, num_blocks - 1))
+            assert runner.forward(batch).shape == (num_rows, VOCAB_SIZE)
+    assert captures.num_captured == 2
     assert captures.num_replayed == 6, "a table that is longer than captured ones"
 
 

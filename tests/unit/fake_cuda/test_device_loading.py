@@ -150,4 +150,4 @@ def test_a_step_that_compiles_does_not_make_steps_smaller(tmp_path: Path, monkey
         runner._step_model = compiling
         monkeypatch.setattr(runner_module.time, "monotonic", lambda: now_s[0])
         row_s = runner.warmup(captures=False)
-        assert most_rows(runner.settings, row_s) == runner.settings.max_batch_tokens
+        assert most_rows(runner.settings, row_s, "cuda") == 2048

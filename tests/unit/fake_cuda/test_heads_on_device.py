@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from specdec.config.drafter_options import DFlashOptions, Eagle3Options, HeadOptions
-from specdec.drafting.heads import replays as replays_module
 from specdec.drafting.heads.methods.registry import load_head
 from specdec.drafting.heads.replays import HeadReplays
 from specdec.drafting.heads.session import Features, Head, HeadAsk
@@ -165,7 +164,7 @@ def test_passes_that_are_too_large_and_captures_that_were_dropped_change_no_offe
     model: Path, device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long prompt has more rows than are captured, and deeper levels longer paths."""
-    monkeypatch.setattr(replays_module, "PATH_SLOTS_PER_ROW", 1)
+    monkeypatch.setattr(buckets, "PATH_SLOTS_PER_ROW", 1)
     monkeypatch.setattr(graph_passes, "_MOST_GRAPHS", 2)
     on_cpu, on_device = target_of(model, "cpu"), target_of(model, "cuda:0")
     expected = live(Life(load("eagle3", tmp_path / "cpu", on_cpu), on_cpu, lengths=(30, 2)))

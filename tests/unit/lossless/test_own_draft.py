@@ -114,7 +114,7 @@ def test_the_time_that_prompts_take_is_told_chunk_by_chunk_and_only_that(own: Lo
     gate = Bookkeeping()
     body = open_session((prompts()[0] * 30)[:700], max_tokens=48, ignore_eos=True, body={"cache_salt": b"all of it"})
     own.run({"a": body}, gate=gate)
-    chunk_tokens = own.draft_settings.max_batch_tokens
+    chunk_tokens = own.draft_settings.rows_of_step("cpu")
     assert len(gate.invested_s) == -(-700 // chunk_tokens) > 1
     assert min(gate.invested_s) > 0
     assert gate.excused_s == pytest.approx(sum(gate.invested_s)), "it is no part of what a step is judged by"
