@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
+from specdec.engine.cuda import passes
 from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
@@ -25,5 +27,6 @@ def runner(tmp_path: Path) -> ModelRunner:
 
 
 @pytest.fixture
-def device(runner: ModelRunner) -> tuple[DeviceDrawing, Captures]:
+def device(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> tuple[DeviceDrawing, Captures]:
+    monkeypatch.setattr(passes, "_MOST_AHEAD_S", math.inf)  # played, captures take as long as the machine is busy
     return device_drawing_of(runner)
