@@ -74,7 +74,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     found["prompt_ms"] = {
         rows: _prompt_ms(engine, runner, num_ids, rows)
         for rows in task.get("prompt_rows", ())
-        if rows <= min(settings.max_batch_tokens, runner.max_model_len - 1)
+        if rows <= min(most_rows, runner.max_model_len - 1)
     }
     return found
 
