@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -35,8 +36,10 @@ _MIB = 2**20
 
 
 def find(url: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Lead clients of a store, and services, to this one and to an empty cache."""
+    """Lead clients of a store, and services, to this one and to an empty cache of models."""
+    compiled = os.environ.get("SPECDEC_NATIVE_CACHE") or str(Path.home() / ".cache" / "specdec" / "native")
     for name, value in {
+        "SPECDEC_NATIVE_CACHE": compiled,
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
