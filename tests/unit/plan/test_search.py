@@ -84,6 +84,11 @@ def test_impossible_objectives_are_refused_with_the_possible_ones() -> None:
     assert "1 ms between tokens" in message and "possible are at best" in message and "A100" in message
 
 
+def test_a_load_for_more_targets_than_are_planned_is_refused_with_their_number() -> None:
+    with pytest.raises(PlanImpossible, match=r"takes about \d{6,} targets.*plan a part of it"):
+        found("L4", 1e6, itl_s=0.2)
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_its_size() -> None:
     question = Question(
         target=model_of(config(120, 16_384), "405B"),
@@ -144,7 +149,6 @@ def test_the_command_writes_values_and_a_page_that_loads_nothing(tmp_path: Path)
         (["--target", "{config}", "--rate", "-1"], "must be from 0.001"),
         (["--target", "{config}", "--rate", "1e308"], "must be from 0.001"),
         (["--target", "{config}", "--rate", "nan"], "must be from 0.001"),
-        (["--target", "{config}", "--rate", "1e6"], "plan a part of it"),
         (["--target", "{config}", "--rate", "1", "--burstiness", "1e300"], "from 0.01 to 100"),
         (["--target", "{config}", "--rate", "1", "--devices", "L4=0"], "dollars per hour"),
         (["--target", "{config}", "--rate", "1", "--prompt-tokens", "100000"], "4096 positions"),
