@@ -220,7 +220,7 @@ defects: $(STAMP)  ## Reproduce known defects in this version's services, or in 
 test-lowest: $(STAMP) $(UV)  ## Run quick tests with the lowest versions that pyproject.toml allows.
 	@"$(PYTHON)" -m venv .tools/lowest
 	site="$$(echo .tools/lowest/lib/python*/site-packages)"
-	echo "$$PWD"/$(VENV)/lib/python*/site-packages > "$$site/newest.pth"
+	$(BIN)/python -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' > "$$site/newest.pth"
 	$(UV) pip compile pyproject.toml --quiet --no-annotate --no-header --resolution lowest-direct --python $(BIN)/python \
 	    --extra engine --extra gateway --extra s3 | grep -Ev '$(FROM_TORCHS_INDEX)' > .tools/lowest/versions.txt
 	$(UV) pip install --quiet --no-deps --python .tools/lowest/bin/python -r .tools/lowest/versions.txt
