@@ -23,6 +23,8 @@ VICTIM_TOKENS = 400
 LOGPROBS = 20
 """Events are large, so that few of them fill what the kernel and the gateway hold for a reader."""
 STEP_S = 0.02
+SILENCE_S = 30.0
+"""One process plays target, coordinator, gateway and the crowd: each of them answers pings late."""
 
 
 def asked(max_tokens: int, seed: int) -> bytes:
@@ -36,8 +38,10 @@ async def served(**settings: float) -> AsyncIterator[tuple[ScriptedTarget, Harne
     target = ScriptedTarget()
     target.step_s = STEP_S
     async with (
-        running([target], max_running=2000, max_waiting=2000, credit_window_tokens=32) as harness,
-        gateway(harness.address, **settings) as one,
+        running(
+            [target], max_running=2000, max_waiting=2000, credit_window_tokens=32, client_keepalive_timeout_s=SILENCE_S
+        ) as harness,
+        gateway(harness.address, keepalive_timeout_s=SILENCE_S, **settings) as one,
     ):
         yield target, harness, one
 
