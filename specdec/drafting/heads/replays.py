@@ -69,6 +69,11 @@ class HeadReplays:
     @torch.inference_mode()
     def prepare(self, kinds: Iterable[HeadPass | Projection]) -> None:
         """See `ReplayingModel`."""
+        cache = self._cache
+        one, other = (
+            empty_batch(1, self._num_blocks, cache.device, cache.spare_block, cache.block_size) for _ in range(2)
+        )
+        fill(one, other, cache.spare_block, cache.block_size)  # which no capture runs: it is compiled here
         kinds, prepared = list(kinds), buckets.ROW_BUCKETS[:_NUM_PREPARED]
         keys = [(each, num_rows) for num_rows in reversed(prepared) for each in kinds]
         self._graphs.prepare(keys, self._captured)

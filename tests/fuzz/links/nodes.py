@@ -71,6 +71,7 @@ def _try_leader(case: Case) -> None:
         with closing(_call(port)) as connection:
             with suppress(ConnectionError):  # it need not read what it refuses
                 connection.sendall(_changed(case.rng, case, StepKind.HELLO, _hello(case.rng)))
+            with suppress(OSError):  # one that was reset cannot be shut down
                 connection.shutdown(socket.SHUT_WR)
             answer = None
             with suppress(ConnectionError):  # the end of the connection is an answer to what is no frame

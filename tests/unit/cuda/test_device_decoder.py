@@ -112,7 +112,11 @@ def test_a_step_of_an_8b_model_launches_ten_kernels_a_layer(
     with LaunchCounter() as counter:
         logits = decoder_of_8b(batch, cache)
     assert logits.shape == (num_rows, LLAMA_8B.vocab_size)
-    per_pass = len(counter.operations) - 10 * layers
+    num_parts = [name for name, _ in counter.operations].count("plan_kernel")
+    assert num_parts == (2 if num_rows * context_len > 1 << 20 else 1), (
+        "results of attention beyond 128 MiB come in parts"
+    )
+    per_pass = len(counter.operations) - (10 + 2 * (num_parts - 1)) * layers
     assert 0 < per_pass <= 8, counter.operations[-20:]
 
 
