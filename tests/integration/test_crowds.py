@@ -46,22 +46,27 @@ async def served(**settings: float) -> AsyncIterator[tuple[ScriptedTarget, Harne
         yield target, harness, one
 
 
-async def victim(one: GatewayAtHand, seed: int) -> tuple[list[int], float]:
-    """Token ids of a stream that is read, and its longest pause in seconds."""
+def _read(port: int, seed: int) -> tuple[list[int], float]:
     ids: list[int] = []
     longest_s, last_s = 0.0, time.monotonic()
-    reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
-    writer.write(asked(VICTIM_TOKENS, seed))
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            now_s = time.monotonic()
-            longest_s, last_s = max(longest_s, now_s - last_s), now_s
-            for choice in json.loads(line[6:])["choices"]:
-                ids += choice.get("token_ids") or []
-        elif line.startswith(b"data: [DONE]"):
-            break
-    writer.close()
+    with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rb") as lines:
+        connection.sendall(asked(VICTIM_TOKENS, seed))
+        for line in lines:
+            if line.startswith(b"data: {"):
+                now_s = time.monotonic()
+                longest_s, last_s = max(longest_s, now_s - last_s), now_s
+                event = json.loads(line[6:])
+                assert "choices" in event, event
+                for choice in event["choices"]:
+                    ids += choice.get("token_ids") or []
+            elif line.startswith(b"data: [DONE]"):
+                break
     return ids, longest_s
+
+
+async def victim(one: GatewayAtHand, seed: int) -> tuple[list[int], float]:
+    """Token ids of a stream that is read, and its longest pause in seconds. It reads while the services are busy."""
+    return await asyncio.to_thread(_read, one.port, seed)
 
 
 async def all_gone(target: ScriptedTarget, harness: Harness, one: GatewayAtHand) -> None:
