@@ -18,14 +18,14 @@ class Backoff:
     longest_s: float
     spread: tuple[float, float] = (1.0, 1.0)
     """Bounds of the random factor of each wait: peers that failed together do not retry together."""
-    uniform: Callable[[float, float], float] = random.uniform
-    """Draws the factor."""
+    uniform: Callable[[float, float], float] | None = None
+    """Draws the factor; None: `random.uniform`."""
 
     def wait_s(self, num_failures: int, longest_s: float | None = None) -> float:
         """Seconds to wait after `num_failures` (at least 1) in a row; `longest_s` may lower the limit for this call."""
         doubled_s = self.first_s * 2.0 ** min(num_failures - 1, _MOST_DOUBLINGS)
         longest_s = self.longest_s if longest_s is None else min(self.longest_s, longest_s)
-        return min(doubled_s, longest_s) * self.uniform(*self.spread)
+        return min(doubled_s, longest_s) * (self.uniform or random.uniform)(*self.spread)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import specdec.coordinator.service
 import specdec.replica.bridge.link_dialer
 import specdec.replica.bridge.replica_service
 import specdec.wire.backoff
+import specdec.wire.discovery
 from tests.protocol.simulation.virtual_loop import VirtualLoop
 
 _monotonic_s = time.monotonic
@@ -81,6 +82,7 @@ class Seams:
             (time, "monotonic", _now_s),
             (uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
             (specdec.wire.backoff, "random", rng),
+            (specdec.wire.discovery, "random", rng),
             (specdec.coordinator.connections, "ReplicaChannel", open_channel),
             (specdec.replica.bridge.link_dialer, "ReplicaChannel", open_channel),
             (specdec.coordinator.service, "open_store", open_store),
