@@ -46,12 +46,15 @@ async def in_turns(work: Generator[None, None, _T]) -> _T:
 def in_parts(works: Iterable[Work]) -> None:
     """Do works in order, `LONG_TOKENS` now and as many in each later turn of the event loop, one work at least.
 
-    A later one must see for itself whether it is still wanted. What it raises is logged.
+    A later one must see for itself whether it is still wanted. What one raises in the first turn is raised, later it is
+    logged; the works after it are done all the same.
     """
     left = deque(works)
-    _do_part(left)
-    if left:
-        asyncio.get_running_loop().call_soon(_go_on, left)
+    try:
+        _do_part(left)
+    finally:
+        if left:
+            asyncio.get_running_loop().call_soon(_go_on, left)
 
 
 def _do_part(left: deque[Work]) -> None:

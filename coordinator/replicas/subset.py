@@ -33,7 +33,7 @@ class Subset:
         self._words: list[int] = []
         """Of the other coordinators."""
         self._ranks: dict[str, tuple[int, float]] = {}
-        """Other coordinators that a replica prefers to this one, and its part in `_num_coordinators`."""
+        """By replica: the other coordinators that it prefers to this one, and the fraction that rounds its number."""
 
     def chosen(self, own: str, coordinators: Collection[str], replicas: Sequence[str]) -> Sequence[str]:
         """The replicas that this coordinator is attached to, in their order.
@@ -59,7 +59,7 @@ class Subset:
         return frozenset(self._seen_s)
 
     def _note(self, own: str, others: frozenset[str], replicas: Sequence[str]) -> None:
-        """Rank this coordinator at the replicas that are new, or at all where the coordinators are."""
+        """Rank this coordinator at new replicas, or at all of them if the coordinators have changed."""
         if self._names != (own, others):
             self._names, self._words, self._ranks = (own, others), [_word(name) for name in others], {}
         mine = _word(own)

@@ -50,3 +50,15 @@ async def test_a_fault_ends_neither_the_works_after_it_nor_goes_unsaid() -> None
     assert [line["event"] for line in logs] == ["work_failed"]
     with pytest.raises(ValueError, match="of one work"):  # as if it had been called
         in_parts([(1, fail)])
+
+
+async def test_a_fault_of_the_first_turn_is_raised_and_the_works_after_it_are_done() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("a fault")
+
+    with pytest.raises(ValueError, match="a fault"):
+        in_parts([(1, fail), (1, partial(done.append, 1)), (1, partial(done.append, 2))])
+    await asyncio.sleep(0)
+    assert done == [1, 2]

@@ -15,6 +15,7 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.backoff import Backoff
 from specdec.wire.errors import Unavailable
 from tests.support.services.fake_coordinator import TEXT, FakeCoordinator, running_fake_coordinator
+from tests.support.services.gateways import gateway
 
 ALWAYS = 1000
 
@@ -65,6 +66,14 @@ async def test_the_rounds_are_bounded() -> None:
         with pytest.raises(Unavailable, match="starting"):
             await read(caller)
         assert [len(fake.requests) for fake in fakes] == [5, 5]
+
+
+async def test_a_gateway_leaves_no_retries_to_grpc() -> None:
+    with running_fake_coordinator() as (fake, address):
+        fake.unavailable_times = ALWAYS
+        async with gateway(address) as one, one.http() as http:
+            answer = await http.post("/v1/completions", json={"model": "big", "prompt": "a"})
+        assert (answer.status_code, len(fake.requests)) == (503, 5)
 
 
 async def test_a_client_without_retries_calls_once() -> None:
