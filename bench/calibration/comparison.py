@@ -52,9 +52,10 @@ def run(plan: BenchPlan, report: Report, progress: Progress) -> None:
     inputs, runs = None, list[RealRun]()
     for setup in SETUPS:
         with deployed(setup, plan, progress) as cluster:
-            inputs = inputs or measure_services(cluster.address, plan, measured, progress)
+            inputs = inputs or measure_services(cluster, plan, measured, progress)
             runs += real_runs(setup, cluster.address, plan, inputs, progress)
     assert inputs is not None
+    inputs = inputs.averaged(measure_engines(plan, progress))
     progress.tell("predictions")
     found = compare(inputs, runs, plan.max_tokens)
     kept = {

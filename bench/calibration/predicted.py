@@ -16,7 +16,7 @@ from specdec.plan.simulation.tally import TimeCounts
 from specdec.plan.simulation.target import TargetSettings
 
 SEEDS = (1, 2, 3)
-_LINK_S = 0.0002
+_LINK_S = 0.0004
 """Between target and draft of one machine, one way, as `bench.round` finds it."""
 _TAIL_S = 300.0
 _KV_TOKENS = 1e6

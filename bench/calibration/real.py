@@ -24,8 +24,8 @@ from specdec.plan.simulation.pair import Speculation
 MOST_AT_ONCE = 32
 SPECULATION = (Speculation.ADAPTIVE, Speculation.OFF)
 _AT_ONCE = (1, 2, 4, 8, 16, MOST_AT_ONCE)
-_ALONE = 4
-"""Runs of a single request."""
+_LEAST_REQUESTS = 16
+"""Requests of a load: few at once are offered several times, each time others."""
 _RATES = (("Poisson", 0.3, 1.0), ("Poisson", 0.6, 1.0), ("bursts", 0.4, 0.2))
 """Name, rate over what plain decoding with eight at once serves, and shape of the gaps' gamma distribution."""
 _LATE_S = 60.0
@@ -82,7 +82,10 @@ def real_runs(setup: Setup, address: str, plan: BenchPlan, inputs: Inputs, progr
     for number, (load, parts) in enumerate(_loads(plan, inputs)):
         for speculation in SPECULATION[:: -1 if number % 2 else 1]:
             progress.tell(f"{setup.name}, {load}, speculation {speculation}")
-            offered = [(times_s, *asyncio.run(_offer(address, plan, times_s, speculation))) for times_s in parts]
+            offered = [
+                (times_s, *asyncio.run(_offer(address, plan, times_s, speculation, number * len(times_s))))
+                for number, times_s in enumerate(parts)
+            ]
             yield RealRun(
                 setup=setup.name,
                 load=load,
@@ -94,7 +97,7 @@ def real_runs(setup: Setup, address: str, plan: BenchPlan, inputs: Inputs, progr
 
 def _loads(plan: BenchPlan, inputs: Inputs) -> list[tuple[str, list[list[float]]]]:
     """Each load's parts, which run one after the other, as times of arrival."""
-    loads = [(f"{num} at once", [[0.0] * num] * (_ALONE if num == 1 else 1)) for num in _AT_ONCE]
+    loads = [(f"{num} at once", [[0.0] * num] * max(1, _LEAST_REQUESTS // num)) for num in _AT_ONCE]
     most_per_s = 8 / (inputs.target.seconds(8, 8) * plan.max_tokens)
     for name, share, shape in _RATES:
         rate = share * most_per_s
@@ -105,9 +108,9 @@ def _loads(plan: BenchPlan, inputs: Inputs) -> list[tuple[str, list[list[float]]
 
 
 async def _offer(
-    address: str, plan: BenchPlan, times_s: Sequence[float], speculation: Speculation
+    address: str, plan: BenchPlan, times_s: Sequence[float], speculation: Speculation, first: int = 0
 ) -> tuple[list[Stream], float]:
-    prompts = held_out_prompts(plan.pair.target.folder, len(times_s))
+    prompts = held_out_prompts(plan.pair.target.folder, first + len(times_s))[first:]
     sampling = dataclasses.replace(plan.sampling, temperature=plan.temperatures[0])
     speculate = speculation is not Speculation.OFF
     requests = [make_request(prompt, sampling, seed, speculate=speculate) for seed, prompt in enumerate(prompts)]

@@ -139,7 +139,8 @@ def why_not(measured: Measurements, choice: SettingsChoice, point: LoadPoint) ->
 
 def _free_draft(measured: Measurements) -> Measurements:
     free = {count: dict.fromkeys(rows, 1e-6) for count, rows in measured.draft.ms.items()}
-    return dataclasses.replace(measured, draft=StepTimes(free))
+    outside = dataclasses.replace(measured.outside, drafting_ms={})
+    return dataclasses.replace(measured, draft=StepTimes(free), outside=outside)
 
 
 def _at_once(load: int) -> str:

@@ -114,7 +114,9 @@ def results(measured: Measurements, advice: Advice) -> dict[str, Any]:
         "draft_step_ms": measured.draft.ms,
         "target_prompt_ms": dict(measured.target_prompt_ms),
         "draft_prompt_ms": dict(measured.draft_prompt_ms),
-        "outside_ms": dict(measured.outside_ms),
+        "outside_ms": dict(measured.outside.plain_ms),
+        "outside_verifying_ms": dict(measured.outside.verifying_ms),
+        "outside_drafting_ms": dict(measured.outside.drafting_ms),
         "survival": _survival(measured.outputs),
     }
 

@@ -28,6 +28,18 @@ _CHEAP_ROW = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideSteps:
+    """Milliseconds that services add to the engines' own times, by requests at once; empty: nothing is known."""
+
+    plain_ms: Mapping[int, float] = field(default_factory=dict)
+    """Between two steps of the target in plain decoding."""
+    verifying_ms: Mapping[int, float] = field(default_factory=dict)
+    """Between two steps with speculation, without waits for the draft."""
+    drafting_ms: Mapping[int, float] = field(default_factory=dict)
+    """Of a draft's step, beyond the engine's own time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
     """Measurements of one pair on one machine."""
 
@@ -41,8 +53,7 @@ class Measurements:
     draft_prompt_ms: Mapping[int, float] = field(default_factory=dict)
     is_parallel: bool = True
     """Whether draft and target run at the same time, on their own devices or cores."""
-    outside_ms: Mapping[int, float] = field(default_factory=dict)
-    """Milliseconds between the engine's steps in plain decoding, by requests at once."""
+    outside: OutsideSteps = field(default_factory=OutsideSteps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +90,13 @@ def predict(measured: Measurements, choice: SettingsChoice, temperature: float, 
     """Prediction for a choice at a temperature with `load` requests at once."""
     num_siblings = choice.num_siblings if choice.mode == "coupled" else 0
     one_round = rounds(measured.outputs[temperature], choice.mode, choice.draft_tokens, num_siblings)
-    outside = _outside_ms(measured.outside_ms, load)
+    between, verifying = (_at(ms, load) for ms in (measured.outside.plain_ms, measured.outside.verifying_ms))
     heads = choice.max_heads if choice.mode == "coupled" else 1
     step, verify = measured.target.of(load, 1), measured.target.of(load, choice.num_rows)
-    draft = measured.draft.of(max(load, heads), 1)
-    plain = step + outside
-    serial = one_round.tokens * plain / (choice.draft_tokens * draft + verify + outside)
-    hidden = one_round.tokens * plain / (max(choice.draft_tokens * draft, verify) + outside)
+    draft = measured.draft.of(max(load, heads), 1) + _at(measured.outside.drafting_ms, load)
+    plain = step + between
+    serial = one_round.tokens * plain / (choice.draft_tokens * draft + verify + verifying)
+    hidden = one_round.tokens * plain / (max(choice.draft_tokens * draft, verify) + verifying)
     # Times are averaged, not speeds.
     share = one_round.whole if measured.is_parallel else 0.0
     return SpeedPrediction(
@@ -99,7 +110,7 @@ def predict(measured: Measurements, choice: SettingsChoice, temperature: float, 
     )
 
 
-def _outside_ms(outside_ms: Mapping[int, float], load: int) -> float:
+def _at(outside_ms: Mapping[int, float], load: int) -> float:
     """Time outside of steps at the nearest measured load."""
     if not outside_ms:
         return 0.0

@@ -44,10 +44,10 @@ _MOST_PROMPT = 1024
 def measure(task: dict[str, Any]) -> dict[str, Any]:
     """Measure step times, and outputs (of a target) or agreement with outputs (of a draft).
 
-    The task has `settings` (of the engine), `sequences` and `rows` (numbers to measure), `candidates` (drawn per row),
-    and optionally `prompt_rows` (lengths of a prompt's chunks to measure), and `prompts`, `temperatures` and
-    `max_tokens`, or a target's `outputs`. A draft with another tokenizer has `target_model`: its steps and its
-    agreement are then those of the shared tokens. Raises EngineError.
+    The task has `settings` (of the engine), `sequences` and `rows` (numbers to measure), `candidates` (drawn per row
+    at `temperature`), and optionally `prompt_rows` (lengths of a prompt's chunks to measure), and `prompts`,
+    `temperatures` and `max_tokens`, or a target's `outputs`. A draft with another tokenizer has `target_model`: its
+    steps and its agreement are then those of the shared tokens. Raises EngineError.
     """
     settings = EngineSettings(**task["settings"])
     _tell(f"loading {settings.model}")
@@ -65,7 +65,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         found["agreement"] = _agreement(engine, runner, num_ids, task["outputs"])
     found["step_ms"] = {
         count: {
-            rows: _step_ms(engine, runner, num_ids, count, rows, task["candidates"])
+            rows: _step_ms(engine, runner, num_ids, count, rows, task)
             for rows in task["rows"]
             if rows == 1 or count * rows <= most_rows
         }
@@ -223,7 +223,7 @@ def _overlap(logits: torch.Tensor, temperature: float, target: Sequence[Sequence
 
 
 def _step_ms(
-    engine: Engine, runner: ModelRunner, num_ids: int, num_sequences: int, num_rows: int, num_candidates: int
+    engine: Engine, runner: ModelRunner, num_ids: int, num_sequences: int, num_rows: int, task: dict[str, Any]
 ) -> float:
     """Median milliseconds of a step with sampling, for sequences that each verify `num_rows` - 1 draft tokens."""
     _tell(f"steps over {num_sequences} sequences with {num_rows} rows each")
@@ -235,7 +235,7 @@ def _step_ms(
     while any(seq.num_pending_tokens for seq in sequences):
         engine.step()
     sampler = Sampler(num_ids, runner.device, native=runner.native_sampling)
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=1)
+    params = SamplingParams(temperature=task["temperature"], seed=1, max_tokens=1)
     contexts = [RowContext(params, length + row, length) for row in range(num_sequences * num_rows)]
     times_s: list[float] = []
     began_s = time.perf_counter()
@@ -248,7 +248,7 @@ def _step_ms(
         out = engine.step()
         if out is None:
             raise EngineError("the KV cache has no room for the sequences")
-        sampler.candidates(out.logits, contexts[: out.logits.shape[0]], num_candidates)
+        sampler.candidates(out.logits, contexts[: out.logits.shape[0]], task["candidates"])
         _synchronize(runner)
         times_s.append(time.perf_counter() - started_s)
         if len(times_s) > _WARMUP + 2 and time.perf_counter() - began_s > _MOST_S:
@@ -263,8 +263,8 @@ def _prompt_ms(engine: Engine, runner: ModelRunner, num_ids: int, num_rows: int)
     _tell(f"a prompt's chunk of {num_rows} tokens")
     times_s = []
     for repeat in range(_PROMPT_REPEATS):
-        # Another first token each time: no block of it is cached.
-        seq = engine.add([(repeat + 7 * at) % num_ids for at in range(num_rows)], num_prompt_tokens=num_rows)
+        first = _PROMPT_REPEATS * num_rows + repeat  # another one at each length, too: no block of it is cached
+        seq = engine.add([(first + 7 * at) % num_ids for at in range(num_rows)], num_prompt_tokens=num_rows)
         started_s = time.perf_counter()
         if engine.step() is None or seq.num_pending_tokens:
             raise EngineError(f"a prompt of {num_rows} tokens does not fit a step")

@@ -94,7 +94,8 @@ def measure_pair(
     Raises ClusterFailed with the engine's error.
     """
     sequences = sorted({*_SEQUENCES[: 1 + sum(count < max(questions.loads) for count in _SEQUENCES)], *questions.loads})
-    task: dict[str, Any] = {"sequences": sequences, "rows": ROWS, "prompt_rows": _PROMPT_ROWS, "candidates": 1}
+    common = {"prompt_rows": _PROMPT_ROWS, "temperature": max(questions.temperatures)}
+    task: dict[str, Any] = common | {"sequences": sequences, "rows": ROWS, "candidates": 1}
     asked = {} if known is not None else {
         "prompts": list(questions.prompts),
         "temperatures": list(questions.temperatures),
@@ -112,12 +113,12 @@ def measure_pair(
             steps, where = other, dataclasses.replace(where, target_cores=fewer)
             prompt_ms = _prompt_ms(on_fewer)
     draft = run_probe(
-        {
+        common
+        | {
             "settings": _settings(questions.draft_model, where.draft_device, where.draft_cores),
             "outputs": target.get("outputs", []),
             "sequences": sequences if len(sequences) > 1 else [*sequences, 2 * sequences[0]],
             "rows": [1],
-            "prompt_rows": _PROMPT_ROWS,
             "candidates": 3,
             "target_model": questions.target_model if questions.is_translated else None,
         },

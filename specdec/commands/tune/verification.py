@@ -16,7 +16,7 @@ from specdec.client import ClientSettings
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.measuring.requests import Sampling
 from specdec.commands.measuring.served import Load, LoadPlan, LoadRun, measure, warm_up
-from specdec.commands.tune.prediction import Measurements, SettingsChoice
+from specdec.commands.tune.prediction import Measurements, OutsideSteps, SettingsChoice
 from specdec.commands.tune.probe_processes import ProbePlacement, Questions
 from specdec.commands.tune.settings_files import role_settings
 from specdec.commands.up.cluster import Cluster
@@ -33,8 +33,7 @@ class Verified:
 
     speedups: Mapping[tuple[float, int], float]
     """Medians of the ratios of neighbouring runs."""
-    outside_ms: Mapping[int, float]
-    """By requests at once: see `Measurements`."""
+    outside: OutsideSteps
     between_ms: Mapping[tuple[float, int], tuple[float, float]]
     """Milliseconds between steps, with speculation and without."""
     tokens_per_s: Mapping[tuple[float, int], float]
@@ -91,7 +90,7 @@ def verify(
         raise ClusterFailed(f"every request of the verifying run failed: {'; '.join(failures) or 'no reason is known'}")
     return Verified(
         speedups=speedups,
-        outside_ms={load: outside_ms(every, load, measured) for load in questions.loads},
+        outside=outside_of(every, questions.loads, measured),
         between_ms={
             (temperature, load): (_between_ms(own, load, True), _between_ms(own, load, False))
             for (temperature, load), own in points.items()
@@ -130,14 +129,19 @@ def _tokens_per_s(passes: Sequence[LoadRun]) -> float | None:
     return statistics.median(found) if found else None
 
 
-def outside_ms(passes: Sequence[LoadRun], load: int, measured: Measurements) -> float:
-    """Milliseconds of a plain step in serving beyond the engine's own time."""
-    plain = _stats(passes, load, False)
-    steps = sum(stats.num_steps for stats in plain)
-    if not steps:
-        return 0.0
-    served_ms = sum(stats.verify_ms + stats.outside_ms for stats in plain) / steps
-    return max(0.0, served_ms - measured.target.of(load, 1))
+def outside_of(passes: Sequence[LoadRun], loads: Sequence[int], measured: Measurements) -> OutsideSteps:
+    """What services add to the engines' own times, from runs with speculation and without."""
+    drafting_ms = {}
+    for load in loads:
+        stats = _stats(passes, load, True)
+        num_tokens = sum(one.num_proposed for one in stats)
+        served_ms = sum(one.draft_ms for one in stats) / max(1, num_tokens)
+        drafting_ms[load] = max(0.0, served_ms - measured.draft.of(load, 1))
+    return OutsideSteps(
+        plain_ms={load: _between_ms(passes, load, False) for load in loads},
+        verifying_ms={load: _between_ms(passes, load, True) for load in loads},
+        drafting_ms=drafting_ms,
+    )
 
 
 def _stats(passes: Sequence[LoadRun], load: int, speculate: bool) -> list[coordinator_pb2.SpeculationStats]:
@@ -157,4 +161,4 @@ def _between_ms(passes: Sequence[LoadRun], load: int, speculate: bool) -> float:
 
 def with_outside(measured: Measurements, verified: Verified) -> Measurements:
     """The measurements with the time outside of steps."""
-    return dataclasses.replace(measured, outside_ms=verified.outside_ms)
+    return dataclasses.replace(measured, outside=verified.outside)

@@ -99,6 +99,9 @@ class MeasuredSteps:
 
     times: StepTimes
     outside_ms: Mapping[int, float] = field(default_factory=dict)
+    """Between two steps of one row per sequence, by sequences; empty: none."""
+    verifying_ms: Mapping[int, float] = field(default_factory=dict)
+    """Between two steps with more rows; empty: as `outside_ms`."""
     prompt_ms: Mapping[int, float] = field(default_factory=dict)
     """Of a step over one prompt's chunk, by its tokens; empty: as rows that are verified."""
 
@@ -107,8 +110,9 @@ class MeasuredSteps:
         least_ms = min(ms for rows in self.times.ms.values() for ms in rows.values())
         rows_each = max(1.0, num_rows / num_sequences)
         low = math.floor(rows_each)
+        outside_ms = self._outside_ms(num_sequences, is_verifying=num_rows > num_sequences)
         below, above = self.times.of(num_sequences, low), self.times.of(num_sequences, low + 1)
-        return (max(least_ms, below + (above - below) * (rows_each - low)) + self._outside_ms(num_sequences)) / 1e3
+        return (max(least_ms, below + (above - below) * (rows_each - low)) + outside_ms) / 1e3
 
     def prompt_seconds(self, num_rows: int, num_sequences: int) -> float:
         """See `StepTable.prompt_seconds`."""
@@ -116,15 +120,17 @@ class MeasuredSteps:
         if self.prompt_ms:
             alone_ms = max(row_ms, StepTimes({1: {1: row_ms, **self.prompt_ms}}).of(1, num_rows))
         else:
-            alone_ms = 1e3 * self.seconds(1, num_rows) - self._outside_ms(1)
-        return (alone_ms + self._outside_ms(1) if not num_sequences else max(0.0, alone_ms - row_ms)) / 1e3
+            alone_ms = 1e3 * self.seconds(1, num_rows) - self._outside_ms(1, is_verifying=num_rows > 1)
+        begins_ms = self._outside_ms(1, is_verifying=False)
+        return (alone_ms + begins_ms if not num_sequences else max(0.0, alone_ms - row_ms)) / 1e3
 
-    def _outside_ms(self, num_sequences: int) -> float:
+    def _outside_ms(self, num_sequences: int, *, is_verifying: bool) -> float:
         """Between measured numbers of sequences by interpolation; beyond them as the nearest one's."""
-        if not self.outside_ms:
+        ms = self.verifying_ms if is_verifying and self.verifying_ms else self.outside_ms
+        if not ms:
             return 0.0
-        known = sorted(self.outside_ms)
-        return float(np.interp(num_sequences, known, [self.outside_ms[each] for each in known]))
+        known = sorted(ms)
+        return float(np.interp(num_sequences, known, [ms[each] for each in known]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +148,21 @@ def read_measured(path: Path, temperature: float) -> Measured:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         found = report["tune"]
-        outside = {int(load): float(ms) for load, ms in found["outside_ms"].items()}
+        plain, verifying, drafting = (
+            {int(load): float(ms) for load, ms in each.items()}
+            for each in (
+                found["outside_ms"],
+                found.get("outside_verifying_ms", {}),  # not in reports of earlier releases
+                found.get("outside_drafting_ms", {}),
+            )
+        )
         survivals = {float(at): by_mode["coupled"] for at, by_mode in found["survival"].items()}
         target, draft = (
             MeasuredSteps(_times(found[f"{role}_step_ms"]), prompt_ms=_prompt_ms(found.get(f"{role}_prompt_ms", {})))
             for role in ("target", "draft")
         )
         acceptances = {at: conditional([_share(each) for each in found]) for at, found in survivals.items()}
-        if not all(math.isfinite(ms) and ms >= 0 for ms in outside.values()):
+        if not all(math.isfinite(ms) and ms >= 0 for each in (plain, verifying, drafting) for ms in each.values()):
             raise ValueError("a time of outside_ms from 0")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else f"{error} is missing or no number"
@@ -157,7 +170,8 @@ def read_measured(path: Path, temperature: float) -> Measured:
     if temperature not in acceptances:
         known = ", ".join(f"{at:g}" for at in acceptances)
         raise PlanImpossible(f"{path} has no acceptance at temperature {temperature:g}, only at {known}")
-    return Measured(replace(target, outside_ms=outside), draft, acceptances[temperature])
+    target, draft = replace(target, outside_ms=plain, verifying_ms=verifying), replace(draft, outside_ms=drafting)
+    return Measured(target, draft, acceptances[temperature])
 
 
 def _times(ms: Mapping[str, Any]) -> StepTimes:

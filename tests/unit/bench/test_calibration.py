@@ -11,6 +11,10 @@ from bench.calibration.comparison import FIGURES, Compared, again, compare, tabl
 from bench.calibration.inputs import Inputs
 from bench.calibration.predicted import Simulator
 from bench.calibration.real import SETUPS, RealRun
+from specdec.commands.measuring.summary import percentiles
+from specdec.commands.tune.measured import StepTimes
+from specdec.commands.tune.prediction import Measurements, OutsideSteps
+from specdec.plan.simulation.tally import TimeCounts
 
 INPUTS = Inputs(
     target_ms={1: {1: 8.0, 8: 12.0}, 8: {1: 14.0, 8: 40.0}},
@@ -18,7 +22,7 @@ INPUTS = Inputs(
     target_prompt_ms={32: 20.0, 128: 60.0},
     draft_prompt_ms={32: 2.0, 128: 6.0},
     acceptance=[0.8, 0.75],
-    outside_ms={1: 0.5, 8: 1.5},
+    outside=OutsideSteps(plain_ms={1: 0.5, 8: 1.5}, verifying_ms={1: 0.8}, drafting_ms={1: 0.1, 8: 0.2}),
     way_s=0.003,
     open_s=0.001,
     verdict_s=0.0001,
@@ -56,3 +60,29 @@ def test_each_figure_has_its_bound() -> None:
 
     assert within(1.09, 0.1) and within(0.91, 0.1) and within(1.19, 0.2)
     assert not within(1.11, 0.1) and not within(0.89, 0.1) and not within(0.79, 0.2)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 10, 100])
+def test_predicted_and_measured_quantiles_are_counted_alike(num: int) -> None:
+    times_s = [0.01 * (1 + each) for each in range(num)]
+    counts = TimeCounts()
+    for time_s in times_s:
+        counts.add_one(time_s)
+    measured = percentiles(times_s)
+    for part, share in (("p50", 0.5), ("p99", 0.99)):
+        assert counts.quantile(share) == pytest.approx(measured[part], rel=0.012)
+
+
+def test_the_engines_times_are_means_of_before_and_after_the_runs() -> None:
+    later = Measurements(
+        target=StepTimes({1: {1: 10.0, 8: 14.0}, 8: {1: 16.0, 8: 44.0}}),
+        draft=StepTimes({1: {1: 0.7}, 8: {1: 1.0}}),
+        outputs={},
+        target_prompt_ms={32: 24.0, 128: 64.0},
+        draft_prompt_ms={32: 4.0, 128: 8.0},
+    )
+    found = INPUTS.averaged(later)
+    assert found.target_ms == {1: {1: 9.0, 8: 13.0}, 8: {1: 15.0, 8: 42.0}}
+    assert found.draft_ms == {1: {1: pytest.approx(0.6)}, 8: {1: pytest.approx(0.9)}}
+    assert (found.target_prompt_ms, found.draft_prompt_ms) == ({32: 22.0, 128: 62.0}, {32: 3.0, 128: 7.0})
+    assert found.outside == INPUTS.outside

@@ -10,7 +10,15 @@ import pytest
 from specdec.commands.tune.advice import Advice, LoadPoint, advise, why_not
 from specdec.commands.tune.measured import Agreement, StepTimes, agreement_share, rounds
 from specdec.commands.tune.pages import curves, plots_of, results, tables_of
-from specdec.commands.tune.prediction import Measurements, SettingsChoice, best_length, expected_speedup, pick, predict
+from specdec.commands.tune.prediction import (
+    Measurements,
+    OutsideSteps,
+    SettingsChoice,
+    best_length,
+    expected_speedup,
+    pick,
+    predict,
+)
 
 
 def target_times(one_row_ms: float = 10.0, per_row_ms: float = 0.1) -> StepTimes:
@@ -94,8 +102,22 @@ def test_nothing_is_hidden_where_both_take_turns_and_little_where_verdicts_surpr
 
 def test_what_lies_outside_of_steps_is_paid_once_per_round() -> None:
     without = predict(measurements(), SettingsChoice(draft_tokens=4), 0.0, 1)
-    slow = predict(measurements(outside_ms={1: 1000.0}), SettingsChoice(draft_tokens=4), 0.0, 1)
+    outside = OutsideSteps(plain_ms={1: 1000.0}, verifying_ms={1: 1000.0})
+    slow = predict(measurements(outside=outside), SettingsChoice(draft_tokens=4), 0.0, 1)
     assert slow.expected == pytest.approx(without.tokens_per_round, rel=0.02)
+
+
+def test_what_speculation_adds_outside_of_steps_makes_it_slower() -> None:
+    choice, turns = SettingsChoice(draft_tokens=4), {"is_parallel": False}
+    found = [
+        predict(measurements(outside=outside, **turns), choice, 0.0, 1).expected
+        for outside in (
+            OutsideSteps(),
+            OutsideSteps(verifying_ms={1: 1.0}),
+            OutsideSteps(verifying_ms={1: 1.0}, drafting_ms={1: 0.5}),
+        )
+    ]
+    assert found == sorted(found, reverse=True) and len(set(found)) == 3
 
 
 def test_a_good_cheap_draft_drafts_far_and_a_poor_one_does_not() -> None:

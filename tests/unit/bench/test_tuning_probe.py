@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,31 @@ import pytest
 from specdec.commands.tune.probe import measure
 from specdec.commands.up.plan import shipped_model
 from specdec.drafting.translation.shared import shared_of_files
+from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError
+from specdec.engine.outputs import StepOutput
 from tests.support.engine.other_tokenizers import draft_with_fewer_tokens, permuted_draft
 
-TIMES = {"sequences": [1], "rows": [1], "candidates": 1}
+TIMES = {"sequences": [1], "rows": [1], "candidates": 1, "temperature": 0.0}
 
 
 def task(model: str, **asked: Any) -> dict[str, Any]:
     settings = {"model": model, "device": "cpu", "num_threads": 1, "self_test": False}
     return {**TIMES, "settings": settings, **asked}
+
+
+def test_no_token_of_a_measured_prompt_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, step = Counter[int](), Engine.step
+
+    def counting(engine: Engine, only: Container[int] | None = None) -> StepOutput | None:
+        out = step(engine, only)
+        if out is not None:
+            computed[sum(item.num_new_tokens for item in out.items)] += 1
+        return out
+
+    monkeypatch.setattr(Engine, "step", counting)
+    measure(task(shipped_model("draft"), prompt_rows=[16, 48, 160]))
+    assert [computed[num] for num in (16, 48, 160)] == [3, 3, 3]
 
 
 @pytest.fixture(scope="module")

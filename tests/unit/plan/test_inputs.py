@@ -148,6 +148,14 @@ def test_a_measurement_gives_its_step_times_and_acceptance(tmp_path: Path) -> No
     assert found.target.seconds(8, 32) == pytest.approx(0.046)
     assert found.draft.seconds(1, 1) == pytest.approx(0.001)
     assert found.acceptance == pytest.approx([0.8, 0.5, 1.0])
+    served = {"outside_verifying_ms": {"1": 3.0, "8": 5.0}, "outside_drafting_ms": {"1": 0.25}}
+    file.write_text(json.dumps({"tune": {**tune, **served}}))
+    serving = read_measured(file, 0.0)
+    assert serving.target.seconds(1, 1) == pytest.approx(0.012)  # plain steps: as before
+    assert serving.target.seconds(1, 3) == pytest.approx(0.015)
+    assert serving.target.seconds(8, 32) == pytest.approx(0.049)
+    assert serving.draft.seconds(1, 1) == pytest.approx(0.00125)
+    file.write_text(json.dumps({"tune": tune}))
     assert "only at 0" in refusal(lambda: read_measured(file, 0.7))
     for part in tune:
         file.write_text(json.dumps({"tune": {key: value for key, value in tune.items() if key != part}}))
@@ -156,6 +164,8 @@ def test_a_measurement_gives_its_step_times_and_acceptance(tmp_path: Path) -> No
         {"draft_step_ms": {"1": {"1": 0.0}}},
         {"outside_ms": {"1": -1.0}},
         {"outside_ms": {"1": 1e400}},
+        {"outside_verifying_ms": {"1": -1.0}},
+        {"outside_drafting_ms": {"1": "nan"}},
         {"survival": {"0.0": {"coupled": [0.8, None]}}},
         {"survival": {"0.0": {"coupled": [1.5]}}},
         {"target_prompt_ms": {"32": 0.0}},
@@ -167,7 +177,7 @@ def test_a_measurement_gives_its_step_times_and_acceptance(tmp_path: Path) -> No
 
 def test_a_prompts_rows_have_their_own_measured_time() -> None:
     times = StepTimes({1: {1: 10.0, 4: 40.0}, 8: {1: 20.0, 4: 100.0}})
-    steps = MeasuredSteps(times, {1: 2.0, 8: 6.0}, {64: 42.0, 128: 74.0})
+    steps = MeasuredSteps(times, {1: 2.0, 8: 6.0}, prompt_ms={64: 42.0, 128: 74.0})
     assert steps.prompt_seconds(64, 0) == pytest.approx(0.044)
     assert steps.prompt_seconds(96, 0) == pytest.approx(0.060)
     assert steps.prompt_seconds(64, 8) == pytest.approx(0.032), "the weights are read once for both"
