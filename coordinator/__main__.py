@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.coord
     setup_logging("coordinator", settings.log_level, settings.log_format)
     if settings.num_processes > 1:
         return asyncio.run(Supervisor(settings).run())
+    gc.freeze()  # modules live for ever; collections, which pause all streams, need not walk them
     return asyncio.run(run_coordinator(settings))
 
 

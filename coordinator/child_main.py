@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -46,6 +47,7 @@ def main() -> int:
     settings = CoordinatorSettings.model_validate(instructions["settings"])
     enable_multiprocess_metrics(instructions["metrics_dir"], str(instructions["index"]))
     setup_logging(f"coordinator-{instructions['index']}", settings.log_level, settings.log_format)
+    gc.freeze()  # modules live for ever; collections, which pause all streams, need not walk them
     return asyncio.run(run_coordinator(settings, shares_port=True, on_serving=_tell_serving))
 
 

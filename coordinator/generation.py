@@ -27,7 +27,7 @@ from specdec.coordinator.sessions.request_trace import RequestTracer
 from specdec.coordinator.sessions.session import Request, Session
 from specdec.coordinator.sessions.table import SessionTable
 from specdec.coordinator.sessions.target_side import TargetSide
-from specdec.coordinator.tasks import in_turns
+from specdec.coordinator.tasks import in_turns, let_others_run
 from specdec.coordinator.tenants.quotas import TenantLease, TenantLimits
 from specdec.service.byte_budget import ByteBudget
 from specdec.store.interface import RequestHeld, RequestKey, TooManyConcurrent
@@ -248,7 +248,11 @@ class GenerateCalls:
         self._observer.metrics.prompt_tokens.inc(len(plan.prompt))
         is_plain = self._sheds_speculation(plan)
         request.stream.push(self._started(plan, [_SHED_NOTICE] if is_plain else []))
-        request.start([self._session(plan, choice) for choice in range(plan.sampling.n)])
+        request.start(await self._sessions_of(plan))
+        if request.is_aborted:  # meanwhile
+            self._finisher.abort(request)
+        elif request.stream.is_closed:  # taken over
+            self._finisher.drop(request, "failed")
         if is_plain:
             for session in request.sessions:
                 session.speculate = False
@@ -287,6 +291,14 @@ class GenerateCalls:
         )
         error.attached.append(_resume_info(plan))
         return error
+
+    async def _sessions_of(self, plan: RequestPlan) -> list[Session]:
+        """A session for each choice, which has a copy of the prompt: between those of a long one other tasks run."""
+        sessions = list[Session]()
+        for choice in range(plan.sampling.n):
+            sessions.append(self._session(plan, choice))
+            await let_others_run(len(plan.prompt))
+        return sessions
 
     def _session(self, plan: RequestPlan, choice: int) -> Session:
         request, sampling, served = plan.request, plan.sampling, plan.served
@@ -339,7 +351,7 @@ class GenerateCalls:
         """A request aborted while it waits gets its first and last chunks, and nothing between."""
         request = plan.request
         request.stream.push(self._started(plan))
-        request.start([self._session(plan, choice) for choice in range(plan.sampling.n)])
+        request.start(await self._sessions_of(plan))
         self._finisher.abort(request)
         await self._stream(plan, write)
 

@@ -15,6 +15,9 @@ from specdec.wire.message_sizes import frame_slices, text_pieces
 
 _MOST_MERGED_TOKENS = 64
 """Tokens above which no delta is merged into a chunk: a write is charged and credited as a whole."""
+_MOST_MERGED_ALTERNATIVES = 256
+"""Log-probabilities above which no delta is merged into a chunk: each is some hundred bytes of a gateway's memory, which
+holds a chunk while its client does not read."""
 _MOST_MERGED_STEPS = 16
 """Steps above which no delta is merged into a chunk: a step with a tree of 64 nodes has 1.2 KB."""
 _MOST_STEP_TOKENS = 65
@@ -81,7 +84,7 @@ class ClientStream:
         """
         is_small = len(token_ids) <= _MOST_STEP_TOKENS and len(text) <= _MOST_TEXT_BYTES // 4
         if is_small:
-            delta = self._delta(index)
+            delta = self._delta(index, _most_merged(logprobs))
             delta.text += text
             _add_tokens(delta, detokenizers, token_ids, origins, logprobs)
             if step is not None:
@@ -137,8 +140,9 @@ class ClientStream:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
 
-    def _delta(self, index: int) -> api.ChoiceDelta:
-        """The delta to which a choice's output is added: the last chunk's if it has room, otherwise a new one.
+    def _delta(self, index: int, most_tokens: int) -> api.ChoiceDelta:
+        """The delta to which a choice's output is added: the last chunk's if it has fewer tokens than this and room for
+        text and steps, otherwise a new one.
 
         It is changed in place, because protobuf copies a message that becomes part of another.
         """
@@ -146,7 +150,7 @@ class ClientStream:
         if isinstance(last, api.GenerateResponse):
             delta = last.delta
             has_room = (
-                len(delta.tokens) < _MOST_MERGED_TOKENS
+                len(delta.tokens) < most_tokens
                 and len(delta.text) < _MOST_TEXT_BYTES // 4
                 and len(delta.steps) < _MOST_MERGED_STEPS
             )
@@ -191,6 +195,13 @@ def _chunk(index: int, text: str = "", steps: Iterable[api.DecodingStep] = ()) -
     return api.GenerateResponse(delta=api.ChoiceDelta(index=index, text=text, steps=steps))
 
 
+def _most_merged(logprobs: Sequence[pb.PositionLogprobs]) -> int:
+    """Tokens with such log-probabilities above which a chunk takes no more."""
+    if not logprobs:
+        return _MOST_MERGED_TOKENS
+    return min(_MOST_MERGED_TOKENS, _MOST_MERGED_ALTERNATIVES // (1 + len(logprobs[0].top)) + 1)
+
+
 def _token_chunks(
     index: int,
     detokenizers: DetokenizerFactory,
@@ -200,8 +211,9 @@ def _token_chunks(
     drafters: Sequence[str],
 ) -> Iterator[api.GenerateResponse]:
     """A choice's tokens, cut into chunks as they are asked for."""
-    for start in range(0, len(token_ids), _MOST_MERGED_TOKENS):
-        some = slice(start, start + _MOST_MERGED_TOKENS)
+    most_tokens = _most_merged(logprobs)
+    for start in range(0, len(token_ids), most_tokens):
+        some = slice(start, start + most_tokens)
         chunk = _chunk(index)
         _add_tokens(chunk.delta, detokenizers, token_ids[some], origins[some], logprobs[some])
         _name_drafters(chunk.delta.tokens, drafters[some])

@@ -15,7 +15,10 @@ _BYTES_PER_HEADER = 128
 _FRAMING_PER_BYTE = 8
 """Bytes of framing per byte of body, at most: for chunks of one byte, with a margin."""
 _SEND_BYTES = 128 * 1024
-"""Bytes of the kernel's buffer for a connection: what waits there is not seen by the time-out for readers."""
+"""Bytes of the kernel's buffer for a connection, which bounds what is on its way to a fast reader."""
+_UNSENT_BYTES = 16 * 1024
+"""Bytes that wait in the kernel for a connection's reader, at most, about: the time-out for readers does not see them,
+and for a client that reads nothing each byte is made in vain."""
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _NOT_HTTP_BODY = (
     b'{"error":{"message":"this is not valid HTTP","type":"invalid_request_error","param":null,"code":"invalid_http"}}'
@@ -66,6 +69,7 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             super().connection_made(transport)
             if (connection := transport.get_extra_info("socket")) is not None:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
             self._arm()
 
         def pause_writing(self) -> None:

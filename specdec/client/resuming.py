@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from array import array
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
@@ -64,30 +65,61 @@ async def generate_resuming(
         await asyncio.sleep(wait_s)
 
 
+@dataclass(slots=True)
+class _HeldChoice:
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    num_text_bytes: int = 0
+    is_finished: bool = False
+
+
+@dataclass(slots=True)
+class _Held:
+    """Received output, as far as a resumed request tells it: alternatives of a token may have kilobytes."""
+
+    started: api.GenerateStarted | None = None
+    prompt_logprobs_position: int = 0
+    """Position below which the prompt's log-probabilities have come."""
+    choices: dict[int, _HeldChoice] = field(default_factory=dict)
+    num_tokens: int = 0
+
+    def add(self, chunk: api.GenerateResponse) -> None:
+        """Note the next chunk."""
+        match chunk.WhichOneof("chunk"):
+            case "started":
+                self.started = chunk.started
+            case "prompt_logprobs":
+                told = chunk.prompt_logprobs
+                self.prompt_logprobs_position = told.start_position + len(told.token_ids)
+            case "delta":
+                self.add_output(chunk.delta.index, [token.id for token in chunk.delta.tokens], chunk.delta.text)
+            case "choice_finished":
+                self.choices.setdefault(chunk.choice_finished.index, _HeldChoice()).is_finished = True
+
+    def add_output(self, index: int, token_ids: list[int], text: str) -> None:
+        """Note output of a choice."""
+        choice = self.choices.setdefault(index, _HeldChoice())
+        choice.token_ids.extend(token_ids)
+        choice.num_text_bytes += len(text.encode())
+        self.num_tokens += len(token_ids)
+
+
 class Resumption:
     """The received part of a request's answer, and the next attempt's request and wait. Makes no calls."""
 
     def __init__(self, request: api.GenerateRequest, policy: ResumePolicy | None = None) -> None:
         self._request = request
         self._policy = policy or ResumePolicy()
-        self._held = Completion()
-        self._unread: list[api.GenerateResponse] = []
-        """Received output that is read only when the stream breaks."""
+        self._held = _Held()
         self._num_held_before = 0
         self._num_fruitless = 0
 
     def body(self) -> api.GenerateRequest:
         """The request of the next attempt."""
-        self._read_all()
         self._num_held_before = _num_held(self._held)
-        return self._request if self._held.started is None else resumed_request(self._request, self._held)
+        return self._request if self._held.started is None else _resumed(self._request, self._held.started, self._held)
 
     def unseen(self, chunk: api.GenerateResponse) -> api.GenerateResponse | None:
         """The new part of a chunk, which counts as received now; None if it has none."""
-        if chunk.HasField("delta"):
-            self._unread.append(chunk)
-            return chunk
-        self._read_all()
         new = _unseen(chunk, self._held)
         if new is not None:
             self._held.add(new)
@@ -95,7 +127,6 @@ class Resumption:
 
     def wait_after(self, error: Unavailable) -> float:
         """Seconds until the next attempt after `error`. Raises it if there should be none."""
-        self._read_all()
         has_more = _num_held(self._held) > self._num_held_before
         self._num_fruitless = 1 if has_more else self._num_fruitless + 1
         is_resumable = self._held.started is not None or self._request.HasField("resume")
@@ -106,11 +137,6 @@ class Resumption:
         _log.info("stream_interrupted", reason=error.reason, num_tokens=num_tokens, wait_s=round(wait_s, 3))
         return wait_s
 
-    def _read_all(self) -> None:
-        for chunk in self._unread:
-            self._held.add(chunk)
-        self._unread.clear()
-
 
 def resumed_request(request: api.GenerateRequest, held: Completion) -> api.GenerateRequest:
     """The request that continues after the received output. `held.started` must be set.
@@ -119,13 +145,20 @@ def resumed_request(request: api.GenerateRequest, held: Completion) -> api.Gener
     """
     if held.started is None:
         raise ValueError("started: a request cannot be resumed before its first chunk")
+    told = _Held(held.started, held.prompt_logprobs_position)
+    for index, choice in held.choices.items():
+        told.add_output(index, choice.token_ids, choice.text)
+    return _resumed(request, held.started, told)
+
+
+def _resumed(request: api.GenerateRequest, started: api.GenerateStarted, held: _Held) -> api.GenerateRequest:
     body = api.GenerateRequest()
     body.CopyFrom(request)
-    body.request_id = held.started.request_id
-    body.sampling.seed = held.started.seed
-    body.resume.resume_token = held.started.resume_token
+    body.request_id = started.request_id
+    body.sampling.seed = started.seed
+    body.resume.resume_token = started.resume_token
     if request.HasField("messages") and not request.messages.chat_template:
-        body.resume.chat_template_digest = held.started.chat_template_digest
+        body.resume.chat_template_digest = started.chat_template_digest
     before = {choice.index: choice for choice in body.resume.choices}
     if request.sampling.HasField("prompt_logprobs") and (held.prompt_logprobs_position or not before):
         body.resume.prompt_logprobs_position = max(
@@ -134,15 +167,15 @@ def resumed_request(request: api.GenerateRequest, held: Completion) -> api.Gener
     for index, choice in held.choices.items():
         told = before[index] if index in before else body.resume.choices.add(index=index)
         told.token_ids.extend(choice.token_ids)
-        told.text_offset_bytes += len(choice.text.encode())
+        told.text_offset_bytes += choice.num_text_bytes
     return body
 
 
-def _num_held(held: Completion) -> int:
+def _num_held(held: _Held) -> int:
     return held.num_tokens + held.prompt_logprobs_position
 
 
-def _unseen(chunk: api.GenerateResponse, held: Completion) -> api.GenerateResponse | None:
+def _unseen(chunk: api.GenerateResponse, held: _Held) -> api.GenerateResponse | None:
     """The new part of a chunk, as a chunk; None if it has none."""
     match chunk.WhichOneof("chunk"):
         case "started":
@@ -151,7 +184,7 @@ def _unseen(chunk: api.GenerateResponse, held: Completion) -> api.GenerateRespon
             return _unseen_prompt(chunk, held.prompt_logprobs_position)
         case "choice_finished":
             choice = held.choices.get(chunk.choice_finished.index)
-            is_new = choice is None or choice.finished is None
+            is_new = choice is None or not choice.is_finished
         case _:
             is_new = True
     return chunk if is_new else None

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from specdec.coordinator import tasks
+from specdec.coordinator.generation import GenerateCalls
+from specdec.coordinator.intake.planning import RequestPlan
 from specdec.coordinator.links.draft_link import DraftLink
 from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.recovery import replay as replay_module
@@ -88,6 +90,37 @@ async def test_a_resume_that_is_aborted_while_it_is_replayed_ends_as_aborted(mon
         result = await collect(call)
     assert result.ended[0].reason == pb.FINISH_REASON_ABORT
     assert not result.ids() and not result.texts.get(0)
+
+
+@pytest.mark.parametrize("end", ["abort", "take_over"])
+async def test_a_request_that_ends_while_its_choices_copy_a_long_prompt_opens_none(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = ScriptedTarget()
+    made, ended = list[int](), list[bool]()
+    make = GenerateCalls._session
+
+    def count(calls: GenerateCalls, plan: RequestPlan, choice: int) -> Session:
+        if not made:
+            asyncio.get_running_loop().call_soon(stop, calls, plan)
+        made.append(choice)
+        return make(calls, plan, choice)
+
+    def stop(calls: GenerateCalls, plan: RequestPlan) -> None:
+        ended.append(len(made) == 1)  # in the turn after the first copy
+        getattr(calls._finisher, end)(plan.request)
+
+    monkeypatch.setattr(GenerateCalls, "_session", count)
+    async with running([target]) as harness:
+        call = harness.stub.Generate(request(range(5, 5 + 4 * PIECE), max_tokens=8, n=4, ignore_eos=True))
+        if end == "abort":
+            result = await collect(call)
+            assert [result.ended[index].reason for index in range(4)] == [pb.FINISH_REASON_ABORT] * 4
+        else:
+            assert (await error_of(call)).reason == "TAKEN_OVER"
+        assert not target.sessions and not target.prompt_starts
+    assert ended == [True]
+    assert made == [0, 1, 2, 3]
 
 
 async def test_choices_of_a_long_prompt_are_opened_in_turns_and_share_it() -> None:

@@ -59,6 +59,21 @@ async def test_output_of_any_size_arrives_whole_in_bounded_chunks(
     assert all(with_logprobs) if num_top is not None else not any(with_logprobs)
 
 
+@pytest.mark.parametrize(("num_top", "most_tokens"), [(None, 64), (0, 64), (20, 13), (256, 1)])
+async def test_output_that_waits_is_merged_into_chunks_that_cost_their_reader_little(
+    num_top: int | None, most_tokens: int
+) -> None:
+    stream = ClientStream()
+    logprobs = [] if num_top is None else [position(num_top)]
+    for _ in range(2):  # one token at a time, then all at once
+        for _ in range(200):
+            stream.output(0, "a", DETOKENIZERS, [5], [pb.ORIGIN_DECODE], logprobs)
+        stream.output(0, "a", DETOKENIZERS, [5] * 200, [pb.ORIGIN_DECODE] * 200, logprobs * 200)
+    chunks = await all_chunks(stream)
+    assert max(len(chunk.delta.tokens) for chunk in chunks) == most_tokens
+    assert sum(len(chunk.delta.tokens) for chunk in chunks) == 800
+
+
 async def test_no_text_comes_before_the_tokens_that_it_is_of() -> None:
     stream = ClientStream()
     stream.output(0, "x" * 500_000, DETOKENIZERS, [5] * 1000, [pb.ORIGIN_DECODE] * 1000)

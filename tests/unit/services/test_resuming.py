@@ -7,8 +7,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from specdec.client import Completion, ResumePolicy, generate_resuming, resumed_request
+from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import Unavailable
+from tests.support.cost import Spent
+
+MOST_BYTES_PER_TOKEN = 64
+"""That are kept of a stream that may have to be resumed; its log-probabilities have kilobytes."""
 
 
 def chunks(*parts: tuple[int, list[int], str]) -> list[api.GenerateResponse]:
@@ -87,3 +92,42 @@ async def test_a_new_request_that_brought_nothing_is_not_sent_again() -> None:
     client = ClientWithOutages([], chunks((0, [1], "a")))
     with pytest.raises(Unavailable):
         await read(client, api.GenerateRequest(prompt="p"))
+
+
+async def test_of_a_stream_only_what_a_resume_tells_is_kept() -> None:
+    num_chunks, tokens_per_chunk = 2000, 10
+    position = pb.PositionLogprobs(top=[pb.TokenLogprob(token_id=5, logprob=-1.0)] * 20)
+    tokens = [api.OutputToken(id=4_000_000_000, text="a", logprobs=position)] * tokens_per_chunk
+    encoded = api.GenerateResponse(delta=api.ChoiceDelta(text="a", tokens=tokens)).SerializeToString()
+    prompt = api.PromptLogprobs(token_ids=range(2000), positions=[position] * 1999)
+    whole_prompt = api.GenerateResponse(prompt_logprobs=prompt)
+    later = [api.GenerateResponse(delta=api.ChoiceDelta(text="b", tokens=[api.OutputToken(id=7)]))]
+    requests: list[api.GenerateRequest] = []
+    taken_bytes = 0
+
+    class LongAnswer:
+        async def generate(self, request: api.GenerateRequest) -> AsyncIterator[api.GenerateResponse]:
+            nonlocal taken_bytes
+            requests.append(request)
+            if request.HasField("resume"):
+                for chunk in later:
+                    yield chunk
+                return
+            yield chunks()[0]
+            yield api.GenerateResponse.FromString(encoded)
+            spent = Spent()
+            yield whole_prompt
+            for _ in range(num_chunks - 1):
+                yield api.GenerateResponse.FromString(encoded)
+            taken_bytes = spent.until_now()[2]
+            raise Unavailable("gone", retry_after_s=0.0)
+
+    body = api.GenerateRequest(prompt="p", sampling=api.SamplingParams(prompt_logprobs=20))
+    policy = ResumePolicy(max_wait_s=0.0)
+    num_tokens = 0
+    async for chunk in generate_resuming(LongAnswer(), body, policy):  # type: ignore[arg-type]
+        num_tokens += len(chunk.delta.tokens)
+    assert num_tokens == num_chunks * tokens_per_chunk + 1
+    assert told(requests[1]) == {0: ([4_000_000_000] * num_chunks * tokens_per_chunk, num_chunks)}
+    assert requests[1].resume.prompt_logprobs_position == 2000
+    assert taken_bytes < MOST_BYTES_PER_TOKEN * num_chunks * tokens_per_chunk + 2**20

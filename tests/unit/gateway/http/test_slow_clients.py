@@ -122,6 +122,41 @@ async def endless(_scope: Any, receive: Any, send: Any) -> None:
     _ended.set()
 
 
+async def test_little_is_made_for_a_client_that_reads_nothing() -> None:
+    """64 KiB wait in the event loop, and a few in the kernel, whose buffer holds four times that."""
+    num_sent, is_gone = 0, asyncio.Event()
+
+    async def answer(_scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        async def write() -> None:
+            nonlocal num_sent
+            while True:
+                await send({"type": "http.response.body", "body": PIECE[:1024], "more_body": True})
+                num_sent += 1024
+                await asyncio.sleep(0)
+
+        writing = asyncio.create_task(write())
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        writing.cancel()
+        is_gone.set()
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(answer, tls=None, header_s=60, reader_stall_s=0.3)
+    await server.start([listening])
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, listening.getsockname())
+        await asyncio.get_running_loop().sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(30):
+            await is_gone.wait()
+    await server.stop(0)
+    assert 65536 <= num_sent < 2 * 65536
+
+
 _ended = asyncio.Event()
 
 
