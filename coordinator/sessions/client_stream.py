@@ -16,8 +16,8 @@ from specdec.wire.message_sizes import frame_slices, text_pieces
 _MOST_MERGED_TOKENS = 64
 """Tokens above which no delta is merged into a chunk: a write is charged and credited as a whole."""
 _MOST_MERGED_ALTERNATIVES = 256
-"""Log-probabilities above which no delta is merged into a chunk: each is some hundred bytes of a gateway's memory, which
-holds a chunk while its client does not read."""
+"""Log-probabilities above which no delta is merged into a chunk. A gateway holds a chunk while its client does not
+read, and takes a hundred bytes for each of them."""
 _MOST_MERGED_STEPS = 16
 """Steps above which no delta is merged into a chunk: a step with a tree of 64 nodes has 1.2 KB."""
 _MOST_STEP_TOKENS = 65

@@ -157,7 +157,6 @@ def requests(rng: random.Random) -> dict[str, Callable[[], api.GenerateRequest]]
             "n": 4, "max_tokens": 500, "ignore_eos": True,
             "constraint": {"regex": f"([a-z ]*{rng.choice('abcdef')}[a-z ]{{{rng.randrange(8, 14)}}})*"},
         }),
-        "outputs": lambda: generate(prompt="def f(", sampling={"n": 16, "max_tokens": 1500, "ignore_eos": True}),
     }  # fmt: skip
 
 
@@ -172,6 +171,9 @@ def bodies(rng: random.Random) -> dict[str, Callable[[], tuple[str, bytes]]]:
         ).encode()),
         "whole answers": lambda: ("/v1/completions", json.dumps(
             {"prompt": ["x"] * 16, "n": 2, "max_tokens": 400, "logprobs": 5, "ignore_eos": True}).encode()),
+        "streams": lambda: ("/v1/completions", json.dumps(
+            {"prompt": "def f(", "n": 16, "max_tokens": 1500, "logprobs": 20, "ignore_eos": True, "stream": True}
+        ).encode()),
         "tokens": lambda: ("/tokenize", json.dumps({"prompt": text[: 600_000]}).encode()),
     }  # fmt: skip
 
