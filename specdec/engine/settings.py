@@ -1,5 +1,6 @@
 """Settings of one engine: model, device, numerics and memory."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -12,6 +13,11 @@ Layers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(read_layers)]
 
 _DEFAULT_ROWS = {"cpu": 512, "cuda": 2048}
 """Rows of one step by kind of device."""
+
+
+def leads_nowhere(model: str) -> bool:
+    """Whether a model is named by a path, where nothing is. A hub's or store's name is none."""
+    return model.startswith(("/", ".", "~")) and not Path(model).expanduser().exists()
 
 
 class EngineSettings(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,8 +13,9 @@ from specdec.commands.app import app
 from specdec.commands.up.cluster import Cluster
 from specdec.v1 import common_pb2, coordinator_pb2
 from tests.support.services.clusters import start_cluster
-from tests.support.services.faults import speculated
+from tests.support.services.faults import PATIENCE_S, speculated
 from tests.support.services.model_pair import ModelPair
+from tests.support.services.one_service import running
 
 PROMPT = "Once upon a time"
 
@@ -100,3 +102,12 @@ def test_models_lists_both_replicas_as_ready(tiny_cluster: Cluster) -> None:
     result = CliRunner().invoke(app, ["models", "--address", tiny_cluster.address], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.stderr
     assert result.stdout.count("ready") == 2
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_a_path_that_leads_nowhere_is_told_before_an_engine_starts(role: str, tmp_path: Path) -> None:
+    async with running(role, {"model": str(tmp_path / "nothing")}, tmp_path) as process:
+        assert process.wait(PATIENCE_S)
+    (line,) = process.log_path.read_text().splitlines()
+    assert f"model: no such directory: {tmp_path}/nothing" in line
+    assert process.exit_code == 1

@@ -11,7 +11,7 @@ from specdec.engine.checkpoints.folder import check_folder, read_json
 from specdec.engine.checkpoints.stored_model import PREFIX, stored
 from specdec.engine.checkpoints.tokenizer_conversion import converted_tokenizer
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.settings import EngineSettings
+from specdec.engine.settings import EngineSettings, leads_nowhere
 from specdec.wire.tokenizer_files import canonical_json, tokenizer_digest, with_chat_template
 
 _WHOLE_FILE_BYTES = 1 << 30  # bytes up to which a file is hashed whole
@@ -38,12 +38,12 @@ def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
 
     Raises ``ModelLoadError`` if the name is neither a directory nor what a hub or store has.
     """
+    if leads_nowhere(model):
+        raise ModelLoadError(f"model: no such directory: {model}")
     path = Path(model).expanduser()
     if path.exists():
         check_folder(path)
         return path, revision or ""
-    if model.startswith(("/", ".", "~")):
-        raise ModelLoadError(f"model: no such directory: {model}")
     snapshot = (stored if model.startswith(PREFIX) else downloaded)(model, revision)
     return snapshot, snapshot.name
 

@@ -12,7 +12,8 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from specdec import __version__
-from specdec.config import DraftSettings
+from specdec.config import DraftSettings, ReplicaSettings
+from specdec.engine.settings import leads_nowhere
 from specdec.replica.bridge.engine_keeper import EngineKeeper
 from specdec.replica.bridge.engine_process import EngineProcess
 from specdec.replica.bridge.link_dialer import LinkDialer
@@ -246,6 +247,9 @@ def run_replica(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:
 async def _run(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:
     registry = CollectorRegistry()
     try:
+        # An engine would find it after its imports, which take seconds.
+        if isinstance(settings, ReplicaSettings) and leads_nowhere(settings.model):
+            raise StartupFailed(f"model: no such directory: {settings.model}")
         service = ReplicaService(role, settings, registry)
     except (StartupFailed, TlsFilesBroken) as error:
         _log.error("startup_failed", reason=str(error))
