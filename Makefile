@@ -19,7 +19,6 @@ CHECKOV_VERSION := 3.3.30
 SCHEMATHESIS_VERSION := 4.32.5
 MOTO_VERSION := 5.2.5
 UV_VERSION := 0.13.9
-PIP_AUDIT_VERSION := 2.10.1
 # The CRDs of operators, as code; keda-oldest is of KEDA 2.10.
 CRD_PACKAGES := @kubernetes-models/cert-manager@6.0.0 @kubernetes-models/gateway-api@2.0.0 @kubernetes-models/keda@2.0.0 \
     @kubernetes-models/keda-oldest@npm:@kubernetes-models/keda@0.4.2 @kubernetes-models/prometheus-operator@6.0.0
@@ -345,11 +344,6 @@ locks: $(STAMP) $(UV)  ## Write deploy/locks: what the images install, by hash.
 .PHONY: audit-locks
 audit-locks:  ## Compare deploy/locks with the package index: withdrawn releases, other hashes, projects given up.
 	@"$(PYTHON)" releases/audit.py
-
-.PHONY: audit-dependencies
-audit-dependencies:  ## Ask PyPI's JSON interface for known weaknesses of what deploy/locks has.
-	@test -x .tools/audit/bin/pip-audit || { "$(PYTHON)" -m venv .tools/audit && .tools/audit/bin/pip install --quiet pip-audit==$(PIP_AUDIT_VERSION); }
-	.tools/audit/bin/pip-audit --strict --disable-pip --require-hashes -r deploy/locks/coordinator.txt -r deploy/locks/gateway.txt -r deploy/locks/engine.txt
 
 .PHONY: settings-doc
 settings-doc: $(STAMP)  ## Write docs/settings.md from the settings' classes.

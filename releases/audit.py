@@ -1,7 +1,7 @@
 """Compares deploy/locks, or other locks, with the package index: `python releases/audit.py [LOCK...]`.
 
 It ends with 1 when authors have withdrawn a release (yanked), when the index has quarantined or given up a project, or
-when it has no file of a locked hash. Advisories are not asked for: `make audit-dependencies` does, where it can.
+when it has no file of a locked hash. It asks for no advisories, which scanners of bills of materials know.
 An index that cannot be reached, or serves no JSON, is told and no failure.
 """
 
