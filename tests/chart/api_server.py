@@ -26,6 +26,14 @@ KINDS = {
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "policy/v1": ("PodDisruptionBudget",),
     "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
+    "resource.k8s.io/v1": ("ResourceClaim",),
+}
+# What nobody may change: helm's upgrade fails.
+FIXED = {
+    "Deployment": ("selector",),
+    "Job": ("selector", "template"),
+    "PersistentVolumeClaim": ("accessModes", "storageClassName"),
+    "ResourceClaim": ("devices",),
 }
 
 
@@ -97,7 +105,10 @@ def api_server(folder: Path) -> Iterator[Cluster]:
 
         def do_POST(self) -> None:
             document = self._body()
-            cluster.objects[f"{urlsplit(self.path).path}/{document['metadata']['name']}"] = document
+            path = f"{urlsplit(self.path).path}/{document['metadata']['name']}"
+            if path in cluster.objects:
+                return self._refuse(409, f"{path} already exists", "AlreadyExists")
+            cluster.objects[path] = document
             if document["kind"] == "Job":
                 document["status"] = cluster.jobs.run(document, f"http://127.0.0.1:{server.server_port}")
             if document["kind"] == "Pod":  # Its script has tests of its own.
@@ -113,6 +124,9 @@ def api_server(folder: Path) -> Iterator[Cluster]:
             if "/".join(path.split("/")[-2:]) in cluster.refused:
                 return self.send_error(500)
             if not _has(cluster.objects[path], patch):
+                kind = cluster.objects[path]["kind"]
+                if {key for key in patch.get("spec") or {} if key in FIXED.get(kind, ())}:
+                    return self._refuse(422, f"{path}: spec is immutable", "Invalid")
                 cluster.patches.append(("/".join(path.split("/")[-2:]), patch))
                 cluster.objects[path] = _defaulted(_merged(cluster.objects[path], patch))
             self._answer(200, cluster.objects[path])
@@ -124,6 +138,10 @@ def api_server(folder: Path) -> Iterator[Cluster]:
         def _body(self) -> Document:
             document: Document = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             return document
+
+        def _refuse(self, status: int, message: str, reason: str) -> None:
+            body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "reason": reason}
+            self._answer(status, {**body, "code": status})
 
         def _answer(self, status: int, document: Document | None) -> None:
             self.send_response(status)
@@ -195,7 +213,7 @@ def _plural(kind: str) -> str:
 def _discovery(path: str) -> Document | None:
     """What a server says of itself and of the kinds that it has."""
     if path == "/version":
-        return {"major": "1", "minor": "31", "gitVersion": "v1.31.0"}
+        return {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":

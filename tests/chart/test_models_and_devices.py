@@ -94,23 +94,28 @@ def test_a_download_runs_before_the_service_and_before_an_upgrade(helm: Helm) ->
 
 def test_a_download_has_what_the_service_has_and_runs_where_its_claim_is(helm: Helm) -> None:
     own = {"name": "ca", "mountPath": "/ca"}
-    target = {
-        "model": FETCH,
+    target: Document = {
+        "model": {**FETCH, "fetch": {**FETCH["fetch"]}},
         "cache": {"type": "claim"},
         "extraEnv": [{"name": "HF_HOME", "value": "/ca/hub"}, {"name": "SSL_CERT_FILE", "value": "/ca/ca.crt"}],
         "extraVolumes": [{"name": "ca", "configMap": {"name": "authorities"}}],
-        "extraVolumeMounts": [own],
+        # The second is on a volume that only the service's pod has.
+        "extraVolumeMounts": [own, {"name": "tls", "mountPath": "/etc/other", "readOnly": True}],
     }
-    documents = rendered(helm, {"target": target})
+    target["model"]["fetch"] |= {"resources": {"limits": {"cpu": 1, "memory": "2Gi"}}}
+    certificates = {"certManager": {"enabled": True, "issuerRef": {"name": "internal"}}}
+    documents = rendered(helm, {"target": target, "tls": {"enabled": True, **certificates}})
     pod, container = service(documents, "target")
     (job,) = [d for d in documents if d["kind"] == "Job" and d["metadata"]["name"].endswith("-target-fetch")]
     for each in (pod["initContainers"][0], *job["spec"]["template"]["spec"]["containers"]):
-        assert own in each["volumeMounts"]
+        assert {mount["mountPath"] for mount in each["volumeMounts"]} == {"/tmp", "/var/cache/specdec", "/ca"}
+        assert each["resources"]["limits"] == {"cpu": 1, "memory": "2Gi"}
         names = [variable["name"] for variable in each["env"]]
         assert len(names) == len(set(names))
         assert [variable for variable in container["env"] if variable["name"] in names] == each["env"]
     job_pod = job["spec"]["template"]["spec"]
     assert volume(job_pod, "ca") == volume(pod, "ca")
+    assert job_pod["serviceAccountName"] == pod["serviceAccountName"] == "demo-specdec-target", "a store may know it"
     (wish,) = job_pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     (deployment,) = [d for d in documents if d["kind"] == "Deployment" and d["metadata"]["name"].endswith("-target")]
     assert wish["podAffinityTerm"]["labelSelector"] == deployment["spec"]["selector"]
@@ -174,6 +179,20 @@ def test_an_image_may_be_the_models_volume(source: str, reference: str, model: s
     pod, container = service(rendered(helm, {"target": {"model": {"source": source}}}, "1.35"), "target")
     assert volume(pod, "model")["image"] == {"reference": reference, "pullPolicy": "IfNotPresent"}
     assert {"name": "model", "mountPath": "/models", "readOnly": True} in container["volumeMounts"]
+    assert f"--model={model}" in container["args"]
+
+
+@for_each(
+    "source, claim, model",
+    [
+        ("pvc://models", "models", "/models"),
+        ("pvc://models/", "models", "/models"),
+        ("pvc://my.models-1/llama/8b", "my.models-1", "/models/llama/8b"),
+    ],
+)
+def test_a_model_may_be_at_the_root_of_a_claim(source: str, claim: str, model: str, helm: Helm) -> None:
+    pod, container = service(rendered(helm, {"target": {"model": {"source": source}}}), "target")
+    assert volume(pod, "model")["persistentVolumeClaim"] == {"claimName": claim, "readOnly": True}
     assert f"--model={model}" in container["args"]
 
 

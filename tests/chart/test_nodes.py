@@ -193,6 +193,15 @@ def test_ranks_reach_each_other_on_all_ports_and_others_reach_no_follower(values
             for port in rule.get("ports", ())
         ]
         assert ports == [53, 53, 443], "names, and the hub of the model"
+        stored = {"source": "s3://models/a", "s3": {"endpoint": "https://minio.example:9000"}}
+        policies = {
+            d["metadata"]["name"]: d["spec"]
+            for d in rendered({**SECURED, "target": {**SECURED["target"], "model": stored}})
+            if d["kind"] == "NetworkPolicy"
+        }
+        hub = policies["demo-specdec-target"]["egress"][1]
+        assert [port["port"] for port in hub["ports"]] == [443, 9000]
+        assert hub in policies["demo-specdec-target-node-ranks"]["egress"], "each pod downloads"
 
 
 def test_autoscalers_scale_groups_and_certificates_are_for_both_sides(rendered: Rendered) -> None:

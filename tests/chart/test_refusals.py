@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import yaml
+
 from tests.chart.rendered import CHART, Document, Helm
 from tests.support.for_each import for_each
 
@@ -125,3 +129,10 @@ def test_a_wrong_value_is_refused_with_its_key(values: Document, named: str, hel
     done = helm("template", "demo", str(CHART), "--kube-version", "1.31.0", values=values)
     assert done.returncode != 0
     assert named in done.stderr
+
+
+@for_each("case", yaml.safe_load((Path(__file__).parent / "refused.yaml").read_text()))
+def test_what_kubernetes_would_refuse_is_refused_with_its_key(case: Document, helm: Helm) -> None:
+    done = helm("template", "demo", str(CHART), "--kube-version", "1.31.0", values=case["values"])
+    assert (done.returncode != 0) is ("named" in case), done.stderr
+    assert case.get("named", "") in done.stderr

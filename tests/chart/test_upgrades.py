@@ -170,3 +170,28 @@ def test_a_release_of_the_last_chart_is_upgraded_with_the_values_that_it_has_and
     assert done.returncode == 0, done.stderr
     assert cluster.workload.keys() - {"secrets/demo-specdec-generated"} == before
     assert {name: cluster.workload[name]["data"] for name in old} == old
+
+
+def test_roles_may_share_a_service_account(cluster: Cluster, helm: Helm) -> None:
+    account = {"name": "models", "annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/models"}}
+    shared = {role: {"serviceAccount": account} for role in ("target", "draft")}
+    _do(helm, "install", cluster, shared)
+    assert cluster.named("ServiceAccount", "models")["metadata"]["annotations"] == account["annotations"]
+    for role in ("target", "draft"):
+        deployment = cluster.named("Deployment", f"demo-specdec-{role}")
+        assert deployment["spec"]["template"]["spec"]["serviceAccountName"] == "models"
+
+
+def test_another_way_to_share_a_gpu_is_another_claim_to_which_the_pods_go(cluster: Cluster, helm: Helm) -> None:
+    names = set()
+    for strategy in ("MPS", "TimeSlicing", "TimeSlicing"):
+        sharing = {"kind": "GpuConfig", "sharing": {"strategy": strategy}}
+        values = {"gpuClaim": {"enabled": True, "parameters": sharing}}
+        _do(helm, "upgrade", cluster, values, "--install")
+        ((path, claim),) = [(name, o) for name, o in cluster.workload.items() if name.startswith("resourceclaims/")]
+        assert claim["spec"]["devices"]["config"][0]["opaque"]["parameters"] == sharing
+        for role in ("target", "draft"):
+            pod = cluster.named("Deployment", f"demo-specdec-{role}")["spec"]["template"]["spec"]
+            assert [each["resourceClaimName"] for each in pod["resourceClaims"]] == [path.partition("/")[2]]
+        names.add(path)
+    assert len(names) == 2

@@ -71,22 +71,13 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
-{{- define "specdec.serviceAccountName" -}}
-{{- $account := (index .root.Values .name).serviceAccount -}}
-{{- if $account.create -}}
-{{ $account.name | default (printf "%s-%s" (include "specdec.fullname" .root) .name) }}
-{{- else -}}
-{{ $account.name | default "default" }}
-{{- end -}}
-{{- end -}}
-
-{{- define "specdec.redisServiceAccountName" -}}
-{{- $account := .Values.redis.bundled.serviceAccount -}}
-{{- if $account.create -}}
-{{ $account.name | default (include "specdec.redisName" .) }}
-{{- else -}}
-{{ $account.name | default "default" }}
-{{- end -}}
+{{/* The service account of a role or of the bundled Redis: create, name, annotations. Argument: {root, name}. */}}
+{{- define "specdec.serviceAccountOf" -}}
+{{- $account := (eq .name "redis" | ternary .root.Values.redis.bundled (index .root.Values .name)).serviceAccount -}}
+{{- $name := ternary (printf "%s-%s" (include "specdec.fullname" .root) .name) "default" $account.create -}}
+create: {{ $account.create }}
+name: {{ $account.name | default $name | quote }}
+annotations: {{ get $account "annotations" | default dict | toJson }}
 {{- end -}}
 
 {{/* Argument: {root, image}; image.tag empty: global.imageTag, else the chart's version. */}}

@@ -46,11 +46,16 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- if has .name (list "target" "draft") -}}
 {{- $claims := (index .root.Values .name).resourceClaims -}}
 {{- if .root.Values.gpuClaim.enabled -}}
-{{- $shared := dict "name" "gpu" "resourceClaimName" (printf "%s-gpu" (include "specdec.fullname" .root)) -}}
+{{- $shared := dict "name" "gpu" "resourceClaimName" (include "specdec.gpuClaimName" .root) -}}
 {{- $claims = prepend $claims $shared -}}
 {{- end -}}
 {{- with $claims -}}
 {{ toYaml . }}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Name of the shared claim. A claim cannot be changed: other devices are another claim, to which the pods are rolled. */}}
+{{- define "specdec.gpuClaimName" -}}
+{{ include "specdec.fullname" . }}-gpu-{{ include "specdec.gpuClaimSpec" . | sha256sum | trunc 8 }}
 {{- end -}}

@@ -66,12 +66,18 @@ env: {{- include "specdec.withExtraEnv" (dict "own" $own "extra" $values.extraEn
 {{- with $values.extraEnvFrom }}
 envFrom: {{- toYaml . | nindent 2 }}
 {{- end }}
-resources: {requests: {cpu: 500m, memory: 512Mi}, limits: {memory: 1Gi}}
+resources: {{- toYaml $values.model.fetch.resources | nindent 2 }}
 securityContext: {{- include "specdec.containerSecurity" . | nindent 2 }}
 volumeMounts:
   - {name: tmp, mountPath: /tmp}
   - {name: cache, mountPath: /var/cache/specdec}
-{{- with $values.extraVolumeMounts }}
-{{- toYaml . | nindent 2 }}
+{{- $volumes := list "tmp" "cache" }}
+{{- range $values.extraVolumes }}
+{{- $volumes = append $volumes .name }}
+{{- end }}
+{{- range $values.extraVolumeMounts }}
+{{- if has .name $volumes }}
+  - {{- toYaml . | nindent 4 }}
+{{- end }}
 {{- end }}
 {{- end -}}

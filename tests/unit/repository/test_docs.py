@@ -37,6 +37,7 @@ NAMING = {".py", ".proto", ".cpp", ".h", ".sh", ".yaml", ".yml", ".json"}
 _CODE_BLOCK = re.compile(r"(?ms)^```.*?^```")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _METRIC = re.compile(r"\bspecdec_(?:coordinator|target|draft|gateway)_[a-z0-9_]*[a-z0-9]\b(?!_)")
+_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 _PAGE = re.compile(r"\bdocs/[a-z_/]+\.md\b")
 _VARIABLE = re.compile(r"\bSPECDEC_(TARGET|DRAFT|COORDINATOR|GATEWAY)_([A-Z0-9_]*[A-Z0-9])\b")
 _EVENTS = re.compile(
@@ -59,6 +60,13 @@ def test_links_lead_to_pages_and_sections_that_exist(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@for_each("page", PAGES)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for path, name in _TEST.findall(page.read_text()):
+        assert (ROOT / path).is_file(), path
+        assert not name or re.search(rf"(?m)^(async )?def {name}\(", (ROOT / path).read_text()), name
 
 
 @for_each("page", PAGES)

@@ -21,11 +21,3 @@ def test_every_attacker_has_tests() -> None:
     attackers = re.findall(r"(?m)^\*\*([^*]+)\.\*\*", section)
     assert len(attackers) > 8
     assert list(rows()) == attackers
-
-
-def test_tests_that_are_named_exist() -> None:
-    named = [test for tests in rows().values() for test in tests]
-    for test in named:
-        path, _, name = test.partition("::")
-        assert (ROOT / path).is_file(), test
-        assert not name or re.search(rf"(?m)^(async )?def {name}\(", (ROOT / path).read_text()), test
