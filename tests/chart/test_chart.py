@@ -209,7 +209,8 @@ def test_an_update_goes_on_only_when_coordinators_have_found_the_new_replica(ren
     longest_cache_of_names_s = 30  # Kubernetes' own server says 5 s; caches on nodes may keep what they have for 30 s.
     documents = render("defaults")
     for deployment in (d for d in documents if d["kind"] == "Deployment" and component(d) in ("target", "draft")):
-        pre_stop = deployment["spec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        pre_stop = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
         found = CoordinatorSettings.model_fields["discovery_s"].default + longest_cache_of_names_s
         assert deployment["spec"]["minReadySeconds"] + pre_stop >= found
 

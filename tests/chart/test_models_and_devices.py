@@ -216,6 +216,19 @@ def test_target_and_draft_share_one_claim(version: str, group: str, helm: Helm) 
     assert "resourceClaims" not in pod
 
 
+def test_another_way_to_share_a_gpu_is_another_claim(helm: Helm) -> None:
+    """Nothing of a claim can be changed, and an upgrade must go on."""
+
+    def name(**changed: Any) -> str:
+        documents = rendered(helm, {"gpuClaim": {"enabled": True, **changed}})
+        (claim,) = [d for d in documents if d["kind"] == "ResourceClaim"]
+        found: str = claim["metadata"]["name"]
+        return found
+
+    assert name() == name()
+    assert len({name(), name(count=2), name(selectors=["true"]), name(parameters={"kind": "GpuConfig"})}) == 4
+
+
 def test_a_role_has_claims_of_its_own_parts_of_gpus_and_devices_of_other_vendors(helm: Helm) -> None:
     claims = [{"name": "nic", "resourceClaimTemplateName": "rdma", "request": "port"}]
     target = {"resourceClaims": claims, "gpu": {"resource": ""}}

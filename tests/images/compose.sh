@@ -39,6 +39,7 @@ text_of() {  # text_of FILE: of a complete stream
 drains_a_stream() {  # drains_a_stream SERVICE: SIGTERM in mid-stream; the stream's text is the whole one
     local id stream
     id="$(container "$1")"
+    rm -f /tmp/stream  # Else the last one may be read before this one has begun.
     streams /tmp/stream &
     stream=$!
     until [[ $(grep -c '^data: {' /tmp/stream 2> /dev/null) -ge 3 ]] || ! kill -0 "$stream" 2> /dev/null; do sleep 0.02; done
