@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.fleet_scale.counts import counts
-from bench.fleet_scale.fleets import Case, simulate, target_settings
+from bench.fleet_scale.fleets import Case, parts, simulate
 from bench.fleet_scale.page import markdown
 
 
@@ -29,8 +29,7 @@ def main() -> int:
     options = parser.parse_args()
     sizes = [int(size) or None for size in options.subsets.split(",")]
     wanted = [(num, size) for num in map(int, options.targets.split(",")) for size in sizes if not size or size < num]
-    settings, per_s = target_settings()
-    run = partial(simulate, settings=settings, per_s=per_s)
+    run = partial(simulate, made_of=parts())
     results = []
     with ProcessPoolExecutor(options.processes) as pool:
         for result in pool.map(run, [Case(num, size, options.share) for num, size in wanted]):

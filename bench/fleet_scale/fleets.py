@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from specdec.plan.inputs.models import ModelSizes
 from specdec.plan.inputs.step_times import Roofline
 from specdec.plan.inputs.traffic import Arrival, Lengths, Rate
 from specdec.plan.simulation.coordinator import CoordinatorSettings, SimulatedCoordinator
-from specdec.plan.simulation.curve import measure_curve
+from specdec.plan.simulation.curve import ReplicaCurve, measure_curve
+from specdec.plan.simulation.draft_pool import PoolSettings
 from specdec.plan.simulation.faults import Loss, Scope
 from specdec.plan.simulation.fleet import Clients, FleetPlan, FleetSimulation
 from specdec.plan.simulation.pair import PairSettings, Speculation
@@ -27,6 +29,11 @@ STREAMS = 200
 MOST_STREAMS = 256
 PROMPT, OUTPUT, VARIATION = 500, 1200, 0.5
 DRAFTS_PER_TARGET, TARGETS_PER_COORDINATOR = 3, 10
+NUM_ZONES = 3
+_FEWER = 0.9
+"""Share of the drafts above which none counts as lost."""
+_OPEN_S = 0.0005
+"""Assumed seconds from one opening of a coordinator to the next: 2 ms of a core each, by four processes."""
 _WARM_S = 2.0
 """Seconds in which the streams that run at the beginning are opened."""
 PHASES = {"calm": (4.0, 7.0), "zone gone": (7.0, 14.0), "zone back": (14.0, 19.0)}
@@ -94,8 +101,23 @@ class CountedFleet(FleetSimulation):
         return super()._choose()
 
 
-def target_settings() -> tuple[TargetSettings, float]:
-    """A target's settings, and the requests per second that hold it at `STREAMS` streams."""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all fleets are made of."""
+
+    target: TargetSettings
+    crowded: ReplicaCurve
+    """Of a target while a zone's drafts are gone."""
+    per_s: float
+    """Requests per second that hold a target at `STREAMS` streams."""
+
+    def curve_at(self, share: float) -> ReplicaCurve:
+        """Of a target while a share of the drafts is up."""
+        return self.target.curve if share > _FEWER else self.crowded
+
+
+def parts() -> Parts:
+    """Measure the pairs."""
     steps = Roofline(TARGET, device_named("H200"), 4, PROMPT + OUTPUT // 2)
     pair = PairSettings(
         target=steps,
@@ -105,6 +127,7 @@ def target_settings() -> tuple[TargetSettings, float]:
         delay_s=2e-4,
     )
     curve = measure_curve(pair, Speculation.ADAPTIVE, OUTPUT, MOST_STREAMS)
+    lost = replace(pair, targets_per_draft=pair.targets_per_draft / (1 - 1 / NUM_ZONES))
     settings = TargetSettings(
         curve=curve,
         plain=measure_curve(pair, Speculation.OFF, OUTPUT, MOST_STREAMS),
@@ -116,27 +139,30 @@ def target_settings() -> tuple[TargetSettings, float]:
     )
     turn_s = curve.mean(STREAMS, lambda point: point.mean_turn_s)
     tokens = curve.mean(STREAMS, lambda point: point.mean_tokens)
-    return settings, STREAMS / (OUTPUT * turn_s / tokens)
+    crowded = measure_curve(lost, Speculation.ADAPTIVE, OUTPUT, MOST_STREAMS)
+    return Parts(settings, crowded, STREAMS / (OUTPUT * turn_s / tokens))
 
 
-def simulate(case: Case, settings: TargetSettings, per_s: float) -> Result:
-    """Run a fleet through all phases. `per_s`: requests of a target with `STREAMS` streams."""
+def simulate(case: Case, made_of: Parts) -> Result:
+    """Run a fleet through all phases."""
     began_s, end_s = time.process_time(), PHASES["zone back"][1]
     plan = FleetPlan(
         num_targets=case.num_targets,
         num_coordinators=case.num_coordinators,
-        target=settings,
+        target=made_of.target,
         coordinator=CoordinatorSettings(
             max_running=round(1.5 * STREAMS * case.num_targets / case.num_coordinators),
             max_waiting=10_000,
             shed_after_s=2.0,
+            open_s=_OPEN_S,
         ),
         targets_per_node=2,
-        num_zones=3,
+        num_zones=NUM_ZONES,
+        drafts=PoolSettings(DRAFTS_PER_TARGET * case.num_targets, 8, NUM_ZONES, made_of.curve_at),
         subset_size=case.subset_size,
     )
     traffic = Rate(
-        per_s=case.share * per_s * case.num_targets,
+        per_s=case.share * made_of.per_s * case.num_targets,
         prompts=Lengths(PROMPT, VARIATION),
         outputs=Lengths(OUTPUT, VARIATION),
     )
@@ -163,6 +189,7 @@ def running(num: int) -> list[Arrival]:
 def _watch(simulation: CountedFleet, found: list[Figures]) -> Generator[simpy.Event, Any, None]:
     env, tally = simulation.env, simulation.tally
     mean_calls = 0.0
+    env.process(_tell(simulation, len(simulation.targets)))
     for name, (begin_s, end_s) in PHASES.items():
         yield env.timeout(max(0.0, begin_s - env.now))
         tally.first_token, tally.inter_token = TimeCounts(), TimeCounts()
@@ -186,6 +213,14 @@ def _watch(simulation: CountedFleet, found: list[Figures]) -> Generator[simpy.Ev
                 peak=float(calls.max()) / max(1.0, mean_calls),
             )
         )
+
+
+def _tell(simulation: CountedFleet, num_targets: int) -> Generator[simpy.Event, Any, None]:
+    while True:
+        yield simulation.env.timeout(1.0)
+        took_s, tally = time.process_time(), simulation.tally
+        told = f"{num_targets} targets: {simulation.env.now:.0f} s simulated, {took_s:.0f} s of processor"
+        print(f"{told}, {tally.num_arrived:,} requests, {tally.num_running:,} run", file=sys.stderr, flush=True)
 
 
 def _counts(simulation: CountedFleet) -> tuple[int, int, int]:

@@ -103,6 +103,8 @@ class AdmissionQueue:
         self._mean_held_s = _FIRST_GUESS_S
         self._num_returned = 0
         self._on_change = on_change
+        self._limit = max_running
+        """Places, as last counted."""
 
     @property
     def num_waiting(self) -> int:
@@ -123,6 +125,7 @@ class AdmissionQueue:
                 deadline (DEADLINE_UNREACHABLE); says when to retry.
         """
         self._shares.came(claim)
+        self._count_limit()
         if not self._is_next(claim):
             self._check_deadline(claim)
             return await self._wait(claim)
@@ -213,6 +216,7 @@ class AdmissionQueue:
         self._changed()
 
     def _grant(self) -> None:
+        self._count_limit()
         while True:
             share = self._shares.per_weight(self._limit)
             waiter, place = self._next(share), self._next_to_grow()
@@ -280,9 +284,9 @@ class AdmissionQueue:
         """Free places that a divisible claim may have."""
         return min(self._limit - self.num_taken, self._share_left(claim))
 
-    @property
-    def _limit(self) -> int:
-        return min(self.max_running, self._capacity() or self.max_running)
+    def _count_limit(self) -> None:
+        """Count the places once for a change of the queue: that looks at every target."""
+        self._limit = min(self.max_running, self._capacity() or self.max_running)
 
     def _fits(self, claim: Claim) -> bool:
         if self.num_taken == 0:

@@ -54,25 +54,27 @@ Link = TypeVar("Link", bound=LoadedLink)
 
 def num_sessions(link: LoadedLink) -> int:
     """Sessions of all coordinators there; only our own if the replica reports none."""
-    own = len(link.sessions)
-    if link.load is None or not link.load.HasField("num_sessions"):
+    own, load = len(link.sessions), link.load
+    if load is None or not load.HasField("num_sessions"):
         return own
-    return max(own, link.load.num_sessions + own - link.num_own_at_load)
+    return max(own, load.num_sessions + own - link.num_own_at_load)
 
 
 def weight(link: LoadedLink) -> float:
     """Load in sessions; waiting prompts count by their length."""
-    waiting = 0 if link.load is None else link.load.num_waiting_tokens
+    load = link.load
+    waiting = 0 if load is None else load.num_waiting_tokens
     return num_sessions(link) + waiting / _TOKENS_OF_A_SESSION
 
 
 def has_room(link: LoadedLink, now_s: float) -> bool:
     """Whether it would take one more session, by its last report."""
-    if link.refused_s is not None and now_s - link.refused_s < _REFUSED_S:
+    refused_s, load = link.refused_s, link.load
+    if refused_s is not None and now_s - refused_s < _REFUSED_S:
         return False
-    if link.load is None or not link.load.HasField("max_sessions"):
+    if load is None or not load.HasField("max_sessions"):
         return True
-    return num_sessions(link) < link.load.max_sessions
+    return num_sessions(link) < load.max_sessions
 
 
 def is_idle(link: LoadedLink, now_s: float) -> bool:
@@ -110,10 +112,13 @@ def usable(links: Sequence[Link]) -> list[Link]:
 
     Without ready links, all on probation are used, and without these the ejected ones.
     """
-    on_probation = [link for link in links if link.state is LinkState.PROBATION]
+    by_state: dict[LinkState, list[Link]] = {}
+    for link in links:
+        by_state.setdefault(link.state, []).append(link)
+    on_probation = by_state.get(LinkState.PROBATION, [])
     return (
         [link for link in on_probation if not len(link.sessions)]
-        or [link for link in links if link.is_ready]
+        or by_state.get(LinkState.READY, [])
         or on_probation
-        or [link for link in links if link.state is LinkState.EJECTED]
+        or by_state.get(LinkState.EJECTED, [])
     )

@@ -67,9 +67,9 @@ class PrefixRouter:
         known_to_others: Mapping[str, int] | None = None,
     ) -> Link:
         """Pick a link with room, or of all if none has, and remember the choice; `links` is not empty."""
-        loads = {link.holder: weight(link) for link in with_room(links, now_s)}
-        holder = self.pick(digests, loads, known_to_others)
-        return next(link for link in links if link.holder == holder)
+        by_holder = {link.holder: link for link in with_room(links, now_s)}
+        loads = {holder: weight(link) for holder, link in by_holder.items()}
+        return by_holder[self.pick(digests, loads, known_to_others)]
 
     def pick(
         self,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 
 from pydantic import BaseModel, Field
 
 from specdec.wire import errors as rpc
+from specdec.wire.abort import RETRY_SPREAD
 from specdec.wire.errors import SpecdecError
 
 INVALID_REQUEST = "invalid_request_error"
@@ -17,6 +19,9 @@ MOST_SHOWN_CHARS = 100
 """Characters of a client's value that an error quotes."""
 _MOST_MESSAGE_CHARS = 2000
 """Characters of an error message, at most."""
+_LEAST_RETRY_S = (0.5, 1.5)
+"""Seconds, at least, that a caller is told to wait: drawn, as callers that were refused together would return together.
+"""
 
 
 class ErrorBody(BaseModel):
@@ -53,7 +58,7 @@ class ApiError(Exception):
         self.type = type
         self.param = param and cut(param, _MOST_MESSAGE_CHARS)
         self.code = code
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = None if retry_after_s is None else max(retry_after_s, random.uniform(*_LEAST_RETRY_S))
 
     @property
     def body(self) -> dict[str, object]:
@@ -63,10 +68,16 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The retry-after header in whole seconds, at least 1; empty without one."""
+        """When to try again, in whole seconds and in milliseconds; empty without a time.
+
+        OpenAI's and Anthropic's clients prefer milliseconds. Those that only know whole seconds come back in crowds.
+        """
         if self.retry_after_s is None:
             return {}
-        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+        return {
+            "retry-after": str(math.ceil(self.retry_after_s)),
+            "retry-after-ms": str(math.ceil(1000 * self.retry_after_s)),
+        }
 
 
 def cut(text: str, most_chars: int = MOST_SHOWN_CHARS) -> str:
@@ -117,6 +128,8 @@ def from_specdec(error: SpecdecError, names: Mapping[str, str]) -> ApiError:
             if error.reason in _QUOTA_REASONS:
                 type_ = "tokens"
             retry_after_s = getattr(error, "retry_after_s", None)
+            if isinstance(error, rpc.Unavailable):  # coordinators spread the waits of those that they refuse
+                retry_after_s = error.retry_after_s * random.uniform(*RETRY_SPREAD)
             at_fault = "request_id" if isinstance(error, rpc.RequestExists) else None
             return ApiError(status, error.message, type=type_, param=at_fault, code=code, retry_after_s=retry_after_s)
     return ApiError(500, error.message, type=SERVER_ERROR, code="internal_error")

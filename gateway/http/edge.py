@@ -143,7 +143,7 @@ class Edge:
     def _draining(self) -> ApiError | None:
         if self._health.is_draining:
             message = "the gateway is shutting down"
-            return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
+            return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=0.0)
         return None
 
     async def _answered(self, scope: Scope, receive: Receive, sent: Sent) -> None:

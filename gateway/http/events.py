@@ -174,7 +174,7 @@ class EventStream(Response):
 
 def _cut_off() -> ApiError:
     message = "the gateway is shutting down"
-    return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
+    return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=0.0)
 
 
 async def begun(batches: AsyncGenerator[Sequence[Event], None], patience_s: float = PATIENCE_S) -> BegunStream:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specdec.gateway.http.edge import IGNORED, NOT_ENFORCED
 
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
-_SHOWN_HEADERS = ("x-request-id", "retry-after", IGNORED, NOT_ENFORCED)
+_SHOWN_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", IGNORED, NOT_ENFORCED)
 """Headers of answers that pages may read."""
 _BELIEVED_S = 600
 """Seconds that a browser may keep the answer to its question."""

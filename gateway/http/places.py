@@ -64,4 +64,4 @@ class Places:
 
 
 def _refused(message: str) -> ApiError:
-    return ApiError(429, message, type="requests", code="rate_limit_exceeded", retry_after_s=1.0)
+    return ApiError(429, message, type="requests", code="rate_limit_exceeded", retry_after_s=0.0)

@@ -62,5 +62,5 @@ async def _health(parts: Parts) -> Response:
         parts.openness.check()
     if not await parts.health.is_ready():
         why = "the gateway is shutting down" if parts.health.is_draining else "no coordinator serves"
-        raise ApiError(503, why, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
+        raise ApiError(503, why, type=SERVER_ERROR, code="service_unavailable", retry_after_s=0.0)
     return Response(status_code=200)

@@ -13,20 +13,18 @@ import structlog
 from google.protobuf.message import Message
 
 from specdec.client import Client, ResumePolicy, generate_resuming
+from specdec.client.client import MOST_ATTEMPTS, RETRY_WAITS
 from specdec.gateway.upstream.hold import Hold, Waits
 from specdec.gateway.upstream.turns import AVOID_S, Member, Turns
 from specdec.service.byte_budget import Held
 from specdec.v1 import coordinator_pb2 as api
-from specdec.wire.backoff import Backoff
 from specdec.wire.errors import NotReady, Unavailable
 
 _log = structlog.get_logger(__name__)
 _NO_HOLD = Hold()
-_ROUNDS = 5
-"""Times that all coordinators of a model are asked before a call fails."""
-_BETWEEN_ROUNDS = Backoff(first_s=0.1, longest_s=2.0, spread=(0.8, 1.2))
-"""Waits for coordinators that start or drain, in seconds. gRPC's own retries would stay at one address: at one that is
-frozen each takes the time of a connection."""
+_ROUNDS, _BETWEEN_ROUNDS = MOST_ATTEMPTS, RETRY_WAITS
+"""Times that all coordinators of a model are asked before a call fails, and the waits for those that start or drain.
+gRPC's own retries would stay at one address: at one that is frozen each takes the time of a connection."""
 Metadata = tuple[tuple[str, str], ...]
 """Metadata of a caller's calls: its key, its trace."""
 
@@ -47,6 +45,8 @@ class CallerStub:
         self._hold = _NO_HOLD
         self._arrived_s = float("-inf")
         self._check: Callable[[], None] = _allow
+        self._failed: Member | None = None
+        """Who did not answer last, or not to the end."""
 
     def wait_for_model(self, hold: Hold, arrived_s: float, check: Callable[[], None]) -> None:
         """Let calls wait while the model is not served.
@@ -76,10 +76,10 @@ class CallerStub:
                 for number, member in enumerate(members):
                     has_begun = False
                     try:
-                        async with aclosing(self._client(member).generate(request)) as chunks:
+                        async with aclosing(self._client(self._next(member)).generate(request)) as chunks:
                             async for chunk in chunks:
                                 if not has_begun:
-                                    has_begun = True
+                                    has_begun, self._failed = True, None
                                     waits.end()
                                 if chunk.HasField("started"):
                                     self._turns.learn(member.client.address, chunk.started.chat_template_digest)
@@ -102,7 +102,9 @@ class CallerStub:
                 members, failure = self._turns.order(self._release or ""), Unavailable("no coordinator answers")
                 for number, member in enumerate(members):
                     try:
-                        return await self._client(member).call(method, request)
+                        answer = await self._client(self._next(member)).call(method, request)
+                        self._failed = None
+                        return answer
                     except Unavailable as error:
                         self._avoid(member, error)
                         if error.has_waited or number == len(members) - 1:
@@ -130,10 +132,17 @@ class CallerStub:
     def _client(self, member: Member) -> Client:
         return member.client.on_behalf_of(self._metadata)
 
+    def _next(self, member: Member) -> Member:
+        """Count a call that moves to another coordinator; returns it."""
+        if self._failed is not None and self._failed is not member:
+            self._on_failover()
+        return member
+
     def _avoid(self, member: Member, error: Unavailable) -> None:
         member.avoid_until_s = time.monotonic() + AVOID_S
-        _log.info("coordinator_failed", address=member.client.address, reason=error.reason, error=error.message)
-        self._on_failover()
+        if self._failed is not member:  # one of its own attempts after another says nothing new
+            _log.info("coordinator_failed", address=member.client.address, reason=error.reason, error=error.message)
+        self._failed = member
 
 
 async def _until_next_round(num_rounds: int, failure: Unavailable, waits: Waits) -> None:

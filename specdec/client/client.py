@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
+from specdec.wire.backoff import Backoff
 from specdec.wire.errors import (
     CUT_OFF,
     FailedPrecondition,
@@ -37,10 +38,13 @@ _LONGEST_RECONNECT_MS = 1000
 # gRPC itself retries calls that were refused or never reached a server, unless the server forbids it (see
 # specdec.wire.abort). A stopping server ends calls it has not read as CANCELLED. A stream is retried only before its
 # first chunk, so no token comes twice.
+MOST_ATTEMPTS = 5
+RETRY_WAITS = Backoff(first_s=0.1, longest_s=2.0, spread=(0.8, 1.2))
+"""Waits between the attempts, as gRPC draws them: in seconds."""
 RETRY_POLICY = {
-    "maxAttempts": 5,
-    "initialBackoff": "0.1s",
-    "maxBackoff": "2s",
+    "maxAttempts": MOST_ATTEMPTS,
+    "initialBackoff": f"{RETRY_WAITS.first_s:g}s",
+    "maxBackoff": f"{RETRY_WAITS.longest_s:g}s",
     "backoffMultiplier": 2,
     "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +18,8 @@ from specdec.wire.errors import Unavailable
 
 SPREAD = (0.5, 1.0)
 """Random factors of a wait."""
+FIRST_SPREAD = (0.0, 2.0)
+"""Random factors of the first wait: a lost coordinator's streams, which end together, are resumed evenly."""
 _log = structlog.get_logger(__name__)
 
 
@@ -28,8 +30,16 @@ class ResumePolicy:
     max_attempts: int = 8
     """Attempts in a row without a new token or prompt log-probability."""
     max_wait_s: float = 5.0
-    """Longest wait between two attempts. The first wait is the server's retry delay; each further one doubles, times a
-    random factor of 0.5 to 1. With the defaults a coordinator may be away for at least 12 s."""
+    """Longest wait between two attempts. The first wait is the server's retry delay times a random factor of 0 to 2;
+    each further one doubles the delay, times 0.5 to 1. With the defaults a coordinator may be away for at least 12 s.
+    """
+
+    def wait_s(
+        self, delay_s: float, num_fruitless: int, uniform: Callable[[float, float], float] | None = None
+    ) -> float:
+        """Seconds until the next attempt after `num_fruitless` (at least 1) in a row, with the server's delay."""
+        spread = FIRST_SPREAD if num_fruitless == 1 else SPREAD
+        return min(self.max_wait_s, Backoff(delay_s, self.max_wait_s, spread, uniform).wait_s(num_fruitless))
 
 
 class Generates(Protocol):
@@ -132,7 +142,7 @@ class Resumption:
         is_resumable = self._held.started is not None or self._request.HasField("resume")
         if not is_resumable or self._num_fruitless >= self._policy.max_attempts:
             raise error
-        wait_s = Backoff(error.retry_after_s, self._policy.max_wait_s, SPREAD).wait_s(self._num_fruitless)
+        wait_s = self._policy.wait_s(error.retry_after_s, self._num_fruitless)
         num_tokens = self._held.num_tokens
         _log.info("stream_interrupted", reason=error.reason, num_tokens=num_tokens, wait_s=round(wait_s, 3))
         return wait_s

@@ -61,7 +61,8 @@ def assumptions_of(question: Question, trials: Trials, speculation: Speculation,
     found += [
         f"Prices in dollars per hour, of no seller: {text}; {CORE_PRICE:g} for a core.",
         "Coordinators and gateways are sized by their measured CPU time per verdict and token (docs/capacity.md).",
-        f"A lost node or zone is noticed after {SILENT_S:g} s and does not come back.",
+        f"A lost node or zone is noticed after {SILENT_S:g} s and does not come back; sessions of lost drafts decode "
+        "plainly until others have them.",
         f"Of more than {MOST_SIMULATED} targets as many are simulated, with their share of the traffic.",
         "All nodes of a draft's tree at one depth have one score: a real draft's scores let the target choose better.",
         f"Runs with {len(seeds)} seeds from {seeds[0]}; intervals are 95 % confidence intervals over them.",

@@ -58,6 +58,10 @@ def plan(
             rich_help_panel=_ASKED,
         ),
     ] = 1.0,
+    swing: Annotated[
+        float,
+        typer.Option(help="Part by which --rate rises and falls over a day.", rich_help_panel=_ASKED),
+    ] = 0.0,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -94,6 +98,15 @@ def plan(
             help="Loss under which both must hold; a larger one includes the smaller ones.", rich_help_panel=_BORNE
         ),
     ] = "node",
+    autoscale: Annotated[
+        bool,
+        typer.Option(
+            "--autoscale",
+            help="Also try the chart's autoscaling for a day, between the fewest targets and those of the plan, which "
+            "is for the peak.",
+            rich_help_panel=_BORNE,
+        ),
+    ] = False,
     zones: Annotated[int, typer.Option(help="Zones.", min=1, max=100, rich_help_panel=_BORNE)] = 1,
     acceptance: Annotated[
         str,
@@ -136,6 +149,7 @@ def plan(
         ("--itl-ms", itl_ms, 1e-3, 1e7),
         ("--delay-ms", delay_ms, 0, 1e4),
         ("--loss", loss, 0, 0.5),
+        ("--swing", swing, 0, 1),
         ("--temperature", temperature, 0, 100),
     ):
         if value is not None and not least <= value <= most:
@@ -164,7 +178,7 @@ def plan(
             else:
                 prompts = Lengths.parse(prompt_tokens, "--prompt-tokens")
                 outputs = Lengths.parse(output_tokens, "--output-tokens")
-                traffic = Rate(per_s=rate, prompts=prompts, outputs=outputs, burstiness=burstiness)
+                traffic = Rate(per_s=rate, prompts=prompts, outputs=outputs, burstiness=burstiness, swing=swing)
             _plan(
                 question,
                 traffic,
@@ -172,6 +186,7 @@ def plan(
                 survive,
                 zones,
                 speculation,
+                autoscale,
                 range(seed, seed + seeds),
                 (target_source, draft_source),
                 _allowances(api_keys),
@@ -245,6 +260,7 @@ def _plan(
     survive: str,
     zones: int,
     speculation: str,
+    autoscale: bool,
     seeds: range,
     sources: tuple[str, str],
     allowances: Mapping[str, Allowance],
@@ -253,6 +269,7 @@ def _plan(
     notes: Console,
 ) -> None:
     from specdec.plan.assumptions import assumptions_of, with_context
+    from specdec.plan.autoscaled import days
     from specdec.plan.results.page import page, tables_of
     from specdec.plan.results.sweep import plots, sweep, uses
     from specdec.plan.results.values_file import values_file
@@ -262,15 +279,18 @@ def _plan(
     from specdec.plan.trial import Objectives, Trials
 
     mode = Speculation(speculation)
-    scopes = list(Scope)[: ["nothing", "replica", "node", "zone"].index(survive)]
-    trials = Trials(traffic, Objectives(*wanted_s), zones, scopes, loss=question.loss, allowances=allowances)
+    scopes = [Scope.REPLICA, Scope.NODE, Scope.ZONE][: ["nothing", "replica", "node", "zone"].index(survive)]
+    trials = Trials(traffic.peak, Objectives(*wanted_s), zones, scopes, loss=question.loss, allowances=allowances)
     question = with_context(question, traffic)
     found = search(question, trials, mode, seeds, progress.tell)
     points = sweep(question, trials, found, mode, seeds, progress.tell)
     parts = uses(found, trials)
-    tables = tables_of(found, points, parts)
+    scaled = days(found, trials, traffic, seeds, progress.tell) if autoscale else []
+    tables = tables_of(found, points, parts, scaled)
     label = found.deployment.placement.label
-    values = values_file(found.deployment, mode, sources, [f"{found.deployment.num_targets} targets: {label}."])
+    reasons = [f"{found.deployment.num_targets} targets: {label}."]
+    rule = scaled[0].rule if scaled and scaled[0].holds else None
+    values = values_file(found.deployment, mode, sources, reasons, rule)
     title = f"Plan for {traffic.per_s:.3g} requests per second"
     text = page(title, assumptions_of(question, trials, mode, seeds), tables, plots(points, label), values)
     console = Console(highlight=False)

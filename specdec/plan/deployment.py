@@ -182,6 +182,13 @@ def _with_draft(question: Question, draft: ModelSizes, plain: Placement) -> Iter
             )
 
 
+def num_drafts(placement: Placement, num_targets: int, *, may_lose: bool) -> int:
+    """Draft replicas of a number of targets; two at least where one may be lost."""
+    if placement.draft_device is None:
+        return 0
+    return max(math.ceil(num_targets / placement.targets_per_draft), 2 if may_lose else 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """A number of replicas, and the services around them."""
@@ -200,10 +207,8 @@ class Deployment:
 
     @property
     def num_drafts(self) -> int:
-        """Draft replicas; one more than needed where one may be lost, as targets decode plainly meanwhile."""
-        if self.placement.draft_device is None:
-            return 0
-        return max(math.ceil(self.num_targets / self.placement.targets_per_draft), min(2, 1 + self.spare))
+        """Draft replicas."""
+        return num_drafts(self.placement, self.num_targets, may_lose=self.spare > 0)
 
     @property
     def coordinator_cores(self) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from specdec.plan.deployment import MOST_BATCH, Deployment, Placement, Question,
 from specdec.plan.inputs.devices import PlanImpossible
 from specdec.plan.simulation.curve import ReplicaCurve, measure_curve
 from specdec.plan.simulation.faults import Scope
-from specdec.plan.simulation.pair import PairSettings, Speculation
+from specdec.plan.simulation.pair import Speculation
 from specdec.plan.trial import Figures, Kind, Trials
 
 _DRAWS = 400
@@ -98,7 +98,7 @@ def search(
         kind=kind,
         deployment=trials.deployment(kind, num, figures),
         figures=figures,
-        with_loss={scope: _figures(trials, kind, num, seeds, scope, tell) for scope in trials.scopes},
+        with_loss={scope: _figures(trials, kind, num, seeds, scope, tell) for scope in trials.scopes_of(kind)},
         rolled=_figures(trials, kind, num, seeds, None, tell, is_rolled=True) if num > 1 else None,
         tried=tried + [Tried(o.kind.placement.label, 0, None, 0.0, o.why_not) for o in options if o.least is None],
     )
@@ -129,8 +129,16 @@ def _estimated(
 
     plain = measure_curve(pair, Speculation.OFF, output, most)
     curve = plain if placement.draft_steps is None else measure_curve(pair, speculation, output, most, tell=told)
-    kind = Kind(placement=placement, curve=curve, plain=plain)
-    gap_s, first_s = gap_p99(curve, 1), _prompt_s(pair, kind, long_prompt)
+
+    @cache
+    def crowded(share: float) -> ReplicaCurve:
+        told(f"with {share:.0%} of the drafts")
+        shared = replace(pair, targets_per_draft=placement.targets_per_draft / share)
+        return measure_curve(shared, speculation, output, most)
+
+    is_apart = placement.draft_device is not None
+    kind = Kind(placement=placement, curve=curve, plain=plain, crowded=crowded if is_apart else None)
+    gap_s, first_s = gap_p99(curve, 1), prompt_s(kind, long_prompt)
     objectives = trials.objectives
     if placement.kv_tokens < prompt + output:
         return _Option(kind, None, math.inf, "its memory holds no request of the mean length", gap_s, first_s)
@@ -141,7 +149,7 @@ def _estimated(
     rates = [
         load / curve.mean(load, lambda p: p.mean_turn_s) * curve.mean(load, lambda p: p.mean_tokens) for load in loads
     ]
-    request_s = output / max(rates) + _prompt_s(pair, kind, prompt)
+    request_s = output / max(rates) + prompt_s(kind, prompt)
     least = max(1, math.ceil(trials.traffic.per_s * request_s))
     return _Option(kind, least, least * placement.price, "", gap_s, first_s)
 
@@ -155,11 +163,12 @@ def gap_p99(curve: ReplicaCurve, num_sessions: int) -> float:
     return float(np.quantile(gaps, 0.99))
 
 
-def _prompt_s(pair: PairSettings, kind: Kind, prompt: float) -> float:
-    """Seconds of a prompt's chunks on an idle target."""
-    chunk = kind.settings().max_batch_tokens
-    whole, rest = divmod(round(prompt), chunk)
-    return whole * pair.target.prompt_seconds(chunk, 0) + (pair.target.prompt_seconds(rest, 0) if rest else 0.0)
+def prompt_s(kind: Kind, prompt: float, num_sessions: int = 0) -> float:
+    """Seconds of a prompt's chunks on a target, beside `num_sessions` that decode."""
+    settings = kind.settings()
+    whole, rest = divmod(round(prompt), settings.max_batch_tokens)
+    of_rest_s = settings.steps.prompt_seconds(rest, num_sessions) if rest else 0.0
+    return whole * settings.steps.prompt_seconds(settings.max_batch_tokens, num_sessions) + of_rest_s
 
 
 def _tell(tell: Callable[[str], None], label: str, what: str) -> None:
@@ -168,7 +177,7 @@ def _tell(tell: Callable[[str], None], label: str, what: str) -> None:
 
 def _fewest(trials: Trials, kind: Kind, least: int, most: int, seed: int, tell: Callable[[str], None]) -> int | None:
     """The fewest targets that hold the objectives, at most `most`; None: they would be more."""
-    num, below = max(least, _fewest_for(trials.scopes, kind, trials.num_zones)), 0
+    num, below = max(least, least_targets(trials.scopes, kind, trials.num_zones)), 0
     while num <= most:
         tell(f"{num} targets")
         if trials.holds(kind, num, seed):
@@ -186,8 +195,8 @@ def _fewest(trials: Trials, kind: Kind, least: int, most: int, seed: int, tell: 
     return num
 
 
-def _fewest_for(scopes: Sequence[Scope], kind: Kind, num_zones: int) -> int:
-    """Targets of which some are left after each loss."""
+def least_targets(scopes: Sequence[Scope], kind: Kind, num_zones: int) -> int:
+    """The fewest targets of which some are left after each loss."""
     least = 1
     for scope in scopes:
         if scope is Scope.REPLICA:

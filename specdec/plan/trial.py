@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from specdec.coordinator.tenants.quotas import Allowance, QuotaRate
-from specdec.plan.deployment import BATCH_TOKENS, MOST_BATCH, Deployment, Placement
+from specdec.plan.deployment import BATCH_TOKENS, MOST_BATCH, Deployment, Placement, num_drafts
 from specdec.plan.inputs.traffic import Traffic
 from specdec.plan.simulation.coordinator import CoordinatorSettings
 from specdec.plan.simulation.curve import ReplicaCurve
+from specdec.plan.simulation.draft_pool import PoolSettings
 from specdec.plan.simulation.faults import Event, Loss, Rollout, Scope
 from specdec.plan.simulation.fleet import Clients, FleetPlan, FleetRun, FleetSimulation
 from specdec.plan.simulation.tally import Interval
@@ -30,7 +32,8 @@ _SERVED = 0.995
 _RESTART_S = 120.0
 """Seconds until a lost part serves again: longer than a trial looks, so that it must do without."""
 
-
+_DRAFT_PARTS = 12
+"""Parts in which the share of drafts that are up is rounded down: each takes a curve."""
 _DRAIN_S = 60.0
 """Seconds that a target drains (the chart's `target.drainSeconds`), and that its successor takes to serve."""
 
@@ -59,6 +62,23 @@ class Kind:
     placement: Placement
     curve: ReplicaCurve
     plain: ReplicaCurve
+    crowded: Callable[[float], ReplicaCurve] | None = None
+    """Curve while this share of the drafts is up; None: targets have no drafts on other devices."""
+
+    def curve_at(self, share: float) -> ReplicaCurve:
+        """What a target does while a share of the drafts, above 0, is up."""
+        if self.crowded is None or share >= 1:
+            return self.curve
+        return self.crowded(max(1, math.floor(share * _DRAFT_PARTS)) / _DRAFT_PARTS)
+
+    def pool(self, num_targets: int, num_zones: int, *, may_lose: bool) -> PoolSettings | None:
+        """The drafts of a number of targets; None: they have none on other devices."""
+        device = self.placement.draft_device
+        if device is None:
+            return None
+        num = num_drafts(self.placement, num_targets, may_lose=may_lose)
+        per_node = min(device.per_node, math.ceil(num / max(2, num_zones)))  # the chart spreads pods over nodes
+        return PoolSettings(num, per_node, num_zones, self.curve_at)
 
     def settings(self) -> TargetSettings:
         """Settings of a target of this kind."""
@@ -126,7 +146,7 @@ class Trials:
     objectives: Objectives
     num_zones: int
     scopes: Sequence[Scope]
-    """Losses that a deployment must bear, each alone."""
+    """Losses that a deployment must bear, each alone; those of targets include those of drafts."""
     hop_s: float = 0.0005
     loss: float = 0.0
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
@@ -173,6 +193,7 @@ class Trials:
             ),
             targets_per_node=kind.placement.per_node,
             num_zones=self.num_zones,
+            drafts=kind.pool(simulated, self.num_zones, may_lose=bool(self.scopes)),
         )
         wanted = self.objectives
         clients = Clients(first_token_s=wanted.first_token_s, inter_token_s=wanted.inter_token_s)
@@ -187,11 +208,18 @@ class Trials:
 
     def holds(self, kind: Kind, num_targets: int, seed: int) -> bool:
         """Whether a number of targets holds the objectives undisturbed, and with each loss."""
-        for scope in (None, *self.scopes):
+        for scope in (None, *self.scopes_of(kind)):
             run, _ = self.run(kind, num_targets, seed, scope, is_rough=True)
             if not self.objectives.held_by(run):
                 return False
         return True
+
+    def scopes_of(self, kind: Kind) -> Sequence[Scope]:
+        """The losses that a kind can have."""
+        if kind.placement.draft_device is None:
+            return self.scopes
+        also = {Scope.REPLICA: Scope.DRAFT, Scope.NODE: Scope.DRAFT_NODE}
+        return [each for scope in self.scopes for each in (scope, also.get(scope)) if each is not None]
 
     def deployment(self, kind: Kind, num_targets: int, figures: Figures) -> Deployment:
         """The services that a number of targets needs."""

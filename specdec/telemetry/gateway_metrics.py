@@ -52,7 +52,7 @@ class GatewayMetrics(MetricGroup):
         )
         self.failovers = self._counter(
             "failovers_total",
-            "Calls that a coordinator did not answer, or not to the end.",
+            "Calls that moved to another coordinator, as one did not answer, or not to the end.",
             promql="sum(rate($failovers_total[5m]))",
         )
         self.first_token_seconds = self._histogram(

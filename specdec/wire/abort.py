@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, NoReturn
 
 import grpc
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
-from specdec.wire.errors import Cancelled, Unavailable, to_status
+from specdec.wire.errors import Cancelled, Overloaded, Unavailable, to_status
 
 # A negative delay: the client's gRPC must not retry (https://github.com/grpc/proposal/blob/master/A6-client-retries.md).
 _NO_RETRY = ("grpc-retry-pushback-ms", "-1")
+RETRY_SPREAD = (1.0, 2.0)
+"""Bounds of the random factor of the wait that a refused caller is told: clients keep to it exactly, and a crowd that
+was refused together would come back together."""
 
 
 async def write_to(context: grpc.aio.ServicerContext, message: Any) -> None:
@@ -30,6 +34,8 @@ async def abort_with(context: grpc.aio.ServicerContext, error: BaseException) ->
     """
     has_waited = isinstance(error, Unavailable) and error.has_waited
     may_retry = not has_waited and not isinstance(error, Cancelled)
+    if isinstance(error, Overloaded):
+        error.retry_after_s *= random.uniform(*RETRY_SPREAD)
     await abort_with_status(context, to_status(error), may_retry=may_retry)
 
 

@@ -68,6 +68,15 @@ def test_load_is_summed_over_the_replicas_that_have_loaded(
     _evaluated(second["query"], pods, kv_percent, tmp_path)
 
 
+def test_requests_that_wait_at_coordinators_are_load_of_the_targets_but_not_of_drafts(
+    render: Render, tmp_path: Path
+) -> None:
+    waiting = {"series": 'specdec_coordinator_queue_length{namespace="llm",service="llm-coordinator-headless"}'}
+    running = [{"series": f"specdec_target_{name}{{{LABELS}}}", "values": "30"} for name in METRICS[:2]]
+    _held(_triggers(render)[0]["query"], [*running, {**waiting, "values": "70"}], [130.0], "0m", tmp_path)
+    assert "coordinator_queue_length" not in _triggers(render, "draft")[1]["query"]
+
+
 def test_no_data_is_not_taken_for_no_load(render: Render) -> None:
     # KEDA's default is to take an empty result for 0, and an outage of Prometheus for an idle tier.
     assert {trigger["ignoreNullValues"] for role in ("target", "draft") for trigger in _triggers(render, role)} == {

@@ -175,7 +175,7 @@ async def test_a_refusal_by_quota_tells_a_delay_that_is_enough(keyed_cluster: Cl
             while True:  # until they come faster than the tokens do
                 await client.complete(text_request(16))
         assert caught.value.reason == "QUOTA_EXCEEDED"
-        assert 0 < caught.value.retry_after_s < 10
+        assert 0 < caught.value.retry_after_s < 20
         await asyncio.sleep(caught.value.retry_after_s)  # what a client does with it
         assert (await client.complete(text_request(1))).num_tokens == 1
 
@@ -279,7 +279,7 @@ async def test_a_tenant_has_its_places_across_its_keys_and_refusals_are_counted(
             await collect(harness.stub.Generate(request(), metadata=bearer("acme-next")))
         error = from_rpc_error(caught.value)
         assert isinstance(error, Overloaded)
-        assert (error.reason, error.retry_after_s) == ("TOO_MANY_REQUESTS_OF_TENANT", 1.0)
+        assert error.reason == "TOO_MANY_REQUESTS_OF_TENANT" and 1.0 <= error.retry_after_s <= 2.0
         assert harness.metric("admission_rejects_total", cause="concurrency") == 1
         other = harness.stub.Generate(request(), metadata=bearer("limited"))
         assert (await other.read()).HasField("started")

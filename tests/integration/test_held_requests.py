@@ -165,7 +165,7 @@ async def test_a_model_that_does_not_start_in_time_is_an_error_that_says_so(
     async with asleep(tmp_path, hold_s=2) as (one, _coordinator, _target):
         began_s = time.monotonic()
         for answer in await asyncio.gather(*(post(one, path, body) for path, body in STREAMS.items())):
-            assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
+            assert answer.status_code == 503 and 10 <= int(answer.headers["retry-after"]) <= 20
             assert why in answer.text
         assert time.monotonic() - began_s >= 2
         chat, response, message = await asyncio.gather(*(streamed(one, path) for path in list(STREAMS)[1:]))
@@ -183,7 +183,7 @@ async def test_only_so_many_are_held_and_one_who_leaves_makes_room(tmp_path: Pat
         await is_held(one, 2, "scripted")
         assert held(one, "") == 0, "each model has its own number, by which only it is started"
         refused = await post(one, "/v1/completions", body)
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
+        assert refused.status_code == 503 and 10 <= int(refused.headers["retry-after"]) <= 20
         assert "max_held_requests" in refused.json()["error"]["message"]
         chat = await post(one, "/v1/chat/completions", {**CHAT, "model": "scripted"})
         assert chat.status_code == 503 and "max_held_requests" in chat.text

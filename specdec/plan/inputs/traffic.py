@@ -117,6 +117,11 @@ class Rate:
         """Tokens of a prompt that a share of the prompts does not exceed."""
         return float(np.quantile(self.prompts.draw(np.random.default_rng(0), _DRAWS), share))
 
+    @property
+    def peak(self) -> Rate:
+        """The same requests at the highest rate of a day."""
+        return replace(self, per_s=self.per_s * (1 + self.swing), swing=0.0)
+
     def scaled(self, factor: float) -> Rate:
         """The same requests, `factor` times as often."""
         return replace(self, per_s=self.per_s * factor)
@@ -170,6 +175,11 @@ class Trace:
     def prompt_quantile(self, share: float) -> float:
         """Tokens of a prompt that a share of the prompts does not exceed."""
         return float(np.quantile([request.prompt_tokens for request in self.requests], share))
+
+    @property
+    def peak(self) -> Trace:
+        """The recording itself: it has its peaks."""
+        return self
 
     def scaled(self, factor: float) -> Trace:
         """The same requests, `factor` times as often."""

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from specdec.commands.measuring.tables import Table
+from specdec.plan.autoscaled import Day
 from specdec.plan.results.sweep import SweepPoint, Use
 from specdec.plan.search import Found
 from specdec.plan.simulation.tally import Interval
 from specdec.plan.trial import Figures
 
-_MOST_TENANTS = 50
+_MOST_TENANTS, _MOST_RULES = 50, 6
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222; background: #fff }
 table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .8em; border-bottom: 1px solid #ddd }
@@ -21,13 +22,19 @@ pre { background: #f4f4f4; padding: 1em; overflow: auto } svg { max-width: 100%;
 """
 
 
-def tables_of(found: Found, points: Sequence[SweepPoint], parts: Sequence[Use]) -> list[Table]:
-    """Tables of the deployment, its figures, its curves, the parts that are full first, and what was tried."""
+def tables_of(
+    found: Found, points: Sequence[SweepPoint], parts: Sequence[Use], scaled: Sequence[Day] = ()
+) -> list[Table]:
+    """Tables of the deployment, its figures, its curves, the parts that are full first, and what was tried.
+
+    `scaled`: days with autoscaling.
+    """
     return [
         _deployment(found),
         _figures(found),
         *([_curves(points)] if points else []),
         _parts(parts),
+        *([_scaled(found, scaled)] if scaled else []),
         *([_tenants(found)] if len(found.figures.tenants) > 1 else []),
         _tried(found),
     ]
@@ -87,6 +94,32 @@ def _parts(parts: Sequence[Use]) -> Table:
     table = Table("What is full first", ("part", "full"))
     for part in parts:
         table.add(part.part, f"{part.share:.0%}")
+    return table
+
+
+def _scaled(found: Found, scaled: Sequence[Day]) -> Table:
+    columns = ("sessionsPerReplica", "scaleDownStabilizationSeconds", "targets", "dollars per hour", "within both "
+               "objectives", "served", "turns a day")  # fmt: skip
+    table = Table("A day with autoscaling, predicted", columns)
+    for day in scaled[:_MOST_RULES]:
+        table.add(
+            f"{day.rule.sessions_per_replica:g}",
+            f"{day.rule.scale_down_stabilization_s:g}",
+            _text(day.targets, 1.0),
+            round(day.price, 2),
+            f"{day.good.mean:.1%}",
+            f"{day.served.mean:.1%}",
+            _text(day.turns, 1.0),
+        )
+    deployment, rule = found.deployment, scaled[0].rule
+    fixed = deployment.num_targets * deployment.placement.price
+    table.notes.append(
+        f"Between {rule.min_replicas} and {rule.max_replicas} targets; {deployment.num_targets} at all times cost "
+        f"{fixed:.2f}. A target serves {rule.start_s:g} s after it was ordered. Turns: from more targets to fewer, or "
+        "back; traffic itself turns twice."
+    )
+    if not scaled[0].holds:
+        table.notes.append("No setting holds both objectives for 99 % of the requests: leave the number as it is.")
     return table
 
 

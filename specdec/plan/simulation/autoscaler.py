@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import simpy
 
-from specdec.plan.simulation.target import SimulatedTarget
-
 POLL_S = 15.0
 """Seconds between two looks (`pollingInterval`)."""
-DOWN_STEP_S = 120.0
-"""Seconds in which one pod at most is removed (`scaleDown.policies`)."""
+DOWN_STEP_S, DOWN_PODS, DOWN_PERCENT = 120.0, 1, 5
+"""Seconds in which a pod, or this part of them if that is more, is removed at most (`scaleDown.policies`)."""
 _TOLERANCE = 0.1
 """Share by which the mean may differ from its aim without a change; Kubernetes' default."""
 _UP_PODS, _UP_FACTOR, _UP_PERIOD_S = 4, 2, 15.0
@@ -30,10 +28,30 @@ class ScalingRule:
     max_replicas: int = 4
     sessions_per_replica: float = 32.0
     kv_use_percent: float = 80.0
-    scale_down_stabilization_s: float = 600.0
+    scale_down_stabilization_s: float = 1800.0
     start_s: float = 120.0
     """From the decision until a new target serves: node, image, weights."""
     drain_s: float = 60.0
+
+
+class Scaled(Protocol):
+    """A target as an autoscaler starts and ends it."""
+
+    is_up: bool
+    is_draining: bool
+
+    @property
+    def num_sessions(self) -> float:
+        """Sessions that it holds."""
+
+    def begin(self) -> None:
+        """It serves."""
+
+    def drain(self) -> None:
+        """It takes no more sessions."""
+
+    def end(self) -> None:
+        """It ends at once."""
 
 
 @dataclass(slots=True)
@@ -42,10 +60,14 @@ class Autoscaler:
 
     rule: ScalingRule
     env: simpy.Environment
-    targets: Sequence[SimulatedTarget]
+    targets: Sequence[Scaled]
+    observe: Callable[[], tuple[float, float]]
+    """Returns what the triggers ask Prometheus for: running and waiting sessions of the targets that serve, with the
+    requests that wait at the coordinators, and their used KV blocks in percent, summed."""
     sizes: list[tuple[float, int]] = field(default_factory=list)
     """Time and wanted number, at each change."""
-    _wanted: int = 0
+    wanted: int = 0
+    """Pods that the deployment has, those included that start."""
     _advice: deque[tuple[float, int]] = field(default_factory=deque)
     _removed_s: float = -math.inf
     _added_s: float = -math.inf
@@ -54,59 +76,59 @@ class Autoscaler:
         """A SimPy process."""
         for target in self.targets[self.rule.min_replicas :]:
             target.end()
-        self._wanted = self.rule.min_replicas
-        self.sizes.append((0.0, self._wanted))
+        self.wanted = self.rule.min_replicas
+        self.sizes.append((0.0, self.wanted))
         while True:
             yield self.env.timeout(POLL_S)
             self._look()
 
-    def advised(self, num_ready: int, num_sessions: int, kv_percents: float) -> int:
+    def advised(self, num_pods: int, num_sessions: float, kv_percents: float) -> int:
         """Pods that the triggers want: the most of them, within the bounds.
 
         Args:
-            num_ready: pods that serve.
-            num_sessions: their running and waiting sessions together.
+            num_pods: pods that there are, those included that start, as the autoscaler counts for a mean per pod.
+            num_sessions: running and waiting sessions of all together, and requests that wait for one.
             kv_percents: their used KV blocks in percent, summed.
         """
         wanted = 1
         for total, aim in ((num_sessions, self.rule.sessions_per_replica), (kv_percents, self.rule.kv_use_percent)):
-            ratio = total / aim / max(1, num_ready)
-            wanted = max(wanted, num_ready if abs(ratio - 1) <= _TOLERANCE else math.ceil(total / aim))
+            ratio = total / aim / max(1, num_pods)
+            wanted = max(wanted, num_pods if abs(ratio - 1) <= _TOLERANCE else math.ceil(total / aim))
         return min(self.rule.max_replicas, max(self.rule.min_replicas, wanted))
 
     def _look(self) -> None:
         now_s = float(self.env.now)
-        ready = [target for target in self.targets if target.is_up and not target.is_draining]
-        kv = sum(100 * target.kv_used / target.settings.kv_tokens for target in ready)
-        advised = self.advised(len(ready), sum(target.num_sessions for target in ready), kv)
+        advised = self.advised(self.wanted, *self.observe())
         self._advice.append((now_s, advised))
         while self._advice[0][0] < now_s - self.rule.scale_down_stabilization_s:
             self._advice.popleft()
-        if advised > self._wanted:
+        if advised > self.wanted:
             if now_s - self._added_s >= _UP_PERIOD_S:
-                most = max(self._wanted + _UP_PODS, self._wanted * _UP_FACTOR)
+                most = max(self.wanted + _UP_PODS, self.wanted * _UP_FACTOR)
                 self._change(min(advised, most))
                 self._added_s = now_s
-        elif max(each for _, each in self._advice) < self._wanted and now_s - self._removed_s >= DOWN_STEP_S:
-            self._change(self._wanted - 1)
+        elif (most := max(each for _, each in self._advice)) < self.wanted and now_s - self._removed_s >= DOWN_STEP_S:
+            least = min(self.wanted - DOWN_PODS, int(self.wanted * (1 - DOWN_PERCENT / 100)))
+            self._change(max(most, least))
             self._removed_s = now_s
 
     def _change(self, wanted: int) -> None:
-        for number in range(self._wanted, wanted):
-            self.env.process(self._start(self.targets[number]))
-        for number in range(wanted, self._wanted):
+        for number in range(self.wanted, wanted):
+            self.env.process(self._start(number))
+        for number in range(wanted, self.wanted):
             self.env.process(self._stop(self.targets[number]))
-        self._wanted = wanted
+        self.wanted = wanted
         self.sizes.append((float(self.env.now), wanted))
 
-    def _start(self, target: SimulatedTarget) -> Generator[simpy.Event, Any, None]:
+    def _start(self, number: int) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(self.rule.start_s)
+        target = self.targets[number]
         while target.is_up and target.is_draining:
             yield self.env.timeout(1.0)
-        if not target.is_up:
+        if not target.is_up and number < self.wanted:  # else it was given up before it served
             target.begin()
 
-    def _stop(self, target: SimulatedTarget) -> Generator[simpy.Event, Any, None]:
+    def _stop(self, target: Scaled) -> Generator[simpy.Event, Any, None]:
         if not target.is_up:
             return
         target.drain()

@@ -58,6 +58,8 @@ class CoordinatorSettings:
 class TargetView:
     """A target as one coordinator knows it: what its link has, for the choice among targets."""
 
+    __slots__ = ("_own", "_own_at_load", "_refused_s", "_seen_report", "_standing", "lost_life", "target")
+
     def __init__(self, target: SimulatedTarget, standing: Callable[[str], Standing]) -> None:
         self.target = target
         self.lost_life = -1
@@ -91,7 +93,7 @@ class TargetView:
     @property
     def holder(self) -> str:
         """Name of its prefix cache."""
-        return f"{self.target.name}#{self.target.generation}"
+        return self.target.holder
 
     @property
     def state(self) -> LinkState:

@@ -10,6 +10,7 @@ from typing import Any
 import simpy
 
 from specdec.plan.simulation.coordinator import SimulatedCoordinator
+from specdec.plan.simulation.draft_pool import DraftPool
 from specdec.plan.simulation.target import SimulatedTarget
 
 SILENT_S = 5.0
@@ -21,8 +22,15 @@ class Scope(StrEnum):
     """What is gone together."""
 
     REPLICA = "one replica"
+    DRAFT = "one draft"
     NODE = "one node"
+    DRAFT_NODE = "one node of drafts"
     ZONE = "one zone"
+
+    @property
+    def is_of_drafts(self) -> bool:
+        """Only drafts are lost."""
+        return self in (Scope.DRAFT, Scope.DRAFT_NODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +62,24 @@ def happen(
     env: simpy.Environment,
     targets: Sequence[SimulatedTarget],
     coordinators: Sequence[SimulatedCoordinator],
+    drafts: DraftPool | None = None,
 ) -> Generator[simpy.Event, Any, None]:
     """A SimPy process that lets an event happen to a fleet."""
     yield env.timeout(event.at_s)
     if isinstance(event, Rollout):
         yield from _rolled(event, env, targets)
-    else:
-        yield from _lost(event, env, targets, coordinators)
+        return
+    gone = hit(event.scope, targets)
+    if drafts is not None:
+        env.process(_lost_drafts(event, env, drafts, {target.zone for target in gone}))
+    if not event.scope.is_of_drafts:
+        yield from _lost(event, env, gone, coordinators)
 
 
 def hit(scope: Scope, targets: Sequence[SimulatedTarget]) -> list[SimulatedTarget]:
     """The targets that a loss hits: the first one, and those on its node or in its zone."""
     first = next((target for target in targets if target.is_up), None)
-    if first is None:
+    if first is None or scope.is_of_drafts:
         return []
     if scope is Scope.REPLICA:
         return [first]
@@ -77,10 +90,9 @@ def hit(scope: Scope, targets: Sequence[SimulatedTarget]) -> list[SimulatedTarge
 def _lost(
     loss: Loss,
     env: simpy.Environment,
-    targets: Sequence[SimulatedTarget],
+    gone: Sequence[SimulatedTarget],
     coordinators: Sequence[SimulatedCoordinator],
 ) -> Generator[simpy.Event, Any, None]:
-    gone = hit(loss.scope, targets)
     zones = {target.zone for target in gone} if loss.scope is Scope.ZONE else set()
     ended = [each for each in coordinators if each.zone in zones]
     silent_s = 0.0 if loss.scope is Scope.REPLICA else SILENT_S
@@ -96,6 +108,21 @@ def _lost(
         target.begin()
     for coordinator in ended:
         coordinator.begin()
+
+
+def _lost_drafts(
+    loss: Loss, env: simpy.Environment, drafts: DraftPool, zones: set[str]
+) -> Generator[simpy.Event, Any, None]:
+    up = drafts.up
+    if loss.scope is Scope.ZONE:
+        gone = drafts.in_zones(zones)
+    elif loss.scope is Scope.DRAFT_NODE:
+        gone = drafts.on_node(up[0]) if up else []
+    else:
+        gone = up[:1] if loss.scope is Scope.DRAFT else []
+    env.process(drafts.lose(gone, at_once=loss.scope is Scope.DRAFT))
+    yield env.timeout(loss.down_s)
+    drafts.bring_back(gone)
 
 
 def _rolled(

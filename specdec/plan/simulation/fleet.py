@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from specdec.client.resuming import SPREAD
+from specdec.client.resuming import ResumePolicy
 from specdec.coordinator.replicas.subset import Subset
 from specdec.coordinator.tenants.quotas import TokenQuotas
 from specdec.plan.inputs.traffic import Arrival
@@ -18,13 +18,15 @@ from specdec.plan.simulation.autoscaler import Autoscaler, ScalingRule
 from specdec.plan.simulation.clock import SimulatedLoop
 from specdec.plan.simulation.coordinator import CoordinatorSettings, SimulatedCoordinator
 from specdec.plan.simulation.core import SharedCore
+from specdec.plan.simulation.draft_pool import DraftPool, PoolSettings
 from specdec.plan.simulation.faults import Event, happen
 from specdec.plan.simulation.tally import RunTally
 from specdec.plan.simulation.target import SimulatedTarget, Stream, TargetSettings
+from specdec.wire.abort import RETRY_SPREAD
 from specdec.wire.errors import NoTarget, Overloaded
 
 _RESUME_S = 1.0
-"""Seconds after which a client resumes at another coordinator, times `SPREAD`."""
+"""Delay from which a client draws its wait when a coordinator is gone: that told it none."""
 _LEAST_RETRY_S = 0.05
 _DISCOVERY_S, _REGISTRY_TTL_S = 5.0, 15.0
 """Seconds between looks at the registry, and until who is gone is no longer in it (`discovery_s`, `registry_ttl_s`)."""
@@ -44,6 +46,8 @@ class FleetPlan:
     """The coordinators' setting: targets that each has links to on average; None: all."""
     targets_per_core: int = 1
     """Targets that share one processor, as two CPU replicas of a small machine do."""
+    drafts: PoolSettings | None = None
+    """Drafts on devices of their own; None: none, or the targets' curve has them."""
     scaling: ScalingRule | None = None
     """Rule by which targets come and go; `num_targets` are there at first."""
 
@@ -93,6 +97,7 @@ class FleetSimulation:
         self._quotas = TokenQuotas(clock=self.loop.time)
         num_cores = -(-plan.num_targets // plan.targets_per_core) if plan.targets_per_core > 1 else 0
         self._cores = [SharedCore(self.env) for _ in range(num_cores)]
+        self.drafts = None if plan.drafts is None else DraftPool(plan.drafts, self.env)
         self.targets = [self._target(number, seed) for number in range(plan.num_targets)]
         self.coordinators = [self._coordinator(number, seed) for number in range(plan.num_coordinators)]
         self._subsets = [Subset(plan.subset_size, lambda: float(self.env.now)) for _ in self.coordinators]
@@ -109,10 +114,10 @@ class FleetSimulation:
             self.env.process(self._arrive(arrivals))
             self.env.process(self._look(max(0.1, seconds / 200)))
             for event in events:
-                self.env.process(happen(event, self.env, self.targets, self.coordinators))
+                self.env.process(happen(event, self.env, self.targets, self.coordinators, self.drafts))
             scaler = None
             if self._plan.scaling is not None:
-                scaler = Autoscaler(self._plan.scaling, self.env, self.targets)
+                scaler = Autoscaler(self._plan.scaling, self.env, self.targets, self._observed)
                 self.env.process(scaler.run())
         self.loop.run(seconds + tail_s)
         up = [target for target in self.targets if target.is_up]
@@ -140,6 +145,7 @@ class FleetSimulation:
             tally=self.tally,
             rng=np.random.default_rng([seed, 1, number]),
             core=self._cores[number // self._plan.targets_per_core] if self._cores else None,
+            drafts=self.drafts,
         )
 
     def _coordinator(self, number: int, seed: int) -> SimulatedCoordinator:
@@ -193,14 +199,14 @@ class FleetSimulation:
                     tally.refused_of[request.tenant] += 1
                     return
                 num_tries += 1
-                await asyncio.sleep(max(_LEAST_RETRY_S, error.retry_after_s))
+                await asyncio.sleep(max(_LEAST_RETRY_S, error.retry_after_s * self._rng.uniform(*RETRY_SPREAD)))
             except NoTarget as error:
                 tally.failures[error.reason] += 1
                 return
             except asyncio.CancelledError:
                 if coordinator.is_up:  # the run is over
                     raise
-                await asyncio.sleep(self._rng.uniform(*SPREAD) * _RESUME_S)
+                await asyncio.sleep(ResumePolicy().wait_s(_RESUME_S, 1, self._rng.uniform))
         self._ended(stream)
 
     def _ended(self, stream: Stream) -> None:
@@ -221,6 +227,13 @@ class FleetSimulation:
         self._next += 1
         pair = (up[self._next % len(up)], up[int(self._rng.integers(len(up)))])
         return min(pair, key=lambda each: each.num_requests)
+
+    def _observed(self) -> tuple[float, float]:
+        """What autoscaling looks at: sessions and requests that wait for one, and percents of KV caches, summed."""
+        ready = [target for target in self.targets if target.is_up and not target.is_draining]
+        num_waiting = sum(coordinator.admission.num_waiting for coordinator in self.coordinators)
+        kv_percents = sum(100 * target.kv_used / target.settings.kv_tokens for target in ready)
+        return num_waiting + sum(target.num_sessions for target in ready), kv_percents
 
     def _look(self, every_s: float) -> Generator[simpy.Event, Any, None]:
         while True:

@@ -15,6 +15,7 @@ from specdec.plan.inputs.step_times import StepTable
 from specdec.plan.inputs.traffic import Arrival
 from specdec.plan.simulation.core import SharedCore
 from specdec.plan.simulation.curve import ReplicaCurve
+from specdec.plan.simulation.draft_pool import DraftPool
 from specdec.plan.simulation.tally import RunTally
 from specdec.v1 import common_pb2 as pb
 
@@ -81,10 +82,14 @@ class SimulatedTarget:
     rng: np.random.Generator
     core: SharedCore | None = None
     """Processor that it shares with others; None: it computes alone."""
+    drafts: DraftPool | None = None
+    """Drafts on devices of their own; None: none, or `settings.curve` has them in the target."""
     is_up: bool = True
     is_draining: bool = False
     generation: int = 0
-    """Number of its lives; with the name, the name of its prefix cache."""
+    """Number of its lives."""
+    holder: str = field(init=False)
+    """Name of its prefix cache, another one in each life."""
     load: pb.LoadReport = field(init=False)
     """Its last report."""
     report_number: int = 0
@@ -108,6 +113,7 @@ class SimulatedTarget:
     _process: simpy.Process | None = None
 
     def __post_init__(self) -> None:
+        self.holder = f"{self.name}#0"
         self.load = self._report()
         self._process = self.env.process(self._steps())
 
@@ -168,6 +174,7 @@ class SimulatedTarget:
     def begin(self) -> None:
         """It is there again, with an empty cache."""
         self.is_up, self.is_draining, self.generation = True, False, self.generation + 1
+        self.holder = f"{self.name}#{self.generation}"
         self._cached.clear()
         self._tell()
         self._process = self.env.process(self._steps())
@@ -217,11 +224,21 @@ class SimulatedTarget:
         except simpy.Interrupt:
             return
 
+    @property
+    def _curve(self) -> ReplicaCurve:
+        return self.settings.curve if self.drafts is None else self.drafts.curve
+
+    @property
+    def _undrafted(self) -> float:
+        """Part of its sessions whose draft is gone."""
+        return 0.0 if self.drafts is None else self.drafts.plain_share
+
     def _decode_s(self, num: int) -> float:
         if not num:
             return 0.0
         share = self._num_plain / self.num_sessions
-        curve_s = self.settings.curve.turn_s(num, self.rng) if share < 1 else 0.0
+        share += (1 - share) * self._undrafted
+        curve_s = self._curve.turn_s(num, self.rng) if share < 1 else 0.0
         return curve_s * (1 - share) + (self.settings.plain.turn_s(num, self.rng) * share if share else 0.0)
 
     def _chunk(self, num: int) -> int:
@@ -248,10 +265,12 @@ class SimulatedTarget:
         else:
             rows = (self._turn + np.arange(num)) % held
             self._turn = (self._turn + num) % held
-        tokens = self.settings.curve.tokens(num, num, self.rng)
+        tokens = self._curve.tokens(num, num, self.rng)
         if self._num_plain:
             is_plain = np.array([not self._decoding[i].speculates for i in np.arange(held)[rows]])
             tokens = np.where(is_plain, 1, tokens)
+        if self._undrafted:
+            tokens = np.where(self.rng.random(num) < self._undrafted, 1, tokens)
         tokens = np.minimum(tokens, self._left[rows])
         self._left[rows] -= tokens
         self.tally.inter_token.add((now_s - self._last_s[rows]) / tokens, tokens)

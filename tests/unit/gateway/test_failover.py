@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, aclosing, contextmanager
 
 import pytest
+from structlog.testing import capture_logs
 
 from specdec.client import Client, ClientSettings
 from specdec.gateway.upstream.caller import CallerStub
@@ -54,11 +55,15 @@ async def test_a_coordinator_that_does_not_answer_is_asked_once_while_there_are_
         assert (len(silent.requests), len(other.requests), len(moved)) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("unavailable_times", [(3,), (2, 2)])
-async def test_all_are_asked_again_while_they_start(unavailable_times: tuple[int, ...]) -> None:
-    with calling(*unavailable_times) as (caller, fakes, _):
+@pytest.mark.parametrize(("unavailable_times", "num_moves", "num_logged"), [((3,), 0, 1), ((2, 2), 2, 3)])
+async def test_all_are_asked_again_while_they_start(
+    unavailable_times: tuple[int, ...], num_moves: int, num_logged: int
+) -> None:
+    with calling(*unavailable_times) as (caller, fakes, moved), capture_logs() as logs:
         assert await read(caller) == TEXT
         assert len(fakes[0].requests) == unavailable_times[0] + 1
+    assert len(moved) == num_moves, "a call that stays at its coordinator does not fail over"
+    assert [entry["event"] for entry in logs].count("coordinator_failed") == num_logged
 
 
 async def test_the_rounds_are_bounded() -> None:

@@ -184,8 +184,18 @@ def test_every_error_has_a_status_and_a_code(
 
 
 def test_errors_that_pass_say_when_to_try_again() -> None:
-    assert from_specdec(rpc.Overloaded("full", retry_after_s=2.2), {}).headers == {"retry-after": "3"}
-    assert from_specdec(rpc.NotReady("soon", retry_after_s=0.0), {}).headers == {"retry-after": "1"}
+    headers = from_specdec(rpc.Overloaded("full", retry_after_s=2.2), {}).headers
+    assert headers == {"retry-after": "3", "retry-after-ms": "2200"}, "the coordinator has spread it"
+    for error, least, most in (
+        (rpc.Overloaded("full", retry_after_s=0.0), 500, 1500),
+        (rpc.NotReady("soon", retry_after_s=0.0), 500, 1500),
+        (rpc.NotReady("soon", retry_after_s=10.0), 10_000, 20_000),
+    ):
+        told = [from_specdec(error, {}).headers for _ in range(200)]
+        waits_ms = [int(each["retry-after-ms"]) for each in told]
+        assert least <= min(waits_ms) < least + 0.1 * (most - least)
+        assert most >= max(waits_ms) > most - 0.1 * (most - least), "a crowd does not come back together"
+        assert all(int(each["retry-after"]) == -(-int(each["retry-after-ms"]) // 1000) for each in told)
     assert from_specdec(rpc.Overloaded("used up", reason="QUOTA_EXCEEDED"), {}).type == "tokens"
     assert from_specdec(rpc.Internal("oh"), {}).headers == {}
 

@@ -138,6 +138,21 @@ def test_the_command_writes_values_and_a_page_that_loads_nothing(tmp_path: Path)
     assert "<script" not in page and "src=" not in page and "@import" not in page
 
 
+def test_autoscaling_is_judged_over_a_day_and_goes_into_the_values(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config(32, 4096)))
+    flags = ["--target", str(tmp_path), "--devices", "A100", "--rate", "30", "--swing", "0.8", "--autoscale"]
+    flags += ["--seeds", "1", "--survive", "nothing", "--prompt-tokens", "200", "--output-tokens", "200"]
+    done = CliRunner().invoke(app, ["plan", *flags, "--out", str(tmp_path / "plan.yaml")])
+    assert done.exit_code == 0, done.output
+    assert "A day with autoscaling, predicted" in done.output
+    target = yaml.safe_load((tmp_path / "plan.yaml").read_text())["target"]
+    scaling = target["autoscaling"]
+    assert scaling["enabled"] and 1 <= scaling["minReplicas"] < scaling["maxReplicas"] == target["replicas"]
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    jsonschema.validate(_merged(defaults, yaml.safe_load((tmp_path / "plan.yaml").read_text())), schema)
+
+
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
@@ -150,6 +165,7 @@ def test_the_command_writes_values_and_a_page_that_loads_nothing(tmp_path: Path)
         (["--target", "{config}", "--rate", "1e308"], "must be from 0.001"),
         (["--target", "{config}", "--rate", "nan"], "must be from 0.001"),
         (["--target", "{config}", "--rate", "1", "--burstiness", "1e300"], "from 0.01 to 100"),
+        (["--target", "{config}", "--rate", "1", "--swing", "1.5"], "from 0 to 1"),
         (["--target", "{config}", "--rate", "1", "--devices", "L4=0"], "dollars per hour"),
         (["--target", "{config}", "--rate", "1", "--prompt-tokens", "100000"], "4096 positions"),
         (["--target", "{config}", "--rate", "1", "--api-keys", "{config}"], "--api-keys"),

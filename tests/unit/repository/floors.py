@@ -259,6 +259,7 @@ FLOORS = {
         deployment
         trial
         assumptions search
+        autoscaled
         results
         command
     """,
@@ -276,9 +277,10 @@ FLOORS = {
         clock core draft tally
         pair
         curve
+        draft_pool
         target
         autoscaler coordinator
-        faults
+        faults flow
         fleet
     """,
     "specdec.replica": """

@@ -168,15 +168,18 @@ async def test_bug_in_a_stream_shows_the_client_an_id_and_nothing_else(channel: 
     assert "secret" not in repr(caught.value)
 
 
-async def test_retry_delay_reaches_the_client_of_a_stream(channel: Any) -> None:
-    call = channel.unary_stream("/specdec.test/Overload")(b"")
-    assert await call.read() == b"first"
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-
-    error = from_rpc_error(caught.value)
-    assert isinstance(error, errors.Overloaded)
-    assert error.retry_after_s == 0.5
+async def test_refused_clients_of_a_stream_are_told_different_delays(channel: Any) -> None:
+    waits_s = []
+    for _ in range(20):
+        call = channel.unary_stream("/specdec.test/Overload")(b"")
+        assert await call.read() == b"first"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, errors.Overloaded)
+        waits_s.append(error.retry_after_s)
+    assert all(0.5 <= wait_s <= 1.0 for wait_s in waits_s)
+    assert max(waits_s) - min(waits_s) > 0.2, "they would come back together"
 
 
 @pytest.mark.parametrize("character", ["x", "%", "é", "中", "😀"])

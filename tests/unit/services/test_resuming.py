@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import random
 from collections.abc import AsyncIterator
 
 import pytest
@@ -131,3 +133,19 @@ async def test_of_a_stream_only_what_a_resume_tells_is_kept() -> None:
     assert told(requests[1]) == {0: ([4_000_000_000] * num_chunks * tokens_per_chunk, num_chunks)}
     assert requests[1].resume.prompt_logprobs_position == 2000
     assert taken_bytes < MOST_BYTES_PER_TOKEN * num_chunks * tokens_per_chunk + 2**20
+
+
+def test_streams_that_were_lost_together_are_resumed_evenly_over_two_delays() -> None:
+    policy, rng = ResumePolicy(), random.Random(1)
+    waits_s = sorted(policy.wait_s(1.0, 1, rng.uniform) for _ in range(10_000))
+    assert waits_s[-1] <= 2.0
+    for part in range(20):
+        within = bisect.bisect(waits_s, (part + 1) / 10) - bisect.bisect(waits_s, part / 10)
+        assert 0.7 < within / 500 < 1.3, "the twentieth of them in each tenth of a second"
+
+
+def test_a_coordinator_may_be_away_for_at_least_twelve_seconds() -> None:
+    policy = ResumePolicy()
+    least_s = [policy.wait_s(1.0, number, min) for number in range(1, policy.max_attempts)]
+    assert sum(least_s) >= 12.0
+    assert max(policy.wait_s(delay_s, number, max) for delay_s in (1.0, 60.0) for number in (1, 2, 9)) == 5.0
