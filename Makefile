@@ -235,9 +235,22 @@ test-gpu: $(STAMP)  ## Run the tests that need a CUDA device.
 gpu-slot: $(WEIGHTS)  ## Check and measure on a GPU for ten minutes, from where the last slot stopped (GPU_SLOT_ARGS="--dry").
 	@"$(or $(GPU_PYTHON),python3)" -m bench.gpu_slot $(GPU_SLOT_ARGS)
 
+# 64 MiB may be carried, with the checkout; the rest is for what a slot brings.
+GPU_MOST_MIB ?= 60
+GPU_PYTHON_VERSION ?= 3.12
+
 .PHONY: gpu-wheels
-gpu-wheels: $(STAMP)  ## Collect the wheels that a GPU machine lacks in dist/gpu-wheels/wheels.tar.xz (GPU_HAS=its "pip list --format json").
-	@$(BIN)/python -m bench.gpu_slot.wheels dist/gpu-wheels $(if $(GPU_HAS),--has $(GPU_HAS))
+gpu-wheels: $(STAMP)  ## Pack what a GPU machine without a network lacks into dist/gpu-wheels.tar.xz (GPU_PYTHON_VERSION).
+	@rm -rf dist/gpu-wheels dist/gpu-wheels.tar.xz && mkdir -p dist/gpu-wheels
+	$(BIN)/pip freeze --exclude-editable | grep -v "^specdec" > dist/gpu-wheels/versions.txt
+	$(BIN)/pip download -q --no-deps --only-binary :all: --python-version $(GPU_PYTHON_VERSION) --implementation cp \
+	    $(patsubst %,--platform=manylinux%_x86_64,_2_34 _2_31 _2_28 _2_27 _2_24 _2_17 _2_12 _2_5 2014 2010 1) \
+	    -c dist/gpu-wheels/versions.txt -d dist/gpu-wheels -r bench/gpu_slot/packages.txt
+	for wheel in dist/gpu-wheels/*.whl; do $(BIN)/python -m zipfile -e "$$wheel" dist/gpu-wheels/site; done
+	tar -C dist/gpu-wheels/site -cJf dist/gpu-wheels.tar.xz .
+	bytes=$$(($$(git ls-files -z | xargs -0 cat | wc -c) + $$(stat -c %s dist/gpu-wheels.tar.xz)))
+	echo "$$(du -k dist/gpu-wheels.tar.xz | cut -f1) KiB of packages; $$((bytes >> 20)) MiB with the checkout, of $(GPU_MOST_MIB)"
+	test $$((bytes >> 20)) -lt $(GPU_MOST_MIB)
 
 .PHONY: chaos
 chaos: $(STAMP) servers  ## Break a fleet at random while clients compare all answers (CHAOS_ARGS="--seed 7").

@@ -2,6 +2,7 @@
 
     python -m bench.predictions                                    # print the page
     python -m bench.predictions --markdown docs/gpu-predictions.md
+    python -m bench.predictions --beside bench/results/gpu-slot.json    # beside what a slot has measured
 
 Nothing of it is measured but the host's time between two steps (``bench.host``).
 """
@@ -9,9 +10,15 @@ Nothing of it is measured but the host's time between two steps (``bench.host``)
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from bench.inflate import Shape
+from bench.pairs import DRAFTS, TARGETS
+from bench.pairs import PAIRS as INFLATED
 from bench.roofline import (
     CONTEXT,
     GPUS,
@@ -206,11 +213,65 @@ def _beside_vllm(gpu: Gpu) -> list[str]:
     return lines
 
 
+_GPU_NAMES = {"H200": "H200", "H100 80GB HBM3": "H100 SXM", "A100-SXM4-80GB": "A100 80 GB", "NVIDIA L4": "L4",
+              "RTX 4090": "RTX 4090", "RTX 3090": "RTX 3090"}  # fmt: skip
+"""Names of `GPUS` by a part of the driver's name."""
+_CONFIRMED_WITHIN = 0.15
+"""Share of a measured figure by which a confirmed prediction may differ."""
+_INFLATED_HEAD_DIM = 64
+
+
+def gpu_named(name: str) -> Gpu | None:
+    """A GPU by its driver's name; None where it is not known. "NVIDIA L40S" is no L4."""
+    known = [gpu for part, gpu in _GPU_NAMES.items() if part in name and not name.partition(part)[2][:1].isalnum()]
+    return GPUS[known[0]] if known else None
+
+
+def sizes_of_shape(shape: Shape) -> ModelSizes:
+    """An inflated model by its sizes."""
+    heads = shape.num_heads, shape.num_kv_heads, _INFLATED_HEAD_DIM
+    return ModelSizes(shape.hidden_size, shape.intermediate_size, shape.num_layers, *heads, shape.vocab_size)
+
+
+def beside(state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each prediction whose figure a slot has measured: step times at context 1024, and speed-ups of single
+    streams from the share of first draft tokens that were accepted."""
+    lines = []
+    for step in ("steps", "speedup", "large"):
+        entry = state.get(step) or {}
+        found = entry.get("found") or (entry.get("earlier") or {}).get("found") or {}
+        gpu = gpu_named(entry.get("gpu") or (entry.get("earlier") or {}).get("gpu") or "")
+        if gpu is None:
+            continue
+        for name in ("1b", "8b") if step == "steps" else ():
+            for rows in (1, 8, 64):
+                figure = f"{name}: {rows} rows at {CONTEXT}, ms"
+                if figure in found:
+                    lines.append(_compared(figure, found[figure], step_s(name.upper(), rows, gpu) * 1e3))
+        pair = {"speedup": "gpu-8b", "large": "gpu-32b"}.get(step)
+        for row in ((found.get("report") or {}).get("decode") or ()) if pair else ():
+            if pair and row["batch"] == 1 and row["acceptance_by_depth"]:
+                accepted, (target, draft) = row["acceptance_by_depth"][0], INFLATED[pair]
+                models = sizes_of_shape(DRAFTS[draft]), sizes_of_shape(TARGETS[target])
+                what = f"{step}: speed-up at temperature {row['temperature']:g}, {accepted:.0%} accepted"
+                lines.append(_compared(what, row["speedup"]["median"], speed_up(*models, 1, gpu, accepted)[0]))
+    return lines
+
+
+def _compared(what: str, measured: float, predicted: float) -> str:
+    is_close = abs(predicted - measured) <= _CONFIRMED_WITHIN * measured
+    return f"{what}: {measured:.4g} (predicted: {predicted:.4g}): {'confirmed' if is_close else 'REFUTED'}"
+
+
 def main() -> int:
     """Print the page or write it to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", type=Path, help="file for the page; without it the page is printed")
+    parser.add_argument("--beside", type=Path, help="results of bench.gpu_slot")
     options = parser.parse_args()
+    if options.beside:
+        print("\n".join(beside(json.loads(options.beside.read_text()))))
+        return 0
     page = markdown()
     if options.markdown:
         options.markdown.write_text(page)

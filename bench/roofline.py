@@ -2,8 +2,8 @@
 
 Kernels and the bytes of weights and activations are counted in the decoder itself, on the meta device. The time of a
 step is the longer one of memory and arithmetic, at a share of the vendor's figures, the starts of its kernels in a
-captured graph, and the ramps of its matrix products. `bench.predictions` makes speed-ups and a page of it; a slot on a
-GPU (``bench.gpu_slot``) confirms or refutes it.
+captured graph, and the ramps of its matrix products. `bench.predictions` makes speed-ups and a page of it, and prints
+it beside what a slot on a GPU (``bench.gpu_slot``) has measured.
 """
 
 from __future__ import annotations

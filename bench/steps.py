@@ -8,7 +8,6 @@ measurements take turns, and a ratio is of one turn, because the load of a share
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -20,26 +19,17 @@ import torch
 from bench.deployment import pinned
 from bench.pairs import Pair
 from bench.plan import BenchPlan
+from bench.shaped import SHAPES, engine_of, random_settings, time_steps
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.summary import spread
 from specdec.commands.measuring.tables import Table
 from specdec.commands.up.cores import assign_cores
-from specdec.engine.block_pool import BlockPool
-from specdec.engine.engine import Engine
 from specdec.engine.model.runner import ModelRunner
-from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
-from specdec.engine.tree import TokenTree
 
-SHAPES: dict[str, dict[str, int]] = {
-    "llama-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-                 "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
-    "llama-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-                 "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
-}  # fmt: skip
 CONTEXT = 256
-_WARMUP, _REPEATS, _TURNS = 3, 12, 5
+_TURNS = 5
 _ROWS = {"one_row": (1, 0), "eight_rows": (1, 7), "sixteen_rows": (1, 15), "eight_sequences": (8, 0)}
 """Sequences of a step, and nodes that each verifies."""
 _LARGE_BYTES = 1 << 29
@@ -85,16 +75,11 @@ def measure(name: str, plan: BenchPlan) -> dict[str, object]:
         runner = ModelRunner.load(settings)
         weight_bytes = _stored_bytes(Path(settings.model)) or runner.num_parameters * runner.dtype.itemsize
     runner.warmup()
-    pool = BlockPool(runner.num_blocks, runner.block_size)
-    engine = Engine(
-        runner,
-        pool,
-        Scheduler(pool, settings.rows_of_step(runner.device.type), settings.max_batch_seqs, runner.max_model_len),
-    )
+    engine = engine_of(runner)
     turns = []
     for _ in range(_TURNS):
         bandwidth = memory_bandwidth(plan)
-        times_ms = {rows: _time_steps(engine, *shape) for rows, shape in _ROWS.items()}
+        times_ms = {rows: time_steps(engine, [CONTEXT] * seqs, nodes)[0] for rows, (seqs, nodes) in _ROWS.items()}
         turns.append({"bandwidth": bandwidth, "floor": weight_bytes / bandwidth * 1e3, **times_ms})
 
     def median(key: str) -> float:
@@ -154,51 +139,12 @@ def _settings(name: str, plan: BenchPlan, folder: Path) -> EngineSettings:
         options["num_threads"] = len(cores.draft_engine if name == "draft" else cores.target_engine)
     if name in ("target", "draft"):
         return EngineSettings(model=str(_model(plan.pair, name)), **options)  # type: ignore[arg-type]
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": name == "llama-1b",
-        "torch_dtype": "bfloat16",
-        **SHAPES[name],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
     dtype = "bfloat16" if device != "cpu" else "float32"
-    return EngineSettings(
-        model=str(folder),
-        load_format="dummy",
-        dtype=dtype,  # type: ignore[arg-type]
-        num_blocks=1024,
-        self_test=False,
-        **options,  # type: ignore[arg-type]
-    )
+    return random_settings(SHAPES[name], folder, dtype=dtype, num_blocks=1024, **options)
 
 
 def _model(pair: Pair, role: str) -> Path:
     return pair.target.folder if role == "target" else pair.draft.folder
-
-
-def _time_steps(engine: Engine, num_sequences: int, num_nodes: int) -> float:
-    device = str(engine.runner.device)
-    sequences = [
-        engine.add([(7 * s + i) % 1000 for i in range(CONTEXT)], num_prompt_tokens=CONTEXT)
-        for s in range(num_sequences)
-    ]
-    while any(seq.num_pending_tokens for seq in sequences):
-        engine.step()
-    times = []
-    for repeat in range(_WARMUP + _REPEATS):
-        for seq in sequences:
-            engine.append(seq, [repeat])
-            seq.tree = TokenTree(range(num_nodes)) if num_nodes else None
-        _synchronize(device)
-        started_s = time.perf_counter()
-        engine.step()
-        _synchronize(device)
-        times.append(time.perf_counter() - started_s)
-    for seq in sequences:
-        engine.free(seq)
-    return statistics.median(times[_WARMUP:]) * 1e3
 
 
 def _synchronize(device: str) -> None:

@@ -83,6 +83,8 @@ class FakeDevice(TorchDispatchMode):
         """Copies to the host, and to the device."""
         self.num_waits = 0
         """Waits of the host for a stream."""
+        self.refuses_waits = False
+        """Whether a wait raises, as by torch.cuda.set_sync_debug_mode("error")."""
         self.num_allocated = self.num_held = 0
         """Bytes allocated in all, and bytes not freed."""
         self._pinned: set[int] = set()
@@ -104,6 +106,8 @@ class FakeDevice(TorchDispatchMode):
 
     def wait(self) -> None:
         """Let the host wait for the current stream."""
+        if self.refuses_waits:
+            raise RuntimeError("called a synchronizing CUDA operation")
         self.num_waits += 1
         self.current.synchronize()
 

@@ -113,6 +113,9 @@ def _install(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         "mem_get_info": lambda index=None: (78 << 30, 80 << 30),
         "current_stream": lambda index=None: device.current,
         "set_stream": lambda stream: setattr(device, "current", stream),
+        "get_rng_state": lambda index=None: torch.get_rng_state(),  # the device's numbers come from the CPU's generator
+        "set_rng_state": lambda state, index=None: torch.set_rng_state(state),
+        "set_sync_debug_mode": lambda mode: setattr(device, "refuses_waits", mode == "error"),
         "stream": device.on,
         "graph_pool_handle": lambda: (0, 1),
         "Stream": Stream,

@@ -4,7 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from bench.predictions import EAGLE_8B, decoding_s, markdown, prefill_s, speed_up
+from bench.pairs import TARGETS
+from bench.predictions import (
+    EAGLE_8B,
+    beside,
+    decoding_s,
+    gpu_named,
+    markdown,
+    prefill_s,
+    sizes_of_shape,
+    speed_up,
+)
 from bench.roofline import GPUS, Gpu, fits, step_of, step_s
 from specdec.plan.inputs.devices import Device
 
@@ -62,3 +72,28 @@ def test_weights_must_fit_the_memory_of_each_rank() -> None:
 
 def test_the_page_is_what_the_model_predicts() -> None:
     assert PAGE.read_text() == markdown(), "python -m bench.predictions --markdown docs/gpu-predictions.md"
+
+
+def test_predictions_are_of_the_gpu_that_was_there() -> None:
+    assert gpu_named("NVIDIA H100 80GB HBM3") is GPUS["H100 SXM"]
+    assert gpu_named("NVIDIA H200") is GPUS["H200"]
+    assert gpu_named("NVIDIA L40S") is gpu_named("NVIDIA H100 PCIe") is None
+    one_row_s = step_s(sizes_of_shape(TARGETS["gpu-8b"]), 1, GPUS["H200"])
+    assert one_row_s > 14.8 * 2**30 / 2 / GPUS["H200"].bandwidth
+
+
+def test_what_a_slot_has_measured_confirms_or_refutes_what_is_predicted() -> None:
+    gpu, name = "NVIDIA H200", "8b: {} rows at 1024, ms"
+    predicted = {rows: step_s("8B", rows, GPUS["H200"]) * 1e3 for rows in (1, 8)}
+    row = {"batch": 1, "temperature": 1.0, "speedup": {"median": 1.01}, "acceptance_by_depth": [0.9, 0.5]}
+    told = beside(
+        {
+            "machine": {"gpu": ["NVIDIA H200, 143771"]},
+            "steps": {"gpu": gpu, "found": {name.format(1): predicted[1] * 1.1, name.format(8): 2 * predicted[8]}},
+            "speedup": {"gpu": gpu, "found": None, "earlier": {"gpu": gpu, "found": {"report": {"decode": [row]}}}},
+            "large": {"status": "failed", "gpu": "another", "found": {"report": {"decode": [row]}}},
+        }
+    )
+    assert [line.rpartition(": ")[2] for line in told] == ["confirmed", "REFUTED", "REFUTED"]
+    assert told[0].startswith(name.format(1))
+    assert told[2].startswith("speedup: speed-up at temperature 1, 90% accepted: 1.01 (predicted: ")
