@@ -125,6 +125,23 @@ def test_a_path_that_leaves_the_table_and_begins_another_split_is_the_rows_own(m
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+def test_a_row_that_is_not_finite_never_looks_finite_and_harms_no_other_sequence(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Maxima on a GPU leave NaN out."""
+    monkeypatch.setattr(attention, "SPLIT", SMALL_SPLIT)
+    rows = lay_out([(70, 12, TREE), (64, 2, [])], LayerGeometry(1, 16, 16), 8, torch.float32, DEVICE, 1)
+    expected, _ = rows.run(TritonAttention(), OPTIONS[0])
+    getattr(rows, what)[3] = float("nan")
+    got, _ = rows.run(TritonAttention(), OPTIONS[0])
+    spoiled = got[3:4] if what == "query" else got[3:17]
+    assert spoiled.isnan().all()
+    assert torch.equal(got[17:], expected[17:])
+    if what == "query":
+        assert torch.equal(got[4:], expected[4:])
+
+
 def work_of(rows: RaggedRows, shape: LaunchShape, window: int = 0) -> list[tuple[int, int, int]]:
     """First row, end row and split of all entries, sorted."""
     found = []
