@@ -23,13 +23,14 @@ from transformers import LlamaConfig
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.launches import LaunchCounter
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import TritonAttention
 from specdec.engine.cuda.buckets import advance, empty_batch, fill
 from specdec.engine.cuda.cuts import NUM_CUT_WORDS, CutKinds, launch_cuts
-from specdec.engine.cuda.launch import Launch, LaunchCounter
+from specdec.engine.cuda.launch import Launch
 from specdec.engine.cuda.layers import rotate_write
 from specdec.engine.cuda.sampling import launch_top
 from specdec.engine.drawing.adjustments import Adjustments

@@ -15,10 +15,10 @@ import torch
 from transformers import LlamaConfig
 
 from bench.cubins import meta_batch
+from bench.launches import LaunchCounter
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.cuda.attention import launch_shape
-from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
 from specdec.plan.inputs.devices import DEVICES, Device

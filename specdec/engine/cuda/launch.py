@@ -1,15 +1,14 @@
-"""Launches of Triton kernels, which can be counted, priced and compiled without a GPU."""
+"""Launches of Triton kernels, which others may see: they are counted, priced and compiled without a GPU."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-
-_NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "detach", "_to_copy_view", "lift_fresh"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,34 +28,12 @@ class Launch:
         return str(self.kernel.fn.__name__)
 
 
-class LaunchCounter(TorchDispatchMode):
-    """Counts the kernels that a pass launches. On the meta device nothing runs, and operations that depend on data
-    raise.
+class LaunchObserver(TorchDispatchMode):
+    """A mode of torch that sees launches as well."""
 
-    Views and allocations launch nothing. An operation's bytes are those of its input and output tensors, each once;
-    reads of the KV cache depend on positions and are left out.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches: list[Launch] = []
-        self.operations: list[tuple[str, int]] = []
-        """Name and bytes of every kernel, Triton's and torch's, in order."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count one of torch's operations."""
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.partition("::")[2]
-        if name not in _NO_KERNEL and not func.is_view:
-            self.operations.append((name, _num_bytes([*args, *(kwargs or {}).values(), result])))
-        return result
-
-    def add(self, launch: Launch, cached: tuple[torch.Tensor, ...]) -> None:
-        """Count one launch; the bytes of ``cached`` tensors are not counted."""
-        self.launches.append(launch)
-        skipped = {tensor.untyped_storage()._cdata for tensor in cached}
-        tensors = [a for a in launch.arguments if not _is_in(a, skipped)]
-        self.operations.append((launch.name, _num_bytes(tensors)))
+    @abstractmethod
+    def saw(self, launch: Launch, cached: tuple[torch.Tensor, ...]) -> None:
+        """See one launch; the kernel accesses only a part of ``cached`` tensors."""
 
 
 def launch(
@@ -67,35 +44,18 @@ def launch(
     cached: tuple[torch.Tensor, ...] = (),
     **constants: Any,
 ) -> None:
-    """Launch a kernel; on meta tensors only count it.
+    """Launch a kernel; on meta tensors it is only seen.
 
     Args:
         kernel: a function of ``triton.jit``.
         grid: number of programs in each dimension.
         arguments: the kernel's arguments in order, without constants; the first is a tensor.
         options: options of the compiler, such as ``num_warps``.
-        cached: tensors of which the kernel accesses only a part; their bytes are not counted.
+        cached: tensors of which the kernel accesses only a part.
         constants: the kernel's constants.
     """
     for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, LaunchCounter):
-            mode.add(Launch(kernel, grid, arguments, constants, options), cached)
+        if isinstance(mode, LaunchObserver):
+            mode.saw(Launch(kernel, grid, arguments, constants, options), cached)
     if arguments[0].device.type != "meta":
         kernel[grid](*arguments, **constants, **options)
-
-
-def _is_in(argument: Any, storages: set[int]) -> bool:
-    return isinstance(argument, torch.Tensor) and argument.untyped_storage()._cdata in storages
-
-
-def _num_bytes(values: list[Any]) -> int:
-    seen: dict[tuple[int, int, int], int] = {}
-    stack = list(values)
-    while stack:
-        value = stack.pop()
-        if isinstance(value, torch.Tensor):
-            key = (value.untyped_storage()._cdata, int(value.storage_offset()), value.numel())
-            seen[key] = value.numel() * value.element_size()
-        elif isinstance(value, list | tuple):
-            stack += value
-    return sum(seen.values())

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.launches import LaunchCounter
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, advance, bucket_of, empty_batch, fill, table_blocks
-from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.cuda.passes import CAPTURE_BYTES
 from specdec.engine.cuda.sampling import launch_top
 from specdec.engine.drawing.adjustments import Adjustments

@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from bench.launches import LaunchCounter
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.cuts import NUM_CUT_WORDS, CutKinds, launch_cuts
-from specdec.engine.cuda.launch import Launch, LaunchCounter
+from specdec.engine.cuda.launch import Launch
 from specdec.engine.cuda.sampling import launch_top
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from bench.launches import LaunchCounter
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
-from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.model import loader
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.fused import is_fusable

@@ -7,8 +7,8 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from bench.launches import LaunchCounter
 from specdec.engine.checkpoints.fp8 import FP8, FP8_MOST, Fp8Weight, round_to_fp8
-from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.cuda.products import ProductTiles, fp8_linear, ordered_linear, product_tiles
 from tests.support.engine.triton_device import DEVICE
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.launches import LaunchCounter
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.cuda import attention
 from specdec.engine.cuda.attention import LaunchShape, TritonAttention, launch_shape, plan_work
 from specdec.engine.cuda.buckets import empty_batch
-from specdec.engine.cuda.launch import LaunchCounter
 from tests.support.engine.ragged_rows import NUM_HEADS, RaggedRows, lay_out, ragged_rows
 from tests.support.engine.triton_device import DEVICE
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from bench.launches import LaunchCounter
 from specdec.engine.batch import Batch, build_batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.cuda.cuts import compile_draws
-from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.drawing import device as drawing_module
 from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.launches import LaunchCounter
 from specdec.config.drafter_options import DFlashOptions, Eagle3Options, HeadOptions
 from specdec.drafting.heads.methods.registry import load_head
 from specdec.drafting.heads.replays import HeadReplays
@@ -23,7 +24,6 @@ from specdec.engine.batch import build_batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.cuda import buckets
 from specdec.engine.cuda import passes as graph_passes
-from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.cuda.passes import CudaCapture
 from specdec.engine.engine import Engine
 from specdec.engine.model import runner as runner_module

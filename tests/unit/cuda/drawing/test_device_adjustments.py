@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdec.engine.cuda.launch import LaunchCounter
+from bench.launches import LaunchCounter
 from specdec.engine.drawing.adjustments import Adjustments, can_adjust
 from specdec.engine.sampling.logit_processors import RowContext, adjusted_logits
 from specdec.engine.sampling.token_history import TokenHistory

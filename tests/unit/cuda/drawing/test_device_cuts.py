@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.launches import LaunchCounter
 from specdec.engine.cuda.cuts import CutKinds, compile_draws, cut_parameters, device_cuts, launch_cuts
-from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.cuda.sampling import device_perturbed_top
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE, cut_, temperature_scores
 from tests.support.engine.triton_device import DEVICE

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.launches import LaunchCounter
 from specdec.drafting.translation.runner import TranslatingRunner
 from specdec.drafting.translation.shared import SharedVocabulary
 from specdec.engine.cuda.buckets import advance
-from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.cuda.passes import CAPTURE_BYTES
 from specdec.engine.drawing import device as drawing_module
 from specdec.engine.drawing.device import ROUND_BUCKETS, DeviceDrawing

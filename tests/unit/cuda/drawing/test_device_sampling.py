@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from bench.launches import LaunchCounter
 from specdec.engine.cuda.cuts import device_cuts
-from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.cuda.sampling import MOST_TOP, device_perturbed_top, launch_top, read_top, row_parameters
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE, RowContext, adjusted_logits
 from specdec.engine.sampling.noise import Purpose, noise_key
