@@ -2,7 +2,7 @@
 # Builds images with docker or buildah: deploy/build.sh [coordinator|gateway|engine-cpu|engine-cuda ...]
 # Without a name it builds all, and prints the digest of each. BUILDER is the build command (default: docker build), TAG the tag (default: specdec's
 # version). With ATTEST=1 BuildKit adds a bill of materials and provenance to each image, which a registry keeps
-# (BUILDER="docker buildx build --push"). Variables named as the Dockerfile's arguments set these.
+# (BUILDER="docker buildx build --push"); SBOM_SCANNER names another image than BuildKit's scanner. Variables named as the Dockerfile's arguments set these.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,7 +16,7 @@ for name in PYTHON_IMAGE TORCH_CPU_PIP_ARGS TORCH_CPU TORCH_CUDA_PIP_ARGS TORCH_
     fi
 done
 if [[ ${ATTEST:-0} != 0 ]]; then
-    arguments+=(--sbom=true --provenance=mode=max)
+    arguments+=(--sbom="${SBOM_SCANNER:+generator=}${SBOM_SCANNER:-true}" --provenance=mode=max)
 fi
 targets=("$@")
 if [[ ${#targets[@]} -eq 0 ]]; then

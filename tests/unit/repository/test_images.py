@@ -110,6 +110,7 @@ def test_an_image_is_labelled_with_its_version_and_source_and_attested_where_tha
     assert "SOURCE=https://example.org/specdec" in words
     assert {"--sbom=true", "--provenance=mode=max"} <= set(words)
     assert f"specdec-coordinator:{specdec.__version__}" in words
+    assert "--sbom=generator=scanners/own:1" in built_with(ATTEST="1", SBOM_SCANNER="scanners/own:1")
     assert not [word for word in built_with() if word.startswith(("--sbom", "--provenance"))]
 
 
