@@ -17,8 +17,6 @@ SPLIT = 256
 """Positions per split, a multiple of every tile's length. At 2,000 positions, a row of a model with 8 KV heads has 64
 entries of work, half of the 132 multiprocessors of an H100."""
 _PREFILL_SPLIT = 2048
-MAX_HEAD_DIM = 256
-"""Most elements of a head: wider ones do not fit into the registers and the shared memory of a multiprocessor."""
 MOST_FINE_ROWS = 256
 """Rows above which a pass that is not row-invariant takes larger tiles and splits; captured steps have fewer."""
 _QUERIES, _PREFILL_QUERIES = 16, 128
@@ -219,7 +217,6 @@ def attend(
             BLOCK_V=shape.block_v,
             HAS_WINDOW=window > 0,
             HAS_SOFTCAP=options.softcap is not None,
-            PRECISION="ieee",
             options={
                 "num_warps": shape.num_warps,
                 "num_stages": shape.num_stages,
@@ -252,8 +249,7 @@ def attend(
 class TritonAttention:
     """``AttentionKernel`` for models that transformers runs; it computes in float32. Row-invariant as ``attend`` is.
 
-    Cost: three kernels per layer, and ``plan_work`` once per pass. Raises ``ValueError`` for heads wider than
-    ``MAX_HEAD_DIM`` on a GPU.
+    Cost: three kernels per layer, and ``plan_work`` once per pass.
     """
 
     def __call__(
@@ -267,9 +263,6 @@ class TritonAttention:
     ) -> torch.Tensor:
         """See ``AttentionKernel``."""
         cache, batch = cache_of(context), context.batch
-        geometry = cache.geometries[layer]
-        if query.is_cuda and max(geometry.key_dim, geometry.value_dim) > MAX_HEAD_DIM:
-            raise ValueError(f"heads of {geometry.key_dim} and {geometry.value_dim} are wider than {MAX_HEAD_DIM}")
         query, key, value = (data if data.stride(2) == 1 else data.contiguous() for data in (query, key, value))
         write_kv(layer, batch, cache, key, value)
         return attend(query, layer, batch, cache, options, context.scratch)

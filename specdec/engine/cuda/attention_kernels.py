@@ -178,7 +178,6 @@ def attention_kernel(
     SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Parts of the listed work for one KV head; grid (any number of programs, KV heads).
 
@@ -218,13 +217,13 @@ def attention_kernel(
             lines = _lines(slots, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
             key_mask = is_read[None, :] & (k[:, None] < KEY_DIM)
             key_tile = tl.load(keys + lines[None, :] * KEY_DIM + k[:, None], mask=key_mask, other=0.0)
-            products = tl.dot(q, key_tile, input_precision=PRECISION)
+            products = tl.dot(q, key_tile, input_precision="ieee")
             scores = _scores(products, n, pos, first, scaling, softcap, HAS_SOFTCAP)
             weights, before, peak, total = _weights(scores, peak, total)
             value_mask = is_read[:, None] & (v[None, :] < VALUE_DIM)
             value_tile = tl.load(values + lines[:, None] * VALUE_DIM + v[None, :], mask=value_mask, other=0.0)
             result = result * before[:, None]
-            result = tl.dot(weights.to(value_tile.dtype), value_tile, acc=result, input_precision=PRECISION)
+            result = tl.dot(weights.to(value_tile.dtype), value_tile, acc=result, input_precision="ieee")
         part = ((row - first_row).to(tl.int64) * NUM_HEADS + head) * num_splits + split
         tl.store(part_peak + part, peak, mask=is_row)
         tl.store(part_total + part, total, mask=is_row)

@@ -22,7 +22,6 @@ def product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """``rows`` [T, inputs] times ``weight`` [outputs, inputs], plus ``bias``; grid (tiles of rows, tiles of outputs).
 
@@ -42,7 +41,7 @@ def product_kernel(
             weight_mask = weight_mask & (low + k < NUM_INPUTS)[:, None]
         row_tile = tl.load(row_lines + low + k[None, :], mask=row_mask, other=0.0)
         weight_tile = tl.load(weight_lines + low + k[:, None], mask=weight_mask, other=0.0)
-        total = tl.dot(row_tile, weight_tile, acc=total, input_precision=PRECISION)
+        total = tl.dot(row_tile, weight_tile, acc=total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     to = out + row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]

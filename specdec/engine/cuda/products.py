@@ -70,7 +70,6 @@ def ordered_linear(
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         HAS_BIAS=bias is not None,
-        PRECISION="ieee",
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": False},
     )
     return out

@@ -20,7 +20,7 @@ from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.ragged import StepModel
 from specdec.engine.parallel.rank_group import RankGroup
 
-_MAX_HEAD_DIM = 256  # of specdec.engine.cuda.attention
+_MAX_HEAD_DIM = 256  # wider heads do not fit into the registers and the shared memory of a multiprocessor
 _MOST_REASON = 300  # characters of another library's error
 _KERNELS_VERSION = 3  # raise it with every change of a kernel that may change a bit
 
