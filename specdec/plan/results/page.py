@@ -13,10 +13,15 @@ from specdec.plan.simulation.tally import Interval
 from specdec.plan.trial import Figures
 
 _MOST_TENANTS, _MOST_RULES = 50, 6
+_FIRST = 2
+"""Tables before the assumptions: the deployment and its figures."""
+_WORDS = 24
+"""Characters from which a cell is text, which may be broken into lines."""
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222; background: #fff }
 table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .8em; border-bottom: 1px solid #ddd }
-th, td { text-align: right } th:first-child, td:first-child { text-align: left }
+th, td { text-align: right } th:first-child, td:first-child, .words { text-align: left } td { white-space: nowrap }
+.words { white-space: normal }
 pre { background: #f4f4f4; padding: 1em; overflow: auto } svg { max-width: 100%; height: auto }
 .note { color: #555 }
 """
@@ -78,8 +83,12 @@ def _cells(figures: Figures) -> list[str]:
 
 def _text(interval: Interval, unit: float) -> str:
     mean, half = unit * interval.mean, unit * interval.half
-    shown = f"{mean:.0f}" if mean >= 100 else f"{mean:.3g}"
-    return f"{shown} ± {half:.2g}" if half else shown
+    return f"{_number(mean, 3)} ± {_number(half, 2)}" if half else _number(mean, 3)
+
+
+def _number(value: float, digits: int) -> str:
+    """A number with some significant digits, never with an exponent."""
+    return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def _curves(points: Sequence[SweepPoint]) -> Table:
@@ -141,16 +150,17 @@ def _tried(found: Found) -> Table:
 
 
 def page(title: str, assumptions: Sequence[str], tables: Sequence[Table], plots: Mapping[str, str], values: str) -> str:
-    """The page: no script, and nothing from elsewhere."""
+    """The page: no script, and nothing from elsewhere. First what to deploy and what that does, as readers ask."""
     parts = [
         f"<h1>{escape(title)}</h1>",
         "<p><b>Predictions by simulation, not measurements.</b></p>",
+        *(_html(table) for table in tables[:_FIRST]),
         "<h2>Assumptions</h2>",
         "<ul>",
         *(f"<li>{escape(each)}</li>" for each in assumptions),
         "</ul>",
-        *(_html(table) for table in tables),
         *plots.values(),
+        *(_html(table) for table in tables[_FIRST:]),
         "<h2>Values for the chart</h2>",
         f"<pre>{escape(values)}</pre>",
     ]
@@ -158,8 +168,13 @@ def page(title: str, assumptions: Sequence[str], tables: Sequence[Table], plots:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
 
+def _cell(text: str) -> str:
+    is_words = len(text) >= _WORDS and not text[0].isdigit()
+    return f'<td class="words">{escape(text)}</td>' if is_words else f"<td>{escape(text)}</td>"
+
+
 def _html(table: Table) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in table.rows)
+    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in table.notes)
     return f"<h2>{escape(table.title)}</h2><table><tr>{head}</tr>{rows}</table>{notes}"

@@ -74,6 +74,14 @@ def values_of(
     }
 
 
+class _Plain(yaml.SafeDumper):
+    """Writes equal parts out: readers know no anchors."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """For all data."""
+        return True
+
+
 def _autoscaling(rule: ScalingRule, share: float) -> dict[str, Any]:
     """`share`: replicas of the role over targets."""
     return {
@@ -106,4 +114,4 @@ def values_file(
     if not sources[0]:
         lines.append("target.model.source and draft.model.source: name your models.")
     comments = "\n".join(f"# {line}" for line in lines)
-    return f"{comments}\n{yaml.safe_dump(values, sort_keys=False)}"
+    return f"{comments}\n{yaml.dump(values, Dumper=_Plain, sort_keys=False)}"

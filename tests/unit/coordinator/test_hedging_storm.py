@@ -74,7 +74,7 @@ def run(
     return Seen(num_hit / num_counted, most_hedged, openings)
 
 
-SIZES = [pytest.param(2, 8, 400, id="small"), pytest.param(20, 300, 1000, id="large", marks=pytest.mark.long)]
+SIZES = [pytest.param(2, 8, 400, id="small"), pytest.param(10, 60, 600, id="large", marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize(("num_coordinators", "num_drafts", "num_steps"), SIZES)

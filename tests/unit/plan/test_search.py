@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -135,6 +136,8 @@ def test_the_command_writes_values_and_a_page_that_loads_nothing(tmp_path: Path)
     assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["target"]["replicas"] == 1
     page = (tmp_path / "plan.html").read_text()
     assert "Assumptions" in page and "<svg" in page and "Predictions by simulation" in page
+    assert page.index("Deployment, predicted") < page.index("Assumptions") < page.index("Load against latency")
+    assert "&amp;id0" not in page and not re.search(r"\de\+\d", page), "neither anchors nor exponents"
     assert "<script" not in page and "src=" not in page and "@import" not in page
 
 
