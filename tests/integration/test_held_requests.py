@@ -13,14 +13,17 @@ from typing import Any
 import httpx2
 import pytest
 
-from specdec.commands.up.cluster import RoleSettings, free_port, service_spec
+from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.commands.up.plan import LocalPlan, plan_services
 from specdec.commands.up.service_process import ServiceProcess
 from specdec.gateway.http import sent
 from tests.support.scripted.target import ScriptedTarget
+from tests.support.services.clusters import TIMEOUTS
 from tests.support.services.coordinator_harness import expected_ids
 from tests.support.services.faults import eventually
 from tests.support.services.gateways import GatewayAtHand, gateway
 from tests.support.services.key_files import hash_key
+from tests.support.services.model_pair import ModelPair
 
 pytestmark = pytest.mark.timeout(120)
 PROMPT: dict[str, Any] = {
@@ -257,3 +260,37 @@ async def test_a_gateway_beyond_loopback_holds_requests_before_it_knows_who_need
         finally:
             coordinator.kill()
     assert answers == {"mine": 200, "another": 401}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_held_requests_get_the_tokens_of_a_model_that_never_slept(
+    shipped_cluster: Cluster, shipped_pair: ModelPair, tmp_path: Path
+) -> None:
+    greedy = {**PROMPT, "prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0}
+    bodies = [greedy, *({**greedy, "temperature": 1, "seed": seed} for seed in (1, 2))]
+    bodies.append({**bodies[-1], "stream": True})
+
+    async def tokens_of(one: GatewayAtHand, body: dict[str, Any]) -> list[int]:
+        async with one.http() as client:
+            answer = await client.post("/v1/completions", json=body, timeout=500.0)
+        assert answer.status_code == 200, answer.text
+        if not body.get("stream"):
+            found: list[int] = answer.json()["choices"][0]["token_ids"]
+            return found
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        return [token for event in events for token in event["choices"][0]["token_ids"]]
+
+    async with gateway(shipped_cluster.address) as awake:
+        expected = [await tokens_of(awake, body) for body in bodies]
+    plan = LocalPlan(
+        target_model=str(shipped_pair.target), draft_model=str(shipped_pair.draft), device="cpu", free_ports=True
+    )
+    with Cluster(plan_services(plan, environment={}), log_dir=tmp_path, timeouts=TIMEOUTS) as asleep:
+        async with gateway(asleep.address, hold_s=500.0, keep_alive_s=0.5) as one:
+            for _ in range(2):  # The second time it has been awake before.
+                asked = [asyncio.create_task(tokens_of(one, body)) for body in bodies]
+                await is_held(one, len(bodies))
+                await asyncio.to_thread(asleep.start)
+                assert [await answer for answer in asked] == expected
+                await asyncio.to_thread(asleep.stop)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 
 from specdec.client import Client, Completion
 from specdec.commands.up.cluster import free_port
+from specdec.engine.native.variants import ISA_VARIABLE
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.engine.tiny_models import save_tiny_model
 from tests.support.scripted.model import make_tokenizer
@@ -88,14 +91,17 @@ class Target:
         base += ("--collective-timeout-s", "30", "--node-timeout-s", str(NODE_TIMEOUT_S), "--no-adaptive-speculation")
         return [sys.executable, "-m", "specdec.target_service", *base, "--port", str(self.port), *self.flags, *more]
 
-    def start(self, node_flags: Mapping[int, tuple[str, ...]] = {}) -> None:
+    def start(
+        self, node_flags: Mapping[int, tuple[str, ...]] = {}, variables: Mapping[int, tuple[str, ...]] = {}
+    ) -> None:
         """Start all nodes, as LeaderWorkerSet does; logs are new."""
         self.num_starts += 1
         self.processes = []
         for rank, machine in enumerate(self.machines):
             nodes = ("--nnodes", str(len(self.machines)), "--node-rank", str(rank))
             nodes += ("--master-addr", self.machines[0].address)
-            self.processes.append(machine.start(self.command(*nodes, *node_flags.get(rank, ())), self.log_path(rank)))
+            command = ["env", *variables.get(rank, ()), *self.command(*nodes, *node_flags.get(rank, ()))]
+            self.processes.append(machine.start(command, self.log_path(rank)))
 
     def log_path(self, rank: int) -> Path:
         return self.folder / f"node-{rank}-{self.num_starts}.log"
@@ -304,6 +310,9 @@ async def test_nodes_that_differ_are_refused_with_one_reason_and_a_late_one_comp
     made = stack.enter_context(machines(2))
     other = save_tiny_model("llama_wide_heads", tmp_path / "other", seed=5)
     make_tokenizer().save(str(other / "tokenizer.json"))
+    turned = shutil.copytree(model, tmp_path / "turned")
+    config = json.loads((turned / "config.json").read_text())
+    (turned / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
     group = Target(model, tmp_path, (*secured(secret), "--tensor-parallel-size", "2"), made)
     group.start({1: ("--max-model-len", "64")})
     await group.is_logged(1, "max_model_len is 64 at node 1 and None at the leader")
@@ -311,6 +320,7 @@ async def test_nodes_that_differ_are_refused_with_one_reason_and_a_late_one_comp
     nodes = ("--nnodes", "2", "--node-rank", "1", "--master-addr", made[0].address)
     for flags, reason in (
         (("--model", str(other)), "node 1 has other weights than the leader"),
+        (("--model", str(turned)), "node 1 has another config.json than the leader"),
         (("--tensor-parallel-size", "4"), "tensor_parallel_size is 4 at node 1 and 2 at the leader"),
     ):
         process = made[1].start(group.command(*nodes, *flags), group.log_path(1))
@@ -323,6 +333,18 @@ async def test_nodes_that_differ_are_refused_with_one_reason_and_a_late_one_comp
     assert "did not let this node join" in (tmp_path / "stranger.log").read_text()
     group.processes[1] = made[1].start(group.command(*nodes), group.log_path(1))
     await group.is_ready()
+
+
+async def test_nodes_of_other_numerics_do_not_serve_together_and_both_say_why(
+    model: Path, secret: SecretVolume, stack: ExitStack, tmp_path: Path
+) -> None:
+    made = stack.enter_context(machines(2))
+    group = Target(model, tmp_path, (*secured(secret), "--tensor-parallel-size", "2"), made)
+    group.start(variables={1: (f"{ISA_VARIABLE}=none",)})
+    assert await group.exit_codes() == [1, 1]
+    for node in (0, 1):
+        assert "nnodes: rank 1 computes as" in group.log(node)
+        assert not group.is_up(node)
 
 
 async def test_missing_nodes_are_named_when_the_leader_gives_up(model: Path, stack: ExitStack, tmp_path: Path) -> None:
