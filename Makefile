@@ -226,6 +226,20 @@ test-lowest: $(STAMP) $(UV)  ## Run quick tests with the lowest versions that py
 	.tools/lowest/bin/python -m pytest -q -m quick --timeout 120 tests/unit/coordinator tests/unit/gateway tests/unit/services \
 	    tests/unit/constraints tests/unit/engine tests/unit/commands $(PYTEST_ARGS)
 
+# Ends of the range that docs/gpus.md names. The index has builds for CUDA only: five gigabytes each. The interpreter of torch
+# 2.11's Triton fails with numpy 2.4.
+TORCH_ENDS ?= 2.11.0 2.14.1
+.PHONY: test-torch
+test-torch: $(STAMP) $(UV)  ## Run quick tests of engines with the oldest and the newest torch for GPUs, and their Triton.
+	@for version in $(TORCH_ENDS); do
+	    env=".tools/torch-$$version"
+	    "$(PYTHON)" -m venv "$$env"
+	    site="$$(echo "$$env"/lib/python*/site-packages)"
+	    $(BIN)/python -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' > "$$site/newest.pth"
+	    $(UV) pip install --quiet --python "$$env/bin/python" "torch==$$version" "numpy<2.4"
+	    "$$env/bin/python" -m pytest -q -m quick --timeout 120 tests/unit/cuda tests/unit/fake_cuda tests/unit/engine tests/unit/lossless $(PYTEST_ARGS)
+	done
+
 .PHONY: test-gpu
 test-gpu: $(STAMP)  ## Run the tests that need a CUDA device.
 	@$(BIN)/pytest tests -m gpu --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
