@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -307,7 +308,7 @@ class GenerateCalls:
             session_id=f"{self._owner_id}/{request.uid}/{choice}",
             choice=choice,
             request=request,
-            token_ids=list(plan.prompt),
+            token_ids=array("I", plan.prompt),
             num_prompt_tokens=len(plan.prompt),
             num_written=len(plan.prompt),
             sampling=token_sampling,

@@ -56,8 +56,9 @@ def fault_of(session: Session, verdict: pb.Verdict) -> str | None:
         return f"verdict has records of {len(verdict.drafters)} drafters"
     if not all(map(_is_name, (*verdict.accepted_by, *(record.name for record in verdict.drafters)))):
         return "verdict has a malformed drafter name"
-    known = session.token_ids[verdict.start_position :][: len(token_ids)] if num_known else []
-    if known != list(token_ids[:num_known]):
+    num_repeated = min(num_known, len(token_ids))
+    known = session.token_ids[verdict.start_position : verdict.start_position + num_repeated]
+    if known.tolist() != token_ids[:num_repeated]:
         return f"verdict differs from the delivered tokens from {verdict.start_position} on"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -177,7 +178,7 @@ class CoordinatorLife:
             session_id=f"{request.uid}-{choice}",
             choice=choice,
             request=request,
-            token_ids=list(PROMPT),
+            token_ids=array("I", PROMPT),
             num_prompt_tokens=len(PROMPT),
             num_written=len(PROMPT),
             sampling=sampling,

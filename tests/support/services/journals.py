@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from specdec.coordinator.journal import Journal
@@ -51,7 +52,7 @@ async def begin(journal: Journal, request: Request, num_choices: int = 1, take_o
             session_id=f"one/uid/{choice}",
             choice=choice,
             request=request,
-            token_ids=list(PROMPT),
+            token_ids=array("I", PROMPT),
             num_prompt_tokens=len(PROMPT),
             sampling=pb.TokenSampling(),
             verify_mode=pb.VERIFY_MODE_COUPLED,

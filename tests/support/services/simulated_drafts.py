@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -176,7 +177,7 @@ class World:
             session_id=name,
             choice=0,
             request=Request(RequestKey("", name), name, ClientStream(), 0.0, model),
-            token_ids=[3, 4, 5],
+            token_ids=array("I", [3, 4, 5]),
             num_prompt_tokens=3,
             sampling=pb.TokenSampling(max_tokens=100_000, seed=1),
             verify_mode=mode,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +67,7 @@ class Stage:
             session_id="one/uid/0",
             choice=0,
             request=Request(RequestKey("a", "mine"), "uid", ClientStream(), 0.0, pb.ModelIdentity()),
-            token_ids=list(PROMPT),
+            token_ids=array("I", PROMPT),
             num_prompt_tokens=3,
             sampling=pb.TokenSampling(),
             verify_mode=pb.VERIFY_MODE_COUPLED,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -33,7 +35,7 @@ def session() -> Session:
         session_id="one/uid/0",
         choice=0,
         request=Request(RequestKey("a", "mine"), "uid", ClientStream(), 0.0, pb.ModelIdentity()),
-        token_ids=[1, 2, 3],
+        token_ids=array("I", [1, 2, 3]),
         num_prompt_tokens=3,
         sampling=pb.TokenSampling(),
         verify_mode=pb.VERIFY_MODE_COUPLED,
