@@ -102,7 +102,8 @@ class Forking:
             module = command[5] if command[2] == STARTER else command[2]
             template = self._find(module)
             if template is not None and template.can_make(environment):
-                return ForkedPopen(template, command, **options)
+                with contextlib.suppress(ConnectionError):  # the template is gone, killed by its machine
+                    return ForkedPopen(template, command, **options)
         return subprocess.Popen(command, **options)
 
 
