@@ -55,7 +55,6 @@ def run(plan: BenchPlan, report: Report, progress: Progress) -> None:
             inputs = inputs or measure_services(cluster, plan, measured, progress)
             runs += real_runs(setup, cluster.address, plan, inputs, progress)
     assert inputs is not None
-    inputs = inputs.averaged(measure_engines(plan, progress))
     progress.tell("predictions")
     found = compare(inputs, runs, plan.max_tokens)
     kept = {

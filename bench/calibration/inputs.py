@@ -61,16 +61,6 @@ class Inputs:
         values: dict[Any, Any] = by_number(found)
         return cls(**values | {"outside": OutsideSteps(**values["outside"])})
 
-    def averaged(self, later: Measurements) -> Inputs:
-        """The engines' times as means with those of a later time, as a machine's speed drifts."""
-        return dataclasses.replace(
-            self,
-            target_ms={num: _means(rows, later.target.ms[num]) for num, rows in self.target_ms.items()},
-            draft_ms={num: _means(rows, later.draft.ms[num]) for num, rows in self.draft_ms.items()},
-            target_prompt_ms=_means(self.target_prompt_ms, later.target_prompt_ms),
-            draft_prompt_ms=_means(self.draft_prompt_ms, later.draft_prompt_ms),
-        )
-
     @property
     def target(self) -> MeasuredSteps:
         """Steps of the target, with the time between them."""
@@ -156,10 +146,6 @@ def _host_s(cluster: Cluster) -> float:
         processes += [service, *([] if has_engine else service.children(recursive=True))]
     times = [process.cpu_times() for process in processes]
     return sum(each.user + each.system for each in times)
-
-
-def _means(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, float]:
-    return {key: (ms + second[key]) / 2 for key, ms in first.items()}
 
 
 def _times(ms: Mapping[int, Mapping[int, float]]) -> StepTimes:

@@ -12,8 +12,7 @@ from bench.calibration.inputs import Inputs
 from bench.calibration.predicted import Simulator
 from bench.calibration.real import SETUPS, RealRun
 from specdec.commands.measuring.summary import percentiles
-from specdec.commands.tune.measured import StepTimes
-from specdec.commands.tune.prediction import Measurements, OutsideSteps
+from specdec.commands.tune.prediction import OutsideSteps
 from specdec.plan.simulation.tally import TimeCounts
 
 INPUTS = Inputs(
@@ -71,18 +70,3 @@ def test_predicted_and_measured_quantiles_are_counted_alike(num: int) -> None:
     measured = percentiles(times_s)
     for part, share in (("p50", 0.5), ("p99", 0.99)):
         assert counts.quantile(share) == pytest.approx(measured[part], rel=0.012)
-
-
-def test_the_engines_times_are_means_of_before_and_after_the_runs() -> None:
-    later = Measurements(
-        target=StepTimes({1: {1: 10.0, 8: 14.0}, 8: {1: 16.0, 8: 44.0}}),
-        draft=StepTimes({1: {1: 0.7}, 8: {1: 1.0}}),
-        outputs={},
-        target_prompt_ms={32: 24.0, 128: 64.0},
-        draft_prompt_ms={32: 4.0, 128: 8.0},
-    )
-    found = INPUTS.averaged(later)
-    assert found.target_ms == {1: {1: 9.0, 8: 13.0}, 8: {1: 15.0, 8: 42.0}}
-    assert found.draft_ms == {1: {1: pytest.approx(0.6)}, 8: {1: pytest.approx(0.9)}}
-    assert (found.target_prompt_ms, found.draft_prompt_ms) == ({32: 22.0, 128: 62.0}, {32: 3.0, 128: 7.0})
-    assert found.outside == INPUTS.outside
