@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel, Field
 
 from specdec.wire import errors as rpc
-from specdec.wire.abort import RETRY_SPREAD
+from specdec.wire.abort import told_wait_s
 from specdec.wire.errors import SpecdecError
 
 INVALID_REQUEST = "invalid_request_error"
@@ -129,7 +129,7 @@ def from_specdec(error: SpecdecError, names: Mapping[str, str]) -> ApiError:
                 type_ = "tokens"
             retry_after_s = getattr(error, "retry_after_s", None)
             if isinstance(error, rpc.Unavailable):  # coordinators spread the waits of those that they refuse
-                retry_after_s = error.retry_after_s * random.uniform(*RETRY_SPREAD)
+                retry_after_s = told_wait_s(error.retry_after_s)
             at_fault = "request_id" if isinstance(error, rpc.RequestExists) else None
             return ApiError(status, error.message, type=type_, param=at_fault, code=code, retry_after_s=retry_after_s)
     return ApiError(500, error.message, type=SERVER_ERROR, code="internal_error")

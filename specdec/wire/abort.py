@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -13,9 +14,16 @@ from specdec.wire.errors import Cancelled, Overloaded, Unavailable, to_status
 
 # A negative delay: the client's gRPC must not retry (https://github.com/grpc/proposal/blob/master/A6-client-retries.md).
 _NO_RETRY = ("grpc-retry-pushback-ms", "-1")
-RETRY_SPREAD = (1.0, 2.0)
-"""Bounds of the random factor of the wait that a refused caller is told: clients keep to it exactly, and a crowd that
-was refused together would come back together."""
+_MOST_SPREAD_S = 5.0
+"""Seconds that the wait of a refused caller is prolonged, at most."""
+
+
+def told_wait_s(wait_s: float, uniform: Callable[[float, float], float] | None = None) -> float:
+    """The wait that a refused caller is told: by up to itself longer.
+
+    Clients keep to it exactly, and a crowd that was refused together would come back together.
+    """
+    return wait_s + (uniform or random.uniform)(0.0, min(wait_s, _MOST_SPREAD_S))
 
 
 async def write_to(context: grpc.aio.ServicerContext, message: Any) -> None:
@@ -35,7 +43,7 @@ async def abort_with(context: grpc.aio.ServicerContext, error: BaseException) ->
     has_waited = isinstance(error, Unavailable) and error.has_waited
     may_retry = not has_waited and not isinstance(error, Cancelled)
     if isinstance(error, Overloaded):
-        error.retry_after_s *= random.uniform(*RETRY_SPREAD)
+        error.retry_after_s = told_wait_s(error.retry_after_s)
     await abort_with_status(context, to_status(error), may_retry=may_retry)
 
 

@@ -22,7 +22,7 @@ from specdec.plan.simulation.draft_pool import DraftPool, PoolSettings
 from specdec.plan.simulation.faults import Event, happen
 from specdec.plan.simulation.tally import RunTally
 from specdec.plan.simulation.target import SimulatedTarget, Stream, TargetSettings
-from specdec.wire.abort import RETRY_SPREAD
+from specdec.wire.abort import told_wait_s
 from specdec.wire.errors import NoTarget, Overloaded
 
 _RESUME_S = 1.0
@@ -199,7 +199,7 @@ class FleetSimulation:
                     tally.refused_of[request.tenant] += 1
                     return
                 num_tries += 1
-                await asyncio.sleep(max(_LEAST_RETRY_S, error.retry_after_s * self._rng.uniform(*RETRY_SPREAD)))
+                await asyncio.sleep(max(_LEAST_RETRY_S, told_wait_s(error.retry_after_s, self._rng.uniform)))
             except NoTarget as error:
                 tally.failures[error.reason] += 1
                 return

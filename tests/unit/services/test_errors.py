@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator
+from random import Random
 from typing import Any, cast
 
 import grpc
@@ -16,6 +17,7 @@ from specdec.service.settings import ServiceSettings
 from specdec.telemetry import setup_logging
 from specdec.v1.coordinator_pb2 import ResumeInfo
 from specdec.wire import errors
+from specdec.wire.abort import told_wait_s
 from specdec.wire.channel import open_channel
 from specdec.wire.errors import SpecdecError, from_rpc_error, from_status, to_status
 from specdec.wire.settings import PeerSettings
@@ -220,3 +222,12 @@ async def test_error_of_a_peer_that_is_not_there_is_unavailable() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary("/specdec.test/Invalid")(b"", timeout=60)
     assert isinstance(from_rpc_error(caught.value), errors.Unavailable)
+
+
+@pytest.mark.parametrize(("wait_s", "most_s"), [(0.0, 0.0), (0.5, 1.0), (4.0, 8.0), (3600.0, 3605.0)])
+def test_refused_callers_are_told_waits_that_differ_and_are_hardly_longer_than_long_ones(
+    wait_s: float, most_s: float
+) -> None:
+    told = [told_wait_s(wait_s, Random(seed).uniform) for seed in range(200)]
+    assert wait_s <= min(told) <= max(told) <= most_s
+    assert max(told) - min(told) >= 0.9 * (most_s - wait_s)
