@@ -5,31 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bench.fleet_scale.fleets import CountedFleet
 from specdec.plan.inputs.traffic import Arrival
-from specdec.plan.simulation.coordinator import SimulatedCoordinator
 from specdec.plan.simulation.faults import Loss, Scope
-from specdec.plan.simulation.fleet import Clients, FleetPlan, FleetSimulation
+from specdec.plan.simulation.fleet import Clients
 from tests.support.plan import flat_plan
-
-
-class Counted(FleetSimulation):
-    """Also notes when calls come."""
-
-    def __init__(self, plan: FleetPlan, clients: Clients, seed: int) -> None:
-        super().__init__(plan, clients, seed)
-        self.calls_s: list[float] = []
-
-    def _choose(self) -> SimulatedCoordinator | None:
-        self.calls_s.append(float(self.env.now))
-        return super()._choose()
 
 
 def test_clients_that_were_refused_together_do_not_come_back_together() -> None:
     """A crowd beyond all places: told one wait, it returned as one, and most of it was refused again."""
-
     plan = flat_plan(0.02, num_targets=4, num_coordinators=2, max_running=64, max_waiting=64)
     crowd = [Arrival(1.0, 10, 60) for _ in range(2000)]
-    simulation = Counted(plan, Clients(retries=3), 1)
+    simulation = CountedFleet(plan, Clients(retries=3), 1)
     assert simulation.run(crowd, 10.0, [], 60.0).tally.num_running == 0
     counts, _ = np.histogram([at_s for at_s in simulation.calls_s if at_s > 1.01], bins=np.arange(1.0, 40.0, 0.1))
     assert max(counts) < 600, "of some 1,750 that were refused at once"
@@ -43,7 +30,7 @@ def test_streams_of_a_lost_zone_of_coordinators_come_back_evenly() -> None:
     )
     streams = [Arrival(0.001 * number, 1, 200) for number in range(3000)]
     loss = Loss(scope=Scope.ZONE, at_s=10.0, down_s=1000.0)
-    simulation = Counted(plan, Clients(), 1)
+    simulation = CountedFleet(plan, Clients(), 1)
     tally = simulation.run(streams, 60.0, [loss], 200.0).tally
     assert (tally.num_ended, sum(tally.failures.values())) == (3000, 0)
     back, _ = np.histogram([at_s for at_s in simulation.calls_s if at_s > 14.0], bins=np.arange(14.0, 20.0, 0.1))
