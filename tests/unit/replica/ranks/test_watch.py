@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -85,19 +86,20 @@ def test_a_silent_node_is_a_loss_and_one_that_beats_is_none() -> None:
 
 def test_frames_reach_nodes_and_their_frames_are_handed_over() -> None:
     here, there = socket.socketpair()
-    seen: list[StepKind] = []
+    seen: queue.Queue[StepKind] = queue.Queue()
     watch = GroupWatch(math.inf, math.inf)
     watch.add_node("node 1", here)
-    result = outcome(watch, lambda frame: seen.append(frame.kind))
+    result = outcome(watch, lambda frame: seen.put(frame.kind))
     send(there, StepKind.BEAT)
     send(there, StepKind.READY)
     watch.tell(StepFrame(StepKind.READY, (), bytearray()))
     with closing(there):
         while receive_frame(there).kind is not StepKind.READY:
             pass
+        assert seen.get(timeout=PATIENCE_S) is StepKind.READY
         watch.stop()
         assert result() is None
-    assert seen == [StepKind.READY]
+    assert seen.empty()
 
 
 @pytest.mark.parametrize(("code", "reason"), [("raise SystemExit(4)", "rank 2 exited with code 4"), (None, "SIGKILL")])
