@@ -29,7 +29,6 @@ from specdec.gateway.routes.answers import error_response
 from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.upstream.coordinators import Coordinators, Health
 from specdec.gateway.upstream.hold import Hold
-from specdec.gateway.upstream.names import NameWatch
 from specdec.service.byte_budget import ByteBudget
 from specdec.service.listening import StartupFailed, bound_sockets
 from specdec.service.memory_limit import budget_bytes
@@ -38,6 +37,7 @@ from specdec.service.server import install_signals
 from specdec.service.tls_watch import INTERVAL_S, TlsWatch
 from specdec.telemetry import BuildInfo, GatewayMetrics, PickerMetrics, TlsMetrics, VllmMetrics
 from specdec.telemetry.tracing import Tracing
+from specdec.wire.discovery import ReplicaAddress
 from specdec.wire.settings import client_tls_paths
 from specdec.wire.tls import server_tls_files
 from specdec.wire.tls_files import TlsFiles, TlsFilesBroken, client_context
@@ -125,9 +125,7 @@ class Gateway:
         uses = {"server": self._server_tls, "coordinators": self._coordinator_tls}
         watch = TlsWatch(TlsMetrics(self._registry), lambda: uses)
         self._tasks.append(asyncio.create_task(watch.run(), name="tls-watch"))
-        addresses = {address for own in settings.coordinators_of.values() for address in own}
-        names = NameWatch(sorted(addresses), lambda name: self._coordinators.renew(self._connect, name))
-        self._tasks.append(asyncio.create_task(names.run(), name="names"))
+        self._tasks.append(asyncio.create_task(self._coordinators.keep_finding(), name="names"))
         if self._coordinator_tls is not None:
             self._tasks.append(asyncio.create_task(self._renew(self._coordinator_tls), name="tls-renewal"))
         _log.info(
@@ -135,7 +133,7 @@ class Gateway:
             health_port=self.health_port, tls=self._server_tls is not None, version=__version__,
         )  # fmt: skip
         self._tasks.append(asyncio.create_task(self.parts.openness.run(), name="openness"))
-        self._tasks.append(asyncio.create_task(self._coordinators.watch(names.num_behind), name="deaf"))
+        self._tasks.append(asyncio.create_task(self._coordinators.watch(), name="deaf"))
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, let running ones end, and cut off the rest after `timeout_s`."""
@@ -167,13 +165,15 @@ class Gateway:
         except OSError as error:
             raise StartupFailed(f"host, {name}: cannot listen on {self._settings.host}:{port}: {error}") from error
 
-    def _connect(self, address: str) -> Client:
+    def _connect(self, found: ReplicaAddress) -> Client:
         settings, files = self._settings, self._coordinator_tls
         tls = None if files is None else files.current()
         pair = None if tls is None or tls.key is None or tls.chain is None else (tls.key, tls.chain)
+        port = found.address.rpartition(":")[2]
         return Client(
-            address,
+            found.address,
             ClientSettings(
+                authority=None if found.server_name is None else f"{found.server_name}:{port}",
                 keepalive_s=settings.keepalive_time_s,
                 keepalive_timeout_s=settings.keepalive_timeout_s,
                 retries=False,
@@ -193,7 +193,7 @@ class Gateway:
             latest = await asyncio.to_thread(files.current)
             if latest is not used:
                 used = latest
-                await self._coordinators.renew(self._connect)
+                self._coordinators.renew()
 
 
 async def run_gateway(settings: GatewaySettings) -> int:

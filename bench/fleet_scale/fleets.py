@@ -96,9 +96,9 @@ class CountedFleet(FleetSimulation):
         super().__init__(plan, clients, seed)
         self.calls_s: list[float] = []
 
-    def _choose(self) -> SimulatedCoordinator | None:
+    def _choose(self, request: Arrival) -> SimulatedCoordinator | None:
         self.calls_s.append(float(self.env.now))
-        return super()._choose()
+        return super()._choose(request)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,16 @@
 """The replicas that a coordinator of many is attached to.
 
-Each replica picks its coordinators, by rendezvous hashing (Thaler and Ravishankar, 1998) over the coordinators of the
-registry, and every coordinator computes all picks alike. So replicas have equal numbers of coordinators, but for one,
-none is left out, and who comes or goes moves only its own links.
+Each replica picks its coordinators, by rendezvous hashing over the coordinators of the registry, and every coordinator
+computes all picks alike. So replicas have equal numbers of coordinators, but for one, none is left out, and who comes
+or goes moves only its own links.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from hashlib import blake2b
+
+from specdec.wire.rendezvous import score, word
 
 _LEAST_COORDINATORS = 2
 """Coordinators of a replica, at least: one may be lost."""
@@ -17,8 +18,6 @@ _REMEMBERED_S = 30.0
 """Seconds for which a coordinator counts after it was last seen: a Redis that was emptied names nobody for a while, and
 nobody must attach to the whole fleet in that time."""
 _WORD = 2**64
-_ODD = 0x9E3779B97F4A7C15
-"""Factor that spreads differences over the upper bits: 2^64 over the golden ratio."""
 
 
 class Subset:
@@ -68,8 +67,8 @@ class Subset:
             self._ranks[name] = before[name] if name in before else self._rank(mine, _word(name))
 
     def _rank(self, mine: int, replica: int) -> tuple[int, float]:
-        least = (mine ^ replica) * _ODD % _WORD
-        return sum((word ^ replica) * _ODD % _WORD > least for word in self._words), replica / _WORD
+        least = score(mine, replica)
+        return sum(score(other, replica) > least for other in self._words), replica / _WORD
 
     def _is_mine(self, name: str, each: float) -> bool:
         """`each`: coordinators of a replica on average; one has the next lower or higher whole number of them."""
@@ -78,4 +77,4 @@ class Subset:
 
 
 def _word(name: str) -> int:
-    return int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest())
+    return word(name.encode(errors="surrogatepass"))

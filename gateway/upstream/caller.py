@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
 from typing import Any
@@ -14,11 +13,12 @@ from google.protobuf.message import Message
 
 from specdec.client import Client, ResumePolicy, generate_resuming
 from specdec.client.client import MOST_ATTEMPTS, RETRY_WAITS
+from specdec.gateway.upstream.beginning import key_of
 from specdec.gateway.upstream.hold import Hold, Waits
-from specdec.gateway.upstream.turns import AVOID_S, Member, Turns
+from specdec.gateway.upstream.turns import Member, Turns
 from specdec.service.byte_budget import Held
 from specdec.v1 import coordinator_pb2 as api
-from specdec.wire.errors import NotReady, Unavailable
+from specdec.wire.errors import NotReady, Overloaded, Unavailable
 
 _log = structlog.get_logger(__name__)
 _NO_HOLD = Hold()
@@ -66,15 +66,18 @@ class CallerStub:
         return generate_resuming(self, request, ResumePolicy())
 
     async def generate(self, request: api.GenerateRequest) -> AsyncGenerator[api.GenerateResponse, None]:
-        """The chunks of one attempt, from the first coordinator that answers."""
+        """The chunks of one attempt, from the first coordinator that answers, or the second where one is full."""
         if self._release is None:  # A request stays at its release: another one may not take up its stream.
             self._release = self._turns.next_release()
+        key = key_of(request, self._metadata)
+        refusal: Overloaded | None = None
         with self._waits() as waits:
             for number_of_round in itertools.count(1):
                 await self._allowed(waits)
-                members, failure = self._turns.order(self._release), Unavailable("no coordinator answers")
+                members, failure = self._turns.order(self._release, key), Unavailable("no coordinator answers")
                 for number, member in enumerate(members):
-                    has_begun = False
+                    is_last, has_begun = number == len(members) - 1, False
+                    member.num_running += 1
                     try:
                         async with aclosing(self._client(self._next(member)).generate(request)) as chunks:
                             async for chunk in chunks:
@@ -85,13 +88,22 @@ class CallerStub:
                                     self._turns.learn(member.client.address, chunk.started.chat_template_digest)
                                 yield chunk
                         return
+                    except Overloaded as error:
+                        # A third is not asked: a full fleet must not be asked by each request for all its members.
+                        if has_begun or is_last or refusal is not None or error.reason != Overloaded.default_reason:
+                            raise
+                        refusal = error
                     except Unavailable as error:
                         self._avoid(member, error)
                         if has_begun:
                             raise
-                        if error.has_waited or number == len(members) - 1:
+                        if refusal is not None:
+                            raise refusal from None
+                        if error.has_waited or is_last:
                             failure = error
                             break
+                    finally:
+                        member.num_running -= 1
                 await _until_next_round(number_of_round, failure, waits)
 
     async def call(self, method: str, request: Message) -> Any:
@@ -139,7 +151,7 @@ class CallerStub:
         return member
 
     def _avoid(self, member: Member, error: Unavailable) -> None:
-        member.avoid_until_s = time.monotonic() + AVOID_S
+        self._turns.avoid(member)
         if self._failed is not member:  # one of its own attempts after another says nothing new
             _log.info("coordinator_failed", address=member.client.address, reason=error.reason, error=error.message)
         self._failed = member

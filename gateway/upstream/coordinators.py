@@ -1,4 +1,4 @@
-"""Several coordinators as one: calls take turns among those of a model, and move on if one does not answer."""
+"""Several coordinators as one: they are found one by one, and a call moves on if one does not answer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from specdec.gateway.upstream.caller import CallerStub, Metadata
 from specdec.gateway.upstream.hold import Hold
 from specdec.gateway.upstream.turns import AVOID_S, Member, Turns
 from specdec.service.byte_budget import Held
+from specdec.wire.discovery import Discovery, ReplicaAddress, keep_finding
 from specdec.wire.errors import PermissionDenied, SpecdecError, Unauthenticated
+from specdec.wire.rendezvous import word
 
+_LOOK_UP_S = 5.0
+"""Seconds between two look-ups of names."""
 _LOOK_S = 2.0
 """Seconds between two questions to each coordinator whether it still hears."""
 _HEARS_S = 4.0
@@ -32,27 +36,28 @@ class Coordinators:
 
     def __init__(
         self,
-        connect: Callable[[str], Client],
-        addresses: Mapping[str, Sequence[str]],
+        connect: Callable[[ReplicaAddress], Client],
+        entries: Mapping[str, Sequence[str]],
         on_failover: Callable[[], None],
         shares: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
-        """Connect lazily.
+        """Connect lazily; names are looked up by `keep_finding` only.
 
         Args:
             connect: makes a client of an address, inside the event loop.
-            addresses: host:port, or dns:///name:port, by the name of the model; under the empty name those for all
-                other names. One at least of each.
+            entries: host:port, or dns:///name:port for all addresses of a name, by the name of the model; under the
+                empty name those for all other names. One at least of each.
             on_failover: called when a call moves to another coordinator.
-            shares: percent of a model's requests that go to an address, by the model's name and the address.
+            shares: percent of a model's requests that go to an entry, by the model's name and the entry.
         """
         self._connect = connect
-        self._turns = {
-            name: Turns([Member(connect(each)) for each in own], shares=(shares or {}).get(name, {}))
-            for name, own in addresses.items()
-        }
+        self._found = {entry: Discovery([entry]) for own in entries.values() for entry in own}
+        self._entries = {name: list(dict.fromkeys(own)) for name, own in entries.items()}
+        self._wanted = asyncio.Event()
+        self._turns = {name: Turns([], self._wanted, shares=(shares or {}).get(name, {})) for name in entries}
         self._closing: set[asyncio.Task[None]] = set()
         self._on_failover = on_failover
+        self._take()
 
     @property
     def models(self) -> Sequence[str]:
@@ -80,19 +85,38 @@ class Coordinators:
             member.client.address: answer for member, answer in zip(members, told, strict=True) if answer is not None
         }
 
-    async def watch(self, num_behind: Callable[[str], int]) -> None:
-        """Replace connections over which a coordinator hears nothing, while its model has others; its streams resume.
+    async def keep_finding(self) -> None:
+        """Look up names until cancelled, at intervals and when a coordinator does not answer."""
+        named = [found.refresh for found in self._found.values() if found.has_names]
+        if named:
+            await keep_finding(_LOOK_UP_S, named, self._take, self._wanted)
 
-        `num_behind`: coordinators at an address, which may be a name.
-        """
+    def _take(self) -> None:
+        """Connect to those that are new. Those that are gone get no new calls; running ones go on."""
+        for name, turns in self._turns.items():
+            known = {(member.entry, member.found): member for member in turns.members}
+            found = [(entry, each) for entry in self._entries[name] for each in self._found[entry].endpoints]
+            has_new = any(each not in known and each[1].server_name is not None for each in found)
+            turns.members = [known.pop(each) if each in known else self._member(*each) for each in found]
+            for member in known.values():
+                self._leave(member.client)
+            if known or has_new:
+                _log.info("coordinators_changed", model=name, num_coordinators=len(found))
+
+    def _member(self, entry: str, found: ReplicaAddress) -> Member:
+        return Member(self._connect(found), found, entry, word(found.address.encode()))
+
+    def _leave(self, client: Client) -> None:
+        """Close a connection when its calls have ended."""
+        closing = asyncio.create_task(client.close(_LONGEST_CALL_S))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def watch(self) -> None:
+        """Replace connections over which a coordinator hears nothing, if its model has others; its streams resume."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            listened = [
-                member
-                for turns in self._turns.values()
-                if sum(num_behind(member.client.address) for member in turns.members) > 1
-                for member in turns.members
-            ]
+            listened = [member for turns in self._turns.values() if len(turns.members) > 1 for member in turns.members]
             await asyncio.gather(*(self._listen_to(member) for member in listened))
 
     async def _listen_to(self, member: Member) -> None:
@@ -100,21 +124,15 @@ class Coordinators:
         is_deaf = await client.is_deaf(_HEARS_S)
         stood_still = time.monotonic() - began_s > _HEARS_S + _STOOD_STILL_S
         if is_deaf and not stood_still and member.client is client:
-            member.client, member.avoid_until_s = self._connect(client.address), time.monotonic() + AVOID_S
+            member.client, member.avoid_until_s = self._connect(member.found), time.monotonic() + AVOID_S
             _log.warning("coordinator_deaf", address=client.address, seconds=_HEARS_S)
             await client.close()
 
-    async def renew(self, connect: Callable[[str], Client], address: str | None = None) -> None:
-        """Replace the connections to an address, or all, for new calls; running calls stay where they are.
-
-        As when TLS files have changed, or a name must be resolved again.
-        """
+    def renew(self) -> None:
+        """Replace all connections for new calls, as when TLS files have changed; running calls stay where they are."""
         for member in self._members():
-            if address in (None, member.client.address):
-                former, member.client = member.client, connect(member.client.address)
-                closing = asyncio.create_task(former.close(_LONGEST_CALL_S))
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+            former, member.client = member.client, self._connect(member.found)
+            self._leave(former)
 
     def _members(self) -> list[Member]:
         return [member for turns in self._turns.values() for member in turns.members]

@@ -70,6 +70,8 @@ class ClientSettings:
     unread_bytes: int | None = None
     """Bytes of one stream that may wait unread in this process, about; None: as many as the connection's speed and
     delay suggest to gRPC, which may be megabytes. What waits holds up a connection's other streams."""
+    authority: str | None = None
+    """name:port that the server is called by, and that its certificate must have; None: the address."""
     tls: bool = False
     """Use TLS. The certificates below turn it on, too."""
     root_certificates: bytes | None = None
@@ -109,8 +111,12 @@ class ClientSettings:
         unread: list[tuple[str, str | int]] = []
         if self.unread_bytes is not None:
             unread = [("grpc.http2.lookahead_bytes", self.unread_bytes), ("grpc.http2.bdp_probe", 0)]
+        authority: list[tuple[str, str | int]] = []
+        if self.authority is not None:
+            authority = [("grpc.default_authority", self.authority)]
         return [
             *unread,
+            *authority,
             ("grpc.service_config", service_config(service)),
             ("grpc.enable_retries", int(self.retries)),
             ("grpc.keepalive_time_ms", round(self.keepalive_s * 1000)),
@@ -207,7 +213,12 @@ class Client:
         """Yield the chunks of a request. Leaving the iteration (`aclose`) cancels the request."""
         request = as_sent(request)
         self._settings.check_size(request)
-        call = self._stub.Generate(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata())
+        try:
+            call = self._stub.Generate(
+                request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata()
+            )
+        except grpc.aio.UsageError:
+            raise Unavailable("the connection was closed", reason=CUT_OFF) from None
         try:
             async for chunk in call:
                 told = parsed(chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import socket
@@ -16,6 +17,8 @@ from specdec.wire.settings import join_address
 _DNS_PREFIX = "dns:///"
 _SPREAD = (0.8, 1.0)
 """Random factors of an interval: a fleet that was started together must not look together."""
+_LEAST_S = 1.0
+"""Seconds between two looks at least, where one was asked for."""
 _log = structlog.get_logger(__name__)
 
 
@@ -42,6 +45,8 @@ class Discovery:
     ) -> None:
         """Find the replicas of `entries` and those that `registered` returns: the registry's last known ones."""
         self._entries = entries
+        self._failing: set[str] = set()
+        """Entries whose last look-up failed."""
         self._registered = registered or tuple
         self._found: dict[str, list[ReplicaAddress]] = {
             entry: [] if entry.startswith(_DNS_PREFIX) else [ReplicaAddress(entry)] for entry in entries
@@ -72,20 +77,36 @@ class Discovery:
         try:
             found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:  # the latter: no such name can exist
-            _log.warning("lookup_failed", name=name, error=str(error))
+            if entry not in self._failing:  # Once: the name of a service that is scaled to zero fails for hours.
+                _log.warning("lookup_failed", name=name, error=str(error))
+            self._failing.add(entry)
             return
+        self._failing.discard(entry)
         addresses = sorted({join_address(str(where[0]), int(where[1])) for *_, where in found})
         self._found[entry] = [ReplicaAddress(address, name) for address in addresses]
 
 
 async def keep_finding(
-    interval_s: float, refreshers: Sequence[Callable[[], Awaitable[object]]], on_found: Callable[[], None]
+    interval_s: float,
+    refreshers: Sequence[Callable[[], Awaitable[object]]],
+    on_found: Callable[[], None],
+    wanted: asyncio.Event | None = None,
 ) -> None:
-    """Call all `refreshers`, then `on_found`, now and about every `interval_s` until cancelled. Faults are logged."""
+    """Call all `refreshers`, then `on_found`, now and about every `interval_s` until cancelled. Faults are logged.
+
+    `wanted`: set by who wants a look sooner.
+    """
     while True:
         try:
             await asyncio.gather(*(refresh() for refresh in refreshers))
             on_found()
         except Exception as error:
             _log.error("discovery_fault", exc_info=error)
-        await asyncio.sleep(interval_s * random.uniform(*_SPREAD))
+        pause_s = interval_s * random.uniform(*_SPREAD)
+        if wanted is None:
+            await asyncio.sleep(pause_s)
+            continue
+        await asyncio.sleep(min(_LEAST_S, pause_s))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(wanted.wait(), pause_s)
+        wanted.clear()

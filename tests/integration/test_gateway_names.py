@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from specdec.gateway.upstream import coordinators
-from specdec.gateway.upstream.names import NameWatch
 from tests.support.scripted.target import ScriptedTarget
+from tests.support.servers.certificates import Authority, SecretVolume
 from tests.support.services.black_hole import black_hole
 from tests.support.services.coordinator_harness import expected_ids, running
+from tests.support.services.fake_coordinator import running_fake_coordinator
 from tests.support.services.faults import eventually
 from tests.support.services.gateways import GatewayAtHand, gateway
 
@@ -25,61 +28,99 @@ class Names:
     """What the machine is told that names stand for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.addresses: list[str] | None = []
+        self.addresses: list[tuple[str, int]] | None = []
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._answer)
 
     async def _answer(self, host: str, port: int, **_options: Any) -> list[Any]:
+        if host != "coordinators":
+            address = (host, port)
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address)]
         if self.addresses is None:
             raise socket.gaierror("the name server is away")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in self.addresses]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in self.addresses]
 
 
-async def test_a_name_that_stands_for_others_than_before_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, told = Names(monkeypatch), []
-
-    async def changed(address: str) -> None:
-        told.append(address)
-
-    watch = NameWatch(("dns:///coordinators:50051", "10.0.0.9:50051"), changed)
-    steps: list[tuple[list[str] | None, int]] = [
-        (["10.0.0.1"], 0),
-        (["10.0.0.1", "10.0.0.2"], 1),
-        (["10.0.0.2", "10.0.0.1"], 1),
-        (None, 1),
-        (["10.0.0.2", "10.0.0.1"], 1),
-        (["10.0.0.3"], 2),
-    ]
-    for addresses, num_told in steps:
-        names.addresses = addresses
-        await watch.look("dns:///coordinators:50051")
-        assert len(told) == num_told
-    assert set(told) == {"dns:///coordinators:50051"}
+NAME = "dns:///coordinators:50051"
 
 
-async def test_without_names_nothing_is_watched() -> None:
-    async def changed(address: str) -> None:
-        raise AssertionError(address)
-
-    await NameWatch(("10.0.0.9:50051",), changed).run()
+def known(one: GatewayAtHand) -> list[str]:
+    return sorted(member.client.address for member in one._coordinators._members())
 
 
-async def test_streams_go_on_while_new_calls_go_over_a_new_connection() -> None:
-    target = ScriptedTarget()
-    target.limit = 20
-    async with running([target]) as harness:
-        name = f"dns:///localhost:{harness.address.rpartition(':')[2]}"
-        async with gateway(name) as one, one.openai() as client:
+async def knows(one: GatewayAtHand, *addresses: str) -> None:
+    async def does() -> bool:
+        return known(one) == sorted(addresses)
+
+    await eventually(does, f"the gateway knows {addresses}")
+
+
+def socket_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+async def test_all_addresses_of_a_name_are_known_one_by_one_and_looked_up_again_when_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coordinators, "_LOOK_UP_S", 3600.0)
+    monkeypatch.setattr("specdec.wire.discovery._LEAST_S", 0.05)
+    names, targets = Names(monkeypatch), [ScriptedTarget() for _ in range(2)]
+    async with running(targets[:1]) as first, running(targets[1:], owner_id="coordinator-2") as second:
+        names.addresses = [socket_address(first.address), ("127.0.0.1", 1)]
+        async with gateway(NAME) as one:
+            await knows(one, first.address, "127.0.0.1:1")
+            names.addresses = [socket_address(first.address), socket_address(second.address)]
+            body = {"max_tokens": 6, "seed": 11, "ignore_eos": True, "return_token_ids": True}
+            for number in range(20):  # some prefer the coordinator that is not there
+                prompt = [5, 6, number]
+                answer = await completion(one, {**body, "prompt": prompt})
+                assert answer == expected_ids(targets[0], 6, prompt, seed=11)
+            await knows(one, first.address, second.address)
+            names.addresses = None
+            one._coordinators._wanted.set()
+            assert await completion(one, {**body, "prompt": PROMPT}) == expected_ids(targets[0], 6, seed=11)
+            assert len(known(one)) == 2, "a broken name server removes nobody"
+
+
+async def test_streams_go_on_at_a_coordinator_that_its_name_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.wire.discovery._LEAST_S", 0.01)
+    names, targets = Names(monkeypatch), [ScriptedTarget() for _ in range(2)]
+    targets[0].limit = 20
+    async with running(targets[:1]) as first, running(targets[1:], owner_id="coordinator-2") as second:
+        names.addresses = [socket_address(first.address)]
+        async with gateway(NAME) as one, one.openai() as client:
+            await knows(one, first.address)
             fields: dict[str, Any] = {"prompt": PROMPT, "model": "scripted", "max_tokens": 60, "seed": 11}
             stream = await client.completions.create(**fields, stream=True, extra_body={"return_token_ids": True})
             events = aiter(stream)
             ids = list((await anext(events)).choices[0].token_ids)
-            await one._coordinators.renew(one._connect, name)
-            target.set_limit(None)
+            names.addresses = [socket_address(second.address)]
+            one._coordinators._wanted.set()
+            await knows(one, second.address)
             other = await client.completions.create(**fields, extra_body={"return_token_ids": True})
+            targets[0].set_limit(None)
             ids += [token async for event in events for c in event.choices for token in c.token_ids]
             failovers = one.parts.registry.get_sample_value("specdec_gateway_failovers_total")
-    assert ids == expected_ids(target, 60) == other.choices[0].token_ids
+    assert ids == expected_ids(targets[0], 60) == other.choices[0].token_ids
     assert failovers == 0
+    assert len(targets[0].opened) == len(targets[1].opened) == 1
+
+
+@pytest.mark.parametrize(("names_of_certificate", "is_served"), [(["coordinators"], True), (["localhost"], False)])
+async def test_the_certificate_of_each_address_must_have_the_configured_name(
+    names_of_certificate: list[str], is_served: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    authority = Authority("ours")
+    shown = authority.issue("coordinator", dns_names=names_of_certificate)
+    volume = SecretVolume(tmp_path / "secret", shown, authority.certificate)
+    names, credentials = Names(monkeypatch), grpc.ssl_server_credentials([(shown.key, shown.chain)])
+    with running_fake_coordinator(credentials) as (fake, address):
+        names.addresses = [socket_address(address)]
+        async with gateway(NAME, coordinator_tls_dir=volume.folder) as one, one.http() as client:
+            await knows(one, address)
+            answer = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+            assert answer.status_code == (200 if is_served else 503)
+    assert bool(fake.requests) is is_served
 
 
 async def test_a_coordinator_that_hears_nothing_is_left_although_something_still_arrives_from_it(
@@ -103,16 +144,17 @@ async def test_a_coordinator_that_hears_nothing_is_left_although_something_still
             return all(connected)
 
         await eventually(are_connected, "both coordinators are connected")
-        body = {"prompt": PROMPT, "max_tokens": 60, "seed": 11, "ignore_eos": True, "return_token_ids": True}
-        answers = [asyncio.create_task(completion(one, body)) for _ in targets]  # one at each coordinator
+        body = {"max_tokens": 60, "seed": 11, "ignore_eos": True, "return_token_ids": True}
+        prompts = [[5, 6, number] for number in range(12)]  # others, so that each coordinator gets some
+        answers = [asyncio.create_task(completion(one, {**body, "prompt": prompt})) for prompt in prompts]
         for target in targets:
             await target.until(lambda target=target: bool(target.sessions))  # type: ignore[misc]
         one_way.swallow_one_way(drip_s=0.2)
         for target in targets:
             target.set_limit(None)
         async with asyncio.timeout(60):
-            for answer in await asyncio.gather(*answers):
-                assert answer == expected_ids(targets[1], 60)
+            for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
+                assert answer == expected_ids(targets[1], 60, prompt)
 
 
 async def test_streams_go_on_when_connections_are_replaced_as_for_renewed_certificates() -> None:
@@ -138,7 +180,7 @@ async def test_streams_go_on_when_connections_are_replaced_as_for_renewed_certif
                 ids += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"] or []
                 if target.limit is not None:
                     target.set_limit(None)
-                    await one._coordinators.renew(one._connect)
+                    one._coordinators.renew()
         failovers = one.parts.registry.get_sample_value("specdec_gateway_failovers_total")
     assert ids == expected_ids(target, 60)
     assert failovers == 0

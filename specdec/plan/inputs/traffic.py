@@ -25,6 +25,9 @@ class Arrival:
     tenant: str = ""
     prefix: tuple[int, ...] = ()
     """Ids of the prompt's blocks, equal for equal beginnings; empty: it shares nothing."""
+    num_begin: int = 2
+    """Blocks of the prefix by which gateways know the chat: up to the end of its first question. Of a recording the
+    first two, since many chats share a system prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from specdec.coordinator.intake.load_shedding import LoadShedding
 from specdec.coordinator.links.link_events import LinkState
 from specdec.coordinator.replicas.load import usable
 from specdec.coordinator.replicas.outliers import EjectionSettings, OutlierDetector, Standing
+from specdec.coordinator.replicas.prefix_map import SharedPrefixes
 from specdec.coordinator.replicas.router import PrefixRouter
 from specdec.coordinator.tenants.quotas import Allowance, TenantLimits, TokenQuotas
 from specdec.coordinator.timings import Timings
@@ -24,6 +25,7 @@ from specdec.plan.simulation.target import SimulatedTarget, Stream, TargetLost
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.backoff import Backoff
 from specdec.wire.errors import NoTarget
+from specdec.wire.rendezvous import word
 
 _STATES = {
     Standing.TRUSTED: LinkState.READY,
@@ -140,9 +142,11 @@ class SimulatedCoordinator:
         tally: RunTally,
         rng: np.random.Generator,
         quotas: TokenQuotas,
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
-        """`targets`: those that it has links to at first. `quotas`: of all coordinators, as Redis holds them."""
+        """`targets`: those with links at first. `quotas`, `prefixes`: of all coordinators, as Redis has them."""
         self.name, self.zone = name, zone
+        self.word = word(name.encode())
         self.is_up = True
         self._loop = loop
         self._settings = settings
@@ -158,7 +162,7 @@ class SimulatedCoordinator:
         )
         self._views: list[TargetView] = []
         self.attach(targets)
-        self._router = PrefixRouter()
+        self._router = PrefixRouter(shared=prefixes)
         self._shedding = LoadShedding(settings.shed_after_s, clock=loop.time)
         self._limits = TenantLimits(quotas)
         self._number = 0
@@ -173,7 +177,7 @@ class SimulatedCoordinator:
         )
 
     @property
-    def num_requests(self) -> int:
+    def num_running(self) -> int:
         """Requests that wait or run."""
         return len(self._tasks)
 
@@ -237,7 +241,8 @@ class SimulatedCoordinator:
             links = usable(self._views)
             opened = False
             if links:
-                view = self._router.pick_link(links, digests, self._loop.time())
+                told = await self._router.ask_others(digests, [link.holder for link in links])
+                view = self._router.pick_link(links, digests, self._loop.time(), told)
                 opened = await self._at(view, stream, digests)
             if opened:
                 num_failures, since_s = 0, self._loop.time()

@@ -11,6 +11,7 @@ import numpy as np
 import simpy
 
 from specdec.client.resuming import ResumePolicy
+from specdec.coordinator.replicas.prefix_map import SharedPrefixes
 from specdec.coordinator.replicas.subset import Subset
 from specdec.coordinator.tenants.quotas import TokenQuotas
 from specdec.plan.inputs.traffic import Arrival
@@ -22,9 +23,13 @@ from specdec.plan.simulation.draft_pool import DraftPool, PoolSettings
 from specdec.plan.simulation.faults import Event, happen
 from specdec.plan.simulation.tally import RunTally
 from specdec.plan.simulation.target import SimulatedTarget, Stream, TargetSettings
+from specdec.store.memory import MemoryStore
 from specdec.wire.abort import told_wait_s
 from specdec.wire.errors import NoTarget, Overloaded
+from specdec.wire.rendezvous import by_preference, word
 
+_PREFIX_TTL_S = 600.0
+"""`prefix_ttl_s`."""
 _RESUME_S = 1.0
 """Delay from which a client draws its wait when a coordinator is gone: that told it none."""
 _LEAST_RETRY_S = 0.05
@@ -44,6 +49,8 @@ class FleetPlan:
     num_zones: int = 1
     subset_size: int | None = None
     """The coordinators' setting: targets that each has links to on average; None: all."""
+    by_chat: bool = True
+    """A chat's requests go to one coordinator; else to any."""
     targets_per_core: int = 1
     """Targets that share one processor, as two CPU replicas of a small machine do."""
     drafts: PoolSettings | None = None
@@ -95,6 +102,9 @@ class FleetSimulation:
         self._plan = plan
         self._rng = np.random.default_rng([seed, 0])
         self._quotas = TokenQuotas(clock=self.loop.time)
+        self._prefixes = None
+        if plan.num_coordinators > 1:
+            self._prefixes = SharedPrefixes(MemoryStore(clock=self.loop.time), _PREFIX_TTL_S)
         num_cores = -(-plan.num_targets // plan.targets_per_core) if plan.targets_per_core > 1 else 0
         self._cores = [SharedCore(self.env) for _ in range(num_cores)]
         self.drafts = None if plan.drafts is None else DraftPool(plan.drafts, self.env)
@@ -111,6 +121,8 @@ class FleetSimulation:
         with self.loop.running():
             if self._plan.subset_size is not None:
                 self.env.process(self._discover())
+            if self._prefixes is not None:
+                self.loop.start(self._prefixes.run())
             self.env.process(self._arrive(arrivals))
             self.env.process(self._look(max(0.1, seconds / 200)))
             for event in events:
@@ -151,8 +163,9 @@ class FleetSimulation:
     def _coordinator(self, number: int, seed: int) -> SimulatedCoordinator:
         zone, rng = f"z{number % self._plan.num_zones}", np.random.default_rng([seed, 2, number])
         return SimulatedCoordinator(
-            f"c{number}", zone, self.loop, self._plan.coordinator, self.targets, self.tally, rng, self._quotas
-        )
+            f"c{number}", zone, self.loop, self._plan.coordinator, self.targets, self.tally, rng, self._quotas,
+            self._prefixes,
+        )  # fmt: skip
 
     def _discover(self) -> Generator[simpy.Event, Any, None]:
         """Let each coordinator attach to its subset of the targets in the registry, from which who is gone expires."""
@@ -186,7 +199,7 @@ class FleetSimulation:
         num_tries = 0
         await asyncio.sleep(clients.way_s)
         while stream.left:
-            coordinator = self._choose()
+            coordinator = self._choose(request)
             if coordinator is None:
                 tally.failures["no coordinator"] += 1
                 return
@@ -219,14 +232,17 @@ class FleetSimulation:
         mean_s = (stream.last_s - stream.first_s) / max(1, stream.request.output_tokens - 1)
         tally.num_good += stream.first_s - stream.arrived_s <= clients.first_token_s and mean_s <= clients.inter_token_s
 
-    def _choose(self) -> SimulatedCoordinator | None:
-        """The less loaded one of two: one in turn, one at random."""
+    def _choose(self, request: Arrival) -> SimulatedCoordinator | None:
+        """For a chat the one that its gateway prefers, else the less loaded one of two: one in turn, one at random."""
         up = [coordinator for coordinator in self.coordinators if coordinator.is_up]
         if not up:
             return None
+        if request.prefix and self._plan.by_chat:
+            begin = request.prefix[: request.num_begin]
+            return by_preference(up, word(repr((request.tenant, begin)).encode()))[0]
         self._next += 1
         pair = (up[self._next % len(up)], up[int(self._rng.integers(len(up)))])
-        return min(pair, key=lambda each: each.num_requests)
+        return min(pair, key=lambda each: each.num_running)
 
     def _observed(self) -> tuple[float, float]:
         """What autoscaling looks at: sessions and requests that wait for one, and percents of KV caches, summed."""

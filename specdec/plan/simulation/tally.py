@@ -70,6 +70,10 @@ class RunTally:
     last_end_s: float = 0.0
     """When the last request ended."""
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    """Of prompts that targets took, those of moved streams again."""
+    num_cached_tokens: int = 0
+    """Of these, those that the target had in its prefix cache."""
     tokens_of: Counter[str] = field(default_factory=Counter)
     """Output tokens by tenant."""
     refusals: Counter[str] = field(default_factory=Counter)
@@ -90,6 +94,11 @@ class RunTally:
     def num_running(self) -> int:
         """Requests that neither ended, failed nor were refused."""
         return self.num_arrived - self.num_ended - sum(self.refusals.values()) - sum(self.failures.values())
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the prompts' tokens that were cached."""
+        return self.num_cached_tokens / max(1, self.num_prompt_tokens)
 
     @property
     def served_share(self) -> float:

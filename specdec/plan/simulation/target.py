@@ -130,7 +130,10 @@ class SimulatedTarget:
             return False
         self.kv_used += need
         self._num_plain += not stream.speculates
-        self._prompts.append((stream, stream.request.prompt_tokens + stream.produced - self._num_cached(stream)))
+        num_cached = self._num_cached(stream)
+        self.tally.num_prompt_tokens += stream.request.prompt_tokens
+        self.tally.num_cached_tokens += num_cached
+        self._prompts.append((stream, stream.request.prompt_tokens + stream.produced - num_cached))
         self._tell_if_due()
         if self._work is not None and not self._work.triggered:
             self._work.succeed()

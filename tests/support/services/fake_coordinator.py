@@ -38,6 +38,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.requests: list[coordinator_pb2.GenerateRequest] = []
         self.plain_differs = False
         self.unavailable_times = 0
+        self.refusal: SpecdecError | None = None
         self.has_draft = False
         self.drafters: list[str] = []
 
@@ -48,6 +49,8 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if self.unavailable_times > 0:
             self.unavailable_times -= 1
             context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+        if self.refusal is not None:
+            _abort(context, self.refusal)
         if request.sampling.temperature > 2:
             _abort(context, InvalidRequest("sampling.temperature", "must be in [0, 2]"))
         if request.model == "missing":

@@ -9,16 +9,19 @@ import pytest
 from structlog.testing import capture_logs
 
 from specdec.client import Client, ClientSettings
+from specdec.gateway.upstream.beginning import key_of
 from specdec.gateway.upstream.caller import CallerStub
 from specdec.gateway.upstream.coordinators import Coordinators
 from specdec.service.byte_budget import ByteBudget
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.backoff import Backoff
-from specdec.wire.errors import Unavailable
+from specdec.wire.errors import Overloaded, Unavailable
+from specdec.wire.rendezvous import by_preference
 from tests.support.services.fake_coordinator import TEXT, FakeCoordinator, running_fake_coordinator
 from tests.support.services.gateways import gateway
 
 ALWAYS = 1000
+REQUEST = api.GenerateRequest(prompt="a")
 
 
 @pytest.fixture(autouse=True)
@@ -28,24 +31,28 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def calling(*unavailable_times: int) -> Iterator[tuple[CallerStub, list[FakeCoordinator], list[None]]]:
-    """A caller of coordinators that do not answer so many calls each, in the order of their first turns; failovers."""
+    """A caller of coordinators that do not answer so many calls each, in the order of its preference; failovers."""
     with ExitStack() as stack:
-        running = [stack.enter_context(running_fake_coordinator()) for _ in unavailable_times]
-        fakes, addresses = [fake for fake, _ in running], [address for _, address in running]
-        for fake, times in zip(fakes, unavailable_times, strict=True):
-            fake.unavailable_times = times
+        running = {
+            address: fake
+            for fake, address in (stack.enter_context(running_fake_coordinator()) for _ in unavailable_times)
+        }
         moved: list[None] = []
         coordinators = Coordinators(
-            lambda address: Client(address, ClientSettings(retries=False)),
-            {"": [*addresses[-1:], *addresses[:-1]]},
+            lambda found: Client(found.address, ClientSettings(retries=False)),
+            {"": list(running)},
             lambda: moved.append(None),
         )
+        preferred = by_preference(coordinators._turns[""].members, key_of(REQUEST, ()))
+        fakes = [running[member.found.address] for member in preferred]
+        for fake, times in zip(fakes, unavailable_times, strict=True):
+            fake.unavailable_times = times
         held = stack.enter_context(ByteBudget(1 << 20, 1 << 20).hold("client"))
         yield coordinators.caller((), held), fakes, moved
 
 
 async def read(caller: CallerStub) -> str:
-    async with aclosing(caller.generate(api.GenerateRequest(prompt="a"))) as chunks:
+    async with aclosing(caller.generate(REQUEST)) as chunks:
         return "".join([chunk.delta.text async for chunk in chunks])
 
 
@@ -55,7 +62,7 @@ async def test_a_coordinator_that_does_not_answer_is_asked_once_while_there_are_
         assert (len(silent.requests), len(other.requests), len(moved)) == (1, 1, 1)
 
 
-@pytest.mark.parametrize(("unavailable_times", "num_moves", "num_logged"), [((3,), 0, 1), ((2, 2), 2, 3)])
+@pytest.mark.parametrize(("unavailable_times", "num_moves", "num_logged"), [((3,), 0, 1), ((2, 2), 4, 4)])
 async def test_all_are_asked_again_while_they_start(
     unavailable_times: tuple[int, ...], num_moves: int, num_logged: int
 ) -> None:
@@ -64,6 +71,33 @@ async def test_all_are_asked_again_while_they_start(
         assert len(fakes[0].requests) == unavailable_times[0] + 1
     assert len(moved) == num_moves, "a call that stays at its coordinator does not fail over"
     assert [entry["event"] for entry in logs].count("coordinator_failed") == num_logged
+
+
+async def test_a_full_coordinator_is_left_for_the_second_and_no_third_is_asked() -> None:
+    full = Overloaded("full", retry_after_s=2.5)
+    with calling(0, 0, 0) as (caller, fakes, moved):
+        fakes[0].refusal = full
+        assert await read(caller) == TEXT
+        assert [len(fake.requests) for fake in fakes] == [1, 1, 0]
+        fakes[1].refusal = full
+        with pytest.raises(Overloaded, match="full") as caught:
+            await read(caller)
+        assert [len(fake.requests) for fake in fakes] == [2, 2, 0]
+        assert caught.value.retry_after_s >= 2.5
+        assert not moved, "a full coordinator answers"
+        fakes[1].unavailable_times = ALWAYS
+        with pytest.raises(Overloaded, match="full"):
+            await read(caller)
+        assert [len(fake.requests) for fake in fakes] == [3, 3, 0]
+
+
+@pytest.mark.parametrize("reason", ["QUOTA_EXCEEDED", "QUEUE_TIMEOUT", "DEADLINE_UNREACHABLE"])
+async def test_what_another_coordinator_would_refuse_or_let_wait_again_is_asked_of_one(reason: str) -> None:
+    with calling(0, 0) as (caller, fakes, _):
+        fakes[0].refusal = Overloaded("used up", reason=reason)
+        with pytest.raises(Overloaded, match="used up"):
+            await read(caller)
+        assert [len(fake.requests) for fake in fakes] == [1, 0]
 
 
 async def test_the_rounds_are_bounded() -> None:

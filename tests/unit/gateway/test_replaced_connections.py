@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2_grpc
 
 from specdec.client import Client
+from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import CUT_OFF, Unavailable
 
 _MOST_S = 30.0
@@ -57,9 +58,10 @@ async def test_calls_over_a_connection_that_was_closed_before_fail_as_cut_off() 
     await client.close()
     assert not await client.is_serving()
     assert not await client.is_deaf(_MOST_S)
-    with pytest.raises(Unavailable) as caught:
-        await client.status()
-    assert caught.value.reason == CUT_OFF
+    for calling in (client.status(), client.complete(api.GenerateRequest(prompt="a"))):
+        with pytest.raises(Unavailable) as caught:
+            await calling
+        assert caught.value.reason == CUT_OFF
 
 
 @pytest.mark.parametrize("question", ["is_serving", "is_deaf"])

@@ -101,7 +101,7 @@ def test_a_pairs_steps_are_paced_by_the_targets_and_drafts_own_classes(monkeypat
 
 def test_a_policy_that_is_changed_in_the_services_changes_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router's choice decides where streams run."""
-    monkeypatch.setattr(PrefixRouter, "pick_link", lambda self, links, digests, now_s: links[0])
+    monkeypatch.setattr(PrefixRouter, "pick_link", lambda self, links, *_: links[0])
     plan = flat_plan(num_targets=3, num_coordinators=1, max_sessions=1000, max_running=1000)
     arrivals = Rate(per_s=20.0, prompts=Lengths(10), outputs=Lengths(20)).arrivals(10.0, 1)
     run = simulated(plan, arrivals, 10.0)

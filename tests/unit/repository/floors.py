@@ -360,7 +360,7 @@ FLOORS = {
         pacing
     """,
     "specdec.wire": """
-        backoff error_details message_sizes sampling_limits sampling_params tls_files tokenizer_files
+        backoff error_details message_sizes rendezvous sampling_limits sampling_params tls_files tokenizer_files
         errors proposals settings
         abort discovery parsing
         tls
