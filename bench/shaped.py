@@ -1,9 +1,17 @@
-"""Engines of models with random weights, by their sizes, and the times of their steps. Services are not imported."""
+"""Engines of models with random weights, by their sizes, and the times of their steps. Services are not imported.
+
+    python -m bench.shaped --shapes llama-8b --contexts 1024 32768+31x500 --rows 1 8 --results FOLDER
+
+times steps of one sequence that verifies rows, or of several after unequal contexts, and the prompts before them.
+"""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +34,9 @@ SHAPES: dict[str, dict[str, int]] = {
     "llama-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                  "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
 }  # fmt: skip
+TINY = "tiny"
+SIZES = {TINY: {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}, **SHAPES}  # fmt: skip
 _WARMUP, _REPEATS = 3, 12
 _LEVELS = 8
 
@@ -42,6 +53,14 @@ def random_settings(sizes: Mapping[str, int], folder: Path, **settings: Any) -> 
     }
     (folder / "config.json").write_text(json.dumps(config))
     return EngineSettings(model=str(folder), load_format="dummy", **{"self_test": False, **settings})
+
+
+def random_runner(shape: str, *, more: Mapping[str, Any] | None = None, **settings: Any) -> ModelRunner:
+    """A warm model with random weights: a shape by its name, with ``more`` of its config."""
+    with tempfile.TemporaryDirectory() as folder:
+        runner = ModelRunner.load(random_settings({**SIZES[shape], **(more or {})}, Path(folder), **settings))
+    runner.warmup()
+    return runner
 
 
 def engine_of(runner: ModelRunner) -> Engine:
@@ -107,3 +126,39 @@ def rows_of(runner: ModelRunner, first: int, num_rows: int, *, is_tree: bool = F
         path = [first + 1 + above * width for above in range(level)] + [first + 1 + node]
         rows.add_apart((token(first + 1 + level) + beside) % runner.vocab_size, first + 1, path)
     return rows.batch(runner.device), [0, *range(1, num_rows, width)]
+
+
+def _contexts(text: str) -> list[int]:
+    """Numbers of tokens from a text such as 32768+31x500."""
+    counts = [part.rpartition("x")[::2] for part in text.split("+")]
+    return [int(tokens) for times, tokens in counts for _ in range(int(times or 1))]
+
+
+def main() -> None:
+    """Time steps on `cuda:0`, fast and deterministic, and write the figures after each shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=list(SIZES), required=True)
+    parser.add_argument("--contexts", nargs="+", default=["1024"], help="tokens of a step's sequences: 32768+31x500")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1], help="rows of each sequence in a step")
+    parser.add_argument("--deterministic", nargs="*", choices=list(SIZES), default=[], help="shapes, timed so as well")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--results", type=Path, required=True, help="folder of shaped.json")
+    options = parser.parse_args()
+    found: dict[str, float] = {}
+    contexts = {text: _contexts(text) for text in options.contexts}
+    for shape, is_ordered in [*((each, False) for each in options.shapes), *((e, True) for e in options.deterministic)]:
+        most, longest = max(map(sum, contexts.values())), max(map(max, contexts.values()))
+        settings = {"max_model_len": longest + 512, "num_blocks": most // 16 + 256, "deterministic": is_ordered}
+        runner = random_runner(shape, device="cuda:0", dtype=options.dtype, **settings)
+        name, engine = f"{shape.removeprefix('llama-')}{' deterministic' * is_ordered}", engine_of(runner)
+        for (text, counts), rows in itertools.product(contexts.items(), options.rows):
+            step_ms, found[f"{name}: prompt of {text}, ms"] = time_steps(engine, counts, rows - 1)
+            found[f"{name}: {rows} rows at {text}, ms"] = step_ms
+        print(json.dumps(found), flush=True)
+        (options.results / "shaped.json").write_text(json.dumps(found))
+        del runner, engine
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
