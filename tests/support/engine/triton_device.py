@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import numpy as np
+import torch
 from triton.language.core import block_type
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -89,3 +90,16 @@ def ordered_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num
     for inner in range(left.shape[-1]):
         products += left[..., :, inner, None] * right[..., None, inner, :]
     return interpreter.TensorHandle(products + d.data, d.dtype.scalar)
+
+
+def _scaled_product(
+    rows: torch.Tensor, weight: torch.Tensor, *, scale_a: torch.Tensor, scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None, out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """`torch._scaled_mm` with a scale per row and output, which torch 2.11 has on GPUs only."""
+    product = (rows.float() * scale_a) @ (weight.float() * scale_b)
+    return (product if bias is None else product + bias).to(out_dtype)
+
+
+if DEVICE == "cpu" and torch.__version__.startswith(("2.11.", "2.12.")):
+    vars(torch)["_scaled_mm"] = _scaled_product

@@ -52,11 +52,12 @@ def test_locks_hold_what_pyproject_asks_for(lock: str) -> None:
 
 
 @pytest.mark.parametrize("stage", ENGINES)
-def test_torch_is_asked_for_by_the_version_that_pyproject_names(stage: str) -> None:
+def test_torch_is_asked_for_by_a_version_in_the_range_of_pyproject(stage: str) -> None:
     (built, _) = copied_stages(stage)
-    assert {value for value in arguments(built).values() if value.startswith("torch")} <= set(
-        PROJECT["optional-dependencies"]["engine"]
-    )
+    [of_extra] = [need for need in map(Requirement, PROJECT["optional-dependencies"]["engine"]) if need.name == "torch"]
+    asked = [Requirement(value) for value in arguments(built).values() if value.startswith("torch")]
+    for (version,) in (need.specifier for need in asked):
+        assert version.operator == "==" and of_extra.specifier.contains(version.version)
     assert any(line.startswith("torch==") for line in requirements_of_image(stage))
 
 
