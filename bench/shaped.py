@@ -148,7 +148,11 @@ def main() -> None:
     contexts = {text: _contexts(text) for text in options.contexts}
     for shape, is_ordered in [*((each, False) for each in options.shapes), *((e, True) for e in options.deterministic)]:
         most, longest = max(map(sum, contexts.values())), max(map(max, contexts.values()))
-        settings = {"max_model_len": longest + 512, "num_blocks": most // 16 + 256, "deterministic": is_ordered}
+        settings: dict[str, Any] = {
+            "max_model_len": longest + 512,
+            "num_blocks": most // 16 + 256,
+            "deterministic": is_ordered,
+        }
         runner = random_runner(shape, device="cuda:0", dtype=options.dtype, **settings)
         name, engine = f"{shape.removeprefix('llama-')}{' deterministic' * is_ordered}", engine_of(runner)
         for (text, counts), rows in itertools.product(contexts.items(), options.rows):

@@ -234,4 +234,4 @@ class Admission:
 
 
 def _output_of(session: TargetSession) -> list[int]:
-    return session.token_ids[session.body.num_prompt_tokens :].tolist()
+    return session.token_ids[session.body.num_prompt_tokens :]

@@ -64,7 +64,7 @@ class ConstraintCosts:
         session.apart = self._apart.follow(constraint.compilation.source, constraint.following)
         session.grammar, session.max_nodes = None, 0
         session.tree.clear()
-        self._ask(session, session.apart, session.token_ids[session.body.num_prompt_tokens :].tolist())
+        self._ask(session, session.apart, session.token_ids[session.body.num_prompt_tokens :])
 
     def committed(self, session: TargetSession, token_ids: list[int]) -> None:
         """Move a session's constraint past tokens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -131,9 +130,9 @@ class TargetSession(EngineSession):
         return self._seq is not None
 
     @property
-    def token_ids(self) -> array[int]:
+    def token_ids(self) -> list[int]:
         """Committed tokens, prompt included."""
-        return self._seq.token_ids if self._seq is not None else array("i", self.body.token_ids)
+        return self._seq.token_ids if self._seq is not None else list(self.body.token_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,6 @@ A turn, as `specdec/replica/worker/loop.py` calls it:
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -151,7 +150,7 @@ class Verifier(Role[TargetSession], PassObserver):
         """Number of committed tokens."""
         return session.num_tokens
 
-    def token_ids(self, session: TargetSession) -> array[int]:
+    def token_ids(self, session: TargetSession) -> list[int]:
         """The committed tokens, prompt included."""
         self._commits.tell_all()
         return session.token_ids

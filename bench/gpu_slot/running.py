@@ -50,7 +50,7 @@ def run_step(name: str, module: Sequence[str], most_s: float, environment: Mappi
             process.poll()
         for path in Path(folder).rglob("*.log"):
             shutil.copy(path, logs / f"{name}-{path.parent.name}-{path.name}")
-        entry = {"status": status, "found": _found(Path(folder))}
+        entry: Entry = {"status": status, "found": _found(Path(folder))}
     if status != "ok":
         entry["output"] = (logs / f"{name}.txt").read_text(errors="replace")[-_MOST_OUTPUT:]
     is_first, left_s = "CUDA_LAUNCH_BLOCKING" not in environment, end_s - time.monotonic()

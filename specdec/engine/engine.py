@@ -17,7 +17,6 @@ A step is `launch`, then `collect`:
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as Ids
 
@@ -85,7 +84,7 @@ class Engine:
             SequenceTooLong: it exceeds the context or the pool, so it could never run.
             SequenceStateError: it is empty, or its prompt is longer than its tokens.
         """
-        tokens = array("i", token_ids)
+        tokens = list(token_ids)
         if not 0 < num_prompt_tokens <= len(tokens):
             raise SequenceStateError(f"a prompt of {num_prompt_tokens} tokens in a sequence of {len(tokens)}")
         seq_id = next(self._ids)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,9 @@ from specdec.engine.model.runner import ModelRunner
 from specdec.engine.parallel.frames import BadFrame, StepFrame, StepKind, receive_frame
 from specdec.engine.parallel.step_frames import batch_of, copies_frame, copies_of, forward_frame
 from specdec.engine.runner import LaunchedPass
+
+Mark = Callable[[int], None]
+"""Takes twice the number of steps that a rank has launched, copies counted, and one more while it launches another."""
 
 
 class LeadingRunner:
@@ -24,28 +28,38 @@ class LeadingRunner:
     Raises ``OSError`` if a rank is gone or does not read within its connection's timeout.
     """
 
-    def __init__(self, runner: ModelRunner, followers: Sequence[socket.socket]) -> None:
+    def __init__(
+        self, runner: ModelRunner, followers: Sequence[socket.socket], mark: Mark = lambda steps: None
+    ) -> None:
         self.device = torch.device("cpu")  # batches are sent from the CPU, also to this rank's device
         self._runner = runner
         self._followers = tuple(followers)
+        self._mark = mark
+        self._num_sent = 0
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See ``ModelRunner.forward``."""
-        return self._runner.forward(self._sent(batch))
+        logits = self._runner.forward(self._sent(batch))
+        self._mark(2 * self._num_sent)
+        return logits
 
     def launch(self, batch: Batch) -> LaunchedPass:
         """See ``ModelRunner.launch``. Does not wait for the other ranks."""
-        return self._runner.launch(self._sent(batch))
+        launched = self._runner.launch(self._sent(batch))
+        self._mark(2 * self._num_sent)
+        return launched
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``ModelRunner.copy_blocks``."""
         self._send(copies_frame(StepKind.COPY_BLOCKS, [source for source, _ in pairs], [to for _, to in pairs]))
         self._runner.copy_blocks(pairs)
+        self._mark(2 * self._num_sent)
 
     def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """See ``ModelRunner.copy_slots``."""
         self._send(copies_frame(StepKind.COPY_SLOTS, src, dst))
         self._runner.copy_slots(src, dst)
+        self._mark(2 * self._num_sent)
 
     def _sent(self, batch: Batch) -> Batch:
         """Send the batch to the other ranks; returns it on this rank's device."""
@@ -63,15 +77,19 @@ class LeadingRunner:
         return batch
 
     def _send(self, frame: StepFrame) -> None:
+        self._num_sent += 1
+        self._mark(2 * self._num_sent - 1)
         data = frame.encode()
         for follower in self._followers:
             follower.sendall(data)
 
 
-def follow(runner: ModelRunner, connection: socket.socket) -> None:
+def follow(runner: ModelRunner, connection: socket.socket, mark: Mark = lambda steps: None) -> None:
     """Run what rank 0 sends until it says stop. Raises ``LeaderGone`` if its connection ends."""
-    while True:
+    for num_launched in itertools.count():
+        mark(2 * num_launched)
         frame = receive_frame(connection)
+        mark(2 * num_launched + 1)
         match frame.kind:
             case StepKind.FORWARD:
                 runner.forward(batch_of(frame, runner.device))

@@ -20,8 +20,8 @@ class Sequence:
 
     seq_id: int
     """Unique within the engine."""
-    token_ids: array[int]
-    """Prompt, output and speculative chain (int32: garbage collections do not walk them)."""
+    token_ids: list[int]
+    """Prompt, output and speculative chain."""
     num_prompt_tokens: int
     """Number of prompt tokens."""
     num_final_tokens: int = 0
@@ -78,7 +78,7 @@ class Sequence:
             self,
             seq_id=seq_id,
             arrival=seq_id,
-            token_ids=self.token_ids[:],
+            token_ids=list(self.token_ids),
             block_ids=self.block_ids[:num_blocks],
             block_digests=list(self.block_digests),
             paused=False,

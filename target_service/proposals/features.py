@@ -53,7 +53,7 @@ def computed(
         elif (session := session_of.get(item.seq.seq_id)) is not None and session.max_nodes > 0:
             first, end = item.start, item.start + item.num_new_tokens
             states = _kept(output.hidden, item.batch_rows)
-            yield Computed(session, first, states, item.seq.token_ids[first + 1 : end + 1].tolist())
+            yield Computed(session, first, states, item.seq.token_ids[first + 1 : end + 1])
     for decision in decisions:
         candidate, walk = decision.candidate, decision.walk
         session, root = candidate.session, by_root.get(candidate.root_row)

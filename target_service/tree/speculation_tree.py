@@ -87,7 +87,7 @@ class SpeculationTree:
         return all(node.is_local for node in self.nodes) if self.has_offers else not self.nodes
 
     def merge(
-        self, proposal: pb.Proposal, committed: Sequence[int], nodes: tuple[list[int], list[int]] | None = None
+        self, proposal: pb.Proposal, committed: list[int], nodes: tuple[list[int], list[int]] | None = None
     ) -> None:
         """Merge a draft's proposal: follow the tokens committed since its start, and add the nodes below them.
 
@@ -256,7 +256,7 @@ class SpeculationTree:
         parents = self.tokens.parents
         return next((node for node, each in enumerate(parents) if each == above and self.nodes[node].is_drawn), None)
 
-    def _hang(self, proposal: pb.Proposal, token_ids: list[int], parents: list[int], walked: Sequence[int]) -> None:
+    def _hang(self, proposal: pb.Proposal, token_ids: list[int], parents: list[int], walked: list[int]) -> None:
         """Merge a proposal's nodes. Nodes that repeat the tokens `walked` lead to the root. Nodes below the root join
         the tree, up to the first one without room. All others are stale. Equal children of one parent are one node,
         with the payload of the first.
@@ -283,7 +283,7 @@ class SpeculationTree:
             places.append(place)
         self.num_stale += len(token_ids) - num_below
 
-    def _replace(self, proposal: pb.Proposal, token_ids: list[int], parents: list[int], walked: Sequence[int]) -> bool:
+    def _replace(self, proposal: pb.Proposal, token_ids: list[int], parents: list[int], walked: list[int]) -> bool:
         """Merge the usual proposal at once: a draft model's whole tree, which begins with this tree's nodes.
 
         Returns False, and changes nothing, if it is another proposal.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -228,6 +229,29 @@ async def test_a_rank_that_is_killed_in_mid_stream_ends_its_engine_and_the_strea
     assert "rank 1 was killed by SIGKILL" in target.log_path.read_text()
     assert processes[0].is_running()
     assert completion.identity == undisturbed.identity
+
+
+@pytest.mark.long
+async def test_a_rank_that_hangs_in_mid_stream_is_named_and_all_streams_go_on_with_another_engine(
+    split_cluster: Cluster,
+) -> None:
+    """Long before `collective_timeout_s`, which no captured step has."""
+    target = split_cluster.services["target"]
+    bodies = [make_request(max_tokens=200, temperature=1.0, seed=seed) for seed in range(2)]
+    processes = processes_of(split_cluster)
+    async with held_back(split_cluster.address) as client, Client(split_cluster.address) as other:
+        undisturbed = [await client.complete(body) for body in bodies]
+        async with Reading(client, bodies[0]) as stream, Reading(other, bodies[1]) as of_other:
+            await stream.until(20)
+            await of_other.until(20)
+            processes[2].suspend()
+            await all_gone(*processes[1:])
+            completions = [await stream.rest(), await of_other.rest()]
+    assert re.search(
+        r"\(engine_stall_s\): step \d+ waits for rank 1, which did not begin it", target.log_path.read_text()
+    )
+    assert processes[0].is_running()
+    assert [each.identity for each in completions] == [each.identity for each in undisturbed]
 
 
 async def test_a_replica_of_two_ranks_drains_and_exits_with_0(split_cluster: Cluster) -> None:

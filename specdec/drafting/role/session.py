@@ -133,7 +133,7 @@ class DraftSession(FollowingSession):
     @property
     def output(self) -> list[int]:
         """The committed tokens of the output."""
-        return self.heads[0].seq.token_ids[self.body.num_prompt_tokens : self.num_committed].tolist()
+        return self.heads[0].seq.token_ids[self.body.num_prompt_tokens : self.num_committed]
 
     def max_depth(self, growth: GrowthPolicy) -> int:
         """Greatest depth of the main path."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
@@ -81,7 +80,7 @@ class DraftWork(PassObserver, Generic[FollowingT]):
             commit(session, body.start_position, list(body.token_ids))
             self._recorder.commit_handled(time.monotonic() - started_s)
 
-    def new_tokens(self, session: FollowingT, held: Ids[int], start: int, token_ids: list[int]) -> list[int]:
+    def new_tokens(self, session: FollowingT, held: list[int], start: int, token_ids: list[int]) -> list[int]:
         """The tokens of a commit that were not committed before; `held` begins with the committed ones.
 
         Raises SessionFailure: see `num_known`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -131,7 +130,7 @@ class Pair:
             session_id=f"s{number}",
             epoch=1,
             owner=self._owner,
-            body=pb.OpenSession(token_ids=array("i", [token_at(0)]), num_prompt_tokens=1),
+            body=pb.OpenSession(token_ids=[token_at(0)], num_prompt_tokens=1),
             params=params,
             mode=VerifyMode.COUPLED,
             rejection_method=RejectionMethod.STANDARD,
@@ -144,7 +143,7 @@ class Pair:
             times=SessionTimes(float(self.env.now)),
             sources=DRAFT_MODEL,
         )
-        session.begin(EngineSequence(seq_id=number, token_ids=array("i", [token_at(0)]), num_prompt_tokens=1))
+        session.begin(EngineSequence(seq_id=number, token_ids=[token_at(0)], num_prompt_tokens=1))
         session.decided(float(self.env.now))
         self._by_id[session.session_id] = session
         if self._speculates:

@@ -57,7 +57,7 @@ def main() -> int:
     if instructions["cores"]:
         os.sched_setaffinity(0, instructions["cores"])
     pulse = Pulse(instructions["pulse_fd"])
-    os.close(instructions["pulse_fd"])
+    os.set_inheritable(instructions["pulse_fd"], False)  # ranks get it
     pulse.start_beating()
     steps = StepMemory(instructions["step_fd"])
     os.close(instructions["step_fd"])

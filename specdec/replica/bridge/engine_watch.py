@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -86,10 +86,27 @@ class EngineWatch:
         if self.silent_s >= self._silence_s:
             return Stall(EndCause.SILENT, f"the engine process gave no sign of life for {self.silent_s:.1f} s")
         if self._turn_s >= self._limit_s(pulse):
-            return Stall(EndCause.STUCK, f"the engine has been in one step for {self._turn_s:.1f} s (engine_stall_s)")
+            ranks = _standing(pulse.rank_marks)
+            return Stall(
+                EndCause.STUCK, f"the engine has been in one step for {self._turn_s:.1f} s (engine_stall_s){ranks}"
+            )
         return None
 
     def _limit_s(self, pulse: PulseReading) -> float:
         if self._stall_s is not None:
             return self._stall_s
         return max(_LEAST_STALL_S, _STALL_TURNS * pulse.longest_turn_s, _STALL_EXPECTED * pulse.expected_turn_s)
+
+
+def _standing(marks: Sequence[int]) -> str:
+    """Which rank keeps the others waiting in which step, as the end of a sentence; empty for one rank."""
+    step = (max(marks, default=0) + 1) // 2
+    if not step:
+        return ""
+    late = [f"rank {rank}" for rank, mark in enumerate(marks) if mark < 2 * step - 1]
+    inside = [f"rank {rank}" for rank, mark in enumerate(marks) if mark == 2 * step - 1]
+    if late:
+        return f": step {step} waits for {', '.join(late)}, which did not begin it"
+    if inside:
+        return f": step {step} is not launched by {', '.join(inside)}"
+    return f": all ranks have launched step {step}, and a device does not finish it"

@@ -1,4 +1,5 @@
-"""An engine process's signs of life: beats of a thread and turns of its loop, in memory that its servicer reads.
+"""An engine process's signs of life: beats of a thread, turns of its loop and steps of its ranks, in memory that its
+servicer reads.
 
 A turn costs two stores into memory and never blocks, even if the servicer does not look or the engine is busy. The
 thread needs only the interpreter, four times a second for some microseconds: a process without beats is frozen, or
@@ -14,9 +15,10 @@ import time
 from typing import NamedTuple
 
 BEAT_INTERVAL_S = 0.25
-_NUM_WORDS = 4
-NUM_BYTES = 8 * _NUM_WORDS
-_BEATS, _TURNS, _LONGEST_NS, _EXPECTED_NS = range(_NUM_WORDS)
+MOST_RANKS = 64
+_NUM_WORDS = 5
+NUM_BYTES = 8 * (_NUM_WORDS + MOST_RANKS)
+_BEATS, _TURNS, _LONGEST_NS, _EXPECTED_NS, _NUM_RANKS = range(_NUM_WORDS)
 
 
 class PulseReading(NamedTuple):
@@ -29,6 +31,8 @@ class PulseReading(NamedTuple):
     """Longest turn that has ended."""
     expected_turn_s: float
     """Estimated longest time of a full step, set after warm-up; 0: not set."""
+    rank_marks: tuple[int, ...] = ()
+    """Mark of each rank: twice the steps that it has launched, and one more while it launches another."""
 
 
 class Pulse:
@@ -36,6 +40,7 @@ class Pulse:
 
     def __init__(self, fd: int | None = None) -> None:
         """`fd`: a shared file of NUM_BYTES; None: memory that no other process sees."""
+        self.fd = fd
         self._words = memoryview(mmap.mmap(-1 if fd is None else fd, NUM_BYTES)).cast("Q")
         self._began_ns = 0
 
@@ -61,10 +66,27 @@ class Pulse:
         """Set the estimated longest time of a full step."""
         self._words[_EXPECTED_NS] = int(seconds * 1e9)
 
+    def expect_ranks(self, num_ranks: int) -> None:
+        """Set the number of ranks whose marks are read."""
+        self._words[_NUM_RANKS] = num_ranks
+
+    def mark_rank(self, rank: int, mark: int) -> None:
+        """Set a rank's mark. Raises IndexError or ValueError if a number is out of range."""
+        if not 0 <= rank < MOST_RANKS:
+            raise IndexError(f"rank {rank}")
+        self._words[_NUM_WORDS + rank] = mark
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """Marks of `MOST_RANKS` ranks, there or not."""
+        return tuple(self._words[_NUM_WORDS:])
+
     def read(self) -> PulseReading:
         """The pulse now."""
         words = self._words
-        return PulseReading(words[_BEATS], words[_TURNS], words[_LONGEST_NS] * 1e-9, words[_EXPECTED_NS] * 1e-9)
+        marks = self.marks[: words[_NUM_RANKS]]
+        times_s = words[_LONGEST_NS] * 1e-9, words[_EXPECTED_NS] * 1e-9
+        return PulseReading(words[_BEATS], words[_TURNS], *times_s, marks)
 
     def _beat(self) -> None:
         while True:

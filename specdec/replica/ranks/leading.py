@@ -26,6 +26,7 @@ from specdec.engine.model.loader import check_tensor_parallel
 from specdec.engine.parallel.frames import BadFrame, StepFrame, StepKind, text_frame
 from specdec.engine.parallel.rank_group import RankGroup, device_of_rank, leaders_store, local_store
 from specdec.engine.settings import EngineSettings
+from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.ranks.gate import NodeGate
 from specdec.replica.ranks.messages import Loaded, Refused, hello_of, receive
 from specdec.replica.ranks.processes import RankProcesses, share_cores
@@ -51,9 +52,10 @@ class Ranks:
         nodes: NodeSettings,
         service: tuple[str, str, str],
         report: Callable[[str], None],
+        pulse: Pulse,
     ) -> None:
         """``service``: name, level and format for logs. ``report`` is called with the reason, in another thread, if the
-        engine's loop hangs.
+        engine's loop hangs. ``pulse`` gets the ranks' marks.
         """
         self.settings = settings
         self.connections: list[socket.socket] = []
@@ -62,10 +64,12 @@ class Ranks:
         self._nodes = nodes
         self._service = service
         self._report = report
+        self.pulse = pulse
+        pulse.expect_ranks(settings.tensor_parallel_size)
         self._num_local = settings.tensor_parallel_size // nodes.nnodes
         self._remote: list[socket.socket] = []
         self._processes = RankProcesses()
-        self._watch = GroupWatch(settings.collective_timeout_s, nodes.node_timeout_s)
+        self._watch = GroupWatch(settings.collective_timeout_s, nodes.node_timeout_s, pulse)
         self._watching = threading.Thread(
             target=self._watch_all, args=(threading.get_ident(),), name="ranks", daemon=True
         )
@@ -175,6 +179,7 @@ class Ranks:
                 "store": ("localhost", store_port),
                 "socket_fd": theirs.fileno(),
                 "leader": None,
+                "pulse_fd": self.pulse.fd,
                 "parent_pid": os.getpid(),
                 "cores": cores,
                 "service": f"{name}-rank-{rank}",
@@ -206,12 +211,13 @@ class Ranks:
 
 @contextlib.contextmanager
 def lead_ranks(
-    settings: TargetSettings | DraftSettings, service: str, report: Callable[[str], None]
+    settings: TargetSettings | DraftSettings, service: str, report: Callable[[str], None], pulse: Pulse
 ) -> Iterator[Ranks | None]:
     """Ranks for an engine process that is rank 0, stopped at the end; None if the settings want one rank only.
 
     An error that a lost rank has caused leaves as ``RankLost``. If the engine's thread hangs in a collective, another
-    thread calls ``report`` with the reason, and ends the process.
+    thread calls ``report`` with the reason, and ends the process; in a captured step, which no rank's timeout ends, the
+    servicer does by ``pulse``.
 
     Raises:
         TensorParallelRefused: the model or the machine does not allow this number of ranks.
@@ -223,7 +229,7 @@ def lead_ranks(
     own = EngineSettings.model_validate(settings.model_dump(include=set(EngineSettings.model_fields)))
     nodes = nodes_of(settings)
     first_device = check_tensor_parallel(own, nodes.nnodes)
-    ranks = Ranks(own, first_device, nodes, (service, settings.log_level, settings.log_format), report)
+    ranks = Ranks(own, first_device, nodes, (service, settings.log_level, settings.log_format), report, pulse)
     try:
         try:
             ranks.start(_SHARE_OF_LOADING * settings.load_timeout_s - _age_s())

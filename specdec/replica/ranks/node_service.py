@@ -20,6 +20,7 @@ from specdec.engine.checkpoints.files import pinned
 from specdec.engine.errors import EngineError
 from specdec.engine.parallel.frames import BadFrame, StepFrame, StepKind
 from specdec.engine.settings import EngineSettings
+from specdec.replica.bridge.pulse import Pulse, new_pulse_file
 from specdec.replica.ranks.connections import NodeConnections, outlast, talk_over_interface_of
 from specdec.replica.ranks.messages import Hello, Refused, Welcome, hello_of, receive, send
 from specdec.replica.ranks.processes import RankProcesses, share_cores
@@ -50,7 +51,8 @@ class NodeService:
         self._nodes = nodes_of(settings)
         self._engine = EngineSettings.model_validate(settings.model_dump(include=set(EngineSettings.model_fields)))
         self._num_ranks = settings.tensor_parallel_size // settings.nnodes
-        self._watch = GroupWatch(settings.collective_timeout_s, math.inf)
+        self._pulse = Pulse(new_pulse_file())
+        self._watch = GroupWatch(settings.collective_timeout_s, math.inf, self._pulse)
         self._processes = RankProcesses()
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
@@ -178,6 +180,7 @@ class NodeService:
                     "store_fd": None,
                     "store": (host, welcome.store_port),
                     "socket_fd": None,
+                    "pulse_fd": self._pulse.fd,
                     "leader": {
                         "nodes": self._nodes.model_dump_json(),
                         "hello": own.model_dump_json(),

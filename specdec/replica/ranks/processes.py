@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import structlog
 
 from specdec.replica.ranks.rank_child import RankInstructions
 
+_PASSED: tuple[Literal["socket_fd", "store_fd", "pulse_fd"], ...] = ("socket_fd", "store_fd", "pulse_fd")
 _LAUNCHER_ONLY = ("PROMETHEUS_MULTIPROC_DIR",)  # metrics are rank 0's
 
 
@@ -32,7 +34,7 @@ class RankProcesses:
         process = subprocess.Popen(
             [sys.executable, "-m", "specdec.replica.ranks.rank_child"],
             stdin=subprocess.PIPE,
-            pass_fds=[fd for fd in (instructions["socket_fd"], instructions["store_fd"]) if fd is not None],
+            pass_fds=[fd for fd in (instructions[each] for each in _PASSED) if fd is not None],
             env=environment,
         )
         self._processes.append(process)

@@ -12,11 +12,13 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 import structlog
 
+from specdec.replica.bridge.pulse import Pulse
 from specdec.service.process import die_with_parent, leave_signals_to_parent
 from specdec.telemetry import setup_logging
 from specdec.telemetry.logs.writer import flush_logs
@@ -56,6 +58,8 @@ class RankInstructions(TypedDict):
     """Host and port of the leader's store."""
     socket_fd: int | None
     """Socket for steps; None: it calls `leader`."""
+    pulse_fd: int | None
+    """Memory of a pulse for the rank's marks; None: nobody reads them."""
     leader: LeaderPlace | None
     parent_pid: int
     cores: list[int] | None
@@ -78,11 +82,11 @@ def main() -> int:
     setup_logging(instructions["service"], instructions["log_level"], instructions["log_format"])
     if instructions["cores"]:
         os.sched_setaffinity(0, instructions["cores"])
-    for descriptor in (instructions["socket_fd"], instructions["store_fd"]):
+    for descriptor in (instructions["socket_fd"], instructions["store_fd"], instructions["pulse_fd"]):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
     log = structlog.get_logger("specdec.replica.ranks.rank_child")
-    rank = instructions["rank"]
+    rank, pulse = instructions["rank"], Pulse(instructions["pulse_fd"])
 
     # Imported late: these imports take seconds, in which the parent may die.
     from specdec.engine.errors import EngineError
@@ -105,7 +109,7 @@ def main() -> int:
             if instructions["leader"] is not None:
                 send(connection, StepKind.LOADED, Loaded(numerics_id=runner.numerics_id))
             log.info("rank_ready", rank=group.rank, device=str(group.device), kv_blocks=runner.num_blocks)
-            follow(runner, connection)
+            follow(runner, connection, partial(pulse.mark_rank, rank))
     except LeaderGone:
         return 0
     except (EngineError, Refused) as error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.engine.parallel.frames import BadFrame, LeaderGone, StepFrame, StepKind, receive_frame, text_frame
+from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.ranks.messages import MOST_TEXT_BYTES, text_of
 from specdec.replica.ranks.rank_child import EXIT_REFUSED
 
@@ -46,10 +47,12 @@ class _Peer:
 class GroupWatch:
     """Runs in one thread, which alone uses the connections that are given to it."""
 
-    def __init__(self, stopped_limit_s: float, silence_limit_s: float) -> None:
-        """Limits in seconds: of a rank that a signal has stopped, and of another node's silence."""
+    def __init__(self, stopped_limit_s: float, silence_limit_s: float, pulse: Pulse | None = None) -> None:
+        """Limits in seconds: of a rank that a signal has stopped, and of another node's silence. `pulse` has the marks
+        of this node's ranks, which beats carry, and gets those of others."""
         self.silence_limit_s = silence_limit_s
         self._stopped_limit_s = stopped_limit_s
+        self._pulse = pulse or Pulse()
         self._processes: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by pidfd: rank, process
         self._peers: dict[int, _Peer] = {}
         self._stopped_s: dict[int, float] = {}
@@ -153,6 +156,8 @@ class GroupWatch:
                 return Loss(f"{peer.name}: {text_of(frame)}")
             if frame.kind is not StepKind.BEAT:
                 on_frame(frame)
+            elif not self._take_marks(frame):
+                return Loss(f"{peer.name}: a beat with marks of no rank")
             # TLS may have read more than one frame.
             if not getattr(peer.connection, "pending", int)():
                 return None
@@ -176,7 +181,16 @@ class GroupWatch:
             peer.silent_s += elapsed_s
             if peer.silent_s >= self.silence_limit_s:
                 return Loss(f"{peer.name} has been silent for {peer.silent_s:.0f} s (node_timeout_s)")
-        return self._send(text_frame(StepKind.BEAT))
+        ranks, marks = [rank for rank, _ in self._processes.values()], self._pulse.marks
+        return self._send(text_frame(StepKind.BEAT, " ".join(f"{rank}:{marks[rank]}" for rank in ranks)))
+
+    def _take_marks(self, beat: StepFrame) -> bool:
+        try:
+            for text in beat.payload.decode().split():
+                self._pulse.mark_rank(*map(int, text.split(":")))
+        except (ValueError, IndexError, TypeError):
+            return False
+        return True
 
     def _ended(self, rank: int, process: subprocess.Popen[bytes]) -> Loss:
         code = process.wait()

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -137,7 +138,7 @@ def build_engine(
     mask_token_id = None
     if isinstance(settings, DraftSettings):
         mask_token_id = parallel_mask(settings.model, settings.revision, settings.parallel_drafting, runner.num_logits)
-    steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
+    steps = runner if ranks is None else LeadingRunner(runner, ranks.connections, partial(ranks.pulse.mark_rank, 0))
     drawing = _drawing(runner, sampler) if ranks is None and mask_token_id is None else None
     is_launched = isinstance(settings, TargetSettings) and is_on_gpu(runner.device)
     engine = Engine(steps, pool, scheduler, steps.launch if is_launched else None, runner)
@@ -241,7 +242,7 @@ def run_role(
     with contextlib.ExitStack() as stack:
         try:
             settings = pinned(settings)
-            ranks = stack.enter_context(lead_ranks(settings, service, report))
+            ranks = stack.enter_context(lead_ranks(settings, service, report, port.pulse))
             built = adapt(build_engine(settings, port, ranks, heads=heads))
             host: SessionHost[SessionT] = make_host(port, settings, wire, built.info)
             role = make_role(host, built, settings)

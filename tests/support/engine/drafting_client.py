@@ -44,7 +44,7 @@ def drafting(client: WorkerClient, body: pb.OpenSession | None = None, turns: in
 def chain_of(client: WorkerClient) -> list[int]:
     session = client.session()
     chain = main_tokens(session)
-    assert list(session.heads[0].seq.token_ids[session.num_committed :]) == chain
+    assert session.heads[0].seq.token_ids[session.num_committed :] == chain
     return chain
 
 

@@ -75,7 +75,7 @@ def test_accepting_after_a_fork_leaves_the_child_as_it_was() -> None:
     step(engine)
     child = engine.fork(parent)
     engine.accept(parent, [1, 2])
-    assert list(parent.token_ids) == [*PROMPT, 7, 2, 3]
+    assert parent.token_ids == [*PROMPT, 7, 2, 3]
     # Their place is shared with the child by now, so they are not moved there but computed again.
     assert (runner.num_slot_copies, parent.num_pending_tokens) == (0, 2)
     assert engine.step() is None

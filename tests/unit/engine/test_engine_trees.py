@@ -30,7 +30,7 @@ def test_accepting_part_of_a_chain_moves_nothing() -> None:
     seq.tree = TokenTree([1, 2, 3, 4])
     step(engine)
     engine.accept(seq, [0, 1])
-    assert list(seq.token_ids) == [*PROMPT, 7, 1, 2]
+    assert seq.token_ids == [*PROMPT, 7, 1, 2]
     assert seq.num_pending_tokens == 0
     assert runner.num_slot_copies == 0
     assert_next_logits_are_fresh(engine, seq)
@@ -46,7 +46,7 @@ def test_accepting_a_branch_compacts_it_into_place() -> None:
         path = [tree.token_ids[i] for i in tree.path(node)]
         assert torch.equal(output.logits[node + 1], fresh_logits([*PROMPT, 7, *path]))
     engine.accept(seq, [1, 3, 4, 5])
-    assert list(seq.token_ids) == [*PROMPT, 7, 2, 4, 5, 6]
+    assert seq.token_ids == [*PROMPT, 7, 2, 4, 5, 6]
     assert seq.num_pending_tokens == 0
     assert runner.num_slot_copies == 4
     assert_next_logits_are_fresh(engine, seq)

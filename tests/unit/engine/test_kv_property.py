@@ -181,10 +181,10 @@ class KVMachine(RuleBasedStateMachine):
         num_slots = self.engine.ahead.reserve(seq, min(len(new), MAX_MODEL_LEN - num_tokens))
         if num_slots:
             drawn = new[:num_slots]
-            longer = replace(seq, token_ids=array("i", [*seq.token_ids, *drawn]))
+            longer = replace(seq, token_ids=[*seq.token_ids, *drawn])
             step = ScheduledStep([ScheduledItem(longer, num_tokens, num_slots, 0, completes=True)])
             logits = self.runner.forward(build_batch(step, BLOCK_SIZE, "cpu")[0])
-            assert torch.equal(logits[-1], self.fresh_logits(list(longer.token_ids)))
+            assert torch.equal(logits[-1], self.fresh_logits(longer.token_ids))
             self.engine.ahead.hold(seq, drawn)
 
     @rule(pick=picks, num_tokens=st.integers(1, 3))
@@ -260,7 +260,7 @@ class KVMachine(RuleBasedStateMachine):
     @rule(choices=paths, forks=st.booleans())
     def step(self, choices: list[int], forks: bool) -> None:
         """One step; verified trees are then accepted along a random path, or left alone (which rejects all)."""
-        tokens_before = {seq.seq_id: seq.token_ids[:] for seq in self.seqs}
+        tokens_before = {seq.seq_id: list(seq.token_ids) for seq in self.seqs}
         trees_before = {seq.seq_id: seq.tree for seq in self.seqs}
         output = self.engine.step()
         if output is None:
@@ -275,8 +275,8 @@ class KVMachine(RuleBasedStateMachine):
             if tree is not None and 0 <= choice < item.tree_nodes:
                 path = tree.path(choice)
                 self.engine.accept(item.seq, path)
-                expected = [*tokens_before[item.seq.seq_id], *(tree.token_ids[node] for node in path)]
-                assert list(item.seq.token_ids) == expected
+                expected = tokens_before[item.seq.seq_id] + [tree.token_ids[node] for node in path]
+                assert item.seq.token_ids == expected
 
     @invariant()
     def no_block_leaks(self) -> None:
@@ -299,11 +299,11 @@ class KVMachine(RuleBasedStateMachine):
             end = item.start + item.num_new_tokens
             first = item.start if seq.prompt_logits else end - min(1, item.num_new_tokens)
             if item.completes or seq.prompt_logits:
-                expected = [list(seq.token_ids[: position + 1]) for position in range(first, end)]
+                expected = [seq.token_ids[: position + 1] for position in range(first, end)]
             tree = trees[seq.seq_id]
             if item.tree_nodes and tree is not None:
                 paths = [tree.path(node) for node in range(item.tree_nodes)]
-                expected += [[*seq.token_ids, *(tree.token_ids[node] for node in path)] for path in paths]
+                expected += [seq.token_ids + [tree.token_ids[node] for node in path] for path in paths]
             got = output.logits[item.rows]
             assert len(got) == len(expected)
             seen += len(got)

@@ -3,7 +3,7 @@
 import pytest
 
 from specdec.replica.bridge.engine_watch import EndCause, EngineWatch
-from specdec.replica.bridge.pulse import BEAT_INTERVAL_S, NUM_BYTES, Pulse, PulseReading, new_pulse_file
+from specdec.replica.bridge.pulse import BEAT_INTERVAL_S, MOST_RANKS, NUM_BYTES, Pulse, PulseReading, new_pulse_file
 
 
 class Watched:
@@ -56,6 +56,39 @@ def test_a_setting_bounds_a_turn_whatever_was_seen() -> None:
     assert Watched(stall_s=2.0).given_up_after_s(60.0, turn=5, longest_s=9.0) == (EndCause.STUCK, 2.25)
 
 
+@pytest.mark.parametrize(
+    ("marks", "standing"),
+    [
+        ((), ""),
+        ((0, 0), ""),
+        ((5, 5, 4), ": step 3 waits for rank 2, which did not begin it"),
+        ((6, 4, 0), ": step 3 waits for rank 1, rank 2, which did not begin it"),
+        ((6, 5), ": step 3 is not launched by rank 1"),
+        ((6, 6), ": all ranks have launched step 3, and a device does not finish it"),
+    ],
+)
+def test_a_stall_names_the_step_and_the_ranks_that_keep_the_others_waiting(
+    marks: tuple[int, ...], standing: str
+) -> None:
+    pulse = Pulse()
+    pulse.expect_ranks(len(marks))
+    for rank, mark in enumerate(marks):
+        pulse.mark_rank(rank, mark)
+    now_s = iter(range(100))
+    watch = EngineWatch(4.0, 1.0, lambda: next(now_s))
+    pulse.begin_turn()
+    readings = (pulse.read()._replace(num_beats=beat) for beat in range(90))
+    stall = next(stall for reading in readings if (stall := watch.look(reading)))
+    assert stall.cause is EndCause.STUCK
+    assert stall.reason.partition("(engine_stall_s)")[2] == standing
+
+
+@pytest.mark.parametrize(("rank", "mark"), [(-1, 0), (MOST_RANKS, 0), (10**9, 0), (0, -1), (0, 2**64)])
+def test_marks_out_of_range_are_refused(rank: int, mark: int) -> None:
+    with pytest.raises((IndexError, ValueError)):
+        Pulse().mark_rank(rank, mark)
+
+
 def test_turns_that_follow_each_other_are_no_stall() -> None:
     watched = Watched()
     assert all(watched.given_up_after_s(5.0, turn=turn) is None for turn in range(1, 99, 2))
@@ -80,7 +113,9 @@ def test_waits_for_a_processor_do_not_count_against_an_engine() -> None:
 def test_what_one_process_shows_another_reads() -> None:
     fd = new_pulse_file()
     shown, seen = Pulse(fd), Pulse(fd)
-    assert NUM_BYTES == 32
+    assert NUM_BYTES == 8 * (5 + MOST_RANKS)
+    shown.expect_ranks(2)
+    shown.mark_rank(1, 7)
     shown.begin_turn()
     assert seen.read().turn == 1
     shown.begin_turn()
@@ -90,3 +125,4 @@ def test_what_one_process_shows_another_reads() -> None:
     reading = seen.read()
     assert (reading.num_beats, reading.turn, reading.expected_turn_s) == (0, 2, 1.5)
     assert reading.longest_turn_s > 0
+    assert reading.rank_marks == (0, 7)

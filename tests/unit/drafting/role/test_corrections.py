@@ -62,7 +62,7 @@ def test_after_a_correction_that_was_expected_the_chain_goes_on_from_where_it_is
     assert len(following.token_ids) >= 4
     session = client.session()
     held = session.heads[0].seq.token_ids[session.num_committed :]
-    assert list(held) == [session.tree.token_ids[node] for node in session.main_path]
+    assert held == [session.tree.token_ids[node] for node in session.main_path]
 
 
 def test_no_chain_is_prepared_below_another_prepared_one_nor_after_the_end(client: WorkerClient) -> None:

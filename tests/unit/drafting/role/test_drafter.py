@@ -79,7 +79,7 @@ def test_a_commit_rolls_back_at_the_first_difference(client: WorkerClient) -> No
     before = client.engine.stats()
     commit(client, 20, [chain[0], chain[1], other(chain[2])], turns=20)
     session = client.session()
-    assert list(session.heads[0].seq.token_ids[20:23]) == [chain[0], chain[1], other(chain[2])]
+    assert session.heads[0].seq.token_ids[20:23] == [chain[0], chain[1], other(chain[2])]
     assert session.num_committed == 23
     after = client.engine.stats()
     assert after.rollbacks == before.rollbacks + 1
@@ -93,7 +93,7 @@ def test_a_commit_past_the_chain_is_taken_over(client: WorkerClient) -> None:
     new = [*chain, 5, 6, 7]
     commit(client, 20, new, turns=20)
     assert client.session().num_committed == 20 + len(new)
-    assert list(client.session().heads[0].seq.token_ids[20 : 20 + len(new)]) == new
+    assert client.session().heads[0].seq.token_ids[20 : 20 + len(new)] == new
     assert len(chain_of(client)) == MAX_AHEAD
 
 

@@ -55,7 +55,7 @@ def commit(client: WorkerClient, start: int, tokens: list[int], *, suspend: bool
 
 def check_session(session: TextSession) -> None:
     joint_ids = [joint for joint, _ in [*session.pieces, *session.drafted]]
-    assert list(session.seq.token_ids) == joint_ids[: len(session.seq.token_ids)]
+    assert session.seq.token_ids == joint_ids[: len(session.seq.token_ids)]
     assert len(joint_ids) - len(session.seq.token_ids) <= 1
     assert len(session.scores) == len(session.drafted)
 

@@ -17,6 +17,7 @@ from specdec.config.nodes import NodeSettings
 from specdec.engine.errors import EngineError
 from specdec.engine.parallel.frames import StepKind, receive_frame
 from specdec.engine.settings import EngineSettings
+from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.ranks.connections import NodeConnections
 from specdec.replica.ranks.leading import Ranks
 from specdec.replica.ranks.messages import Hello, Loaded, Welcome, hello_of, receive, send, text_of
@@ -69,7 +70,7 @@ def test_a_node_whose_rank_computes_differently_is_told_why_the_group_ends(ours:
     given = {"host": "127.0.0.1", "master_addr": "127.0.0.1", "nnodes": 2, "master_port": free_port()}
     nodes = NodeSettings.model_validate(given)
     before = signal.getsignal(signal.SIGUSR1)
-    ranks = Ranks(engine, "cpu", nodes, ("target", "info", "json"), lambda reason: None)
+    ranks = Ranks(engine, "cpu", nodes, ("target", "info", "json"), lambda reason: None, Pulse())
     follower = Follower(nodes, engine)
     follower.start()
     try:

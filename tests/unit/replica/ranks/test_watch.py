@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from contextlib import closing
 import pytest
 
 from specdec.engine.parallel.frames import StepFrame, StepKind, receive_frame
+from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.ranks.messages import send
 from specdec.replica.ranks.watch import GroupWatch, Loss
 from tests.support.for_each import for_each
@@ -44,6 +44,14 @@ def say_lost(there: socket.socket) -> None:
     send(there, StepKind.LOST, "rank 3 was killed by SIGKILL\nTraceback")
 
 
+def say_marks(there: socket.socket) -> None:
+    send(there, StepKind.BEAT, "2:7 64:1")
+
+
+def say_nothing_of_ranks(there: socket.socket) -> None:
+    send(there, StepKind.BEAT, "2:7:1 x")
+
+
 def say_noise(there: socket.socket) -> None:
     there.sendall(b"\xff" * 72)
 
@@ -53,6 +61,8 @@ def say_noise(there: socket.socket) -> None:
     [
         (socket.socket.close, "node 1 closed its connection"),
         (say_lost, "node 1: rank 3 was killed by SIGKILL Traceback"),
+        (say_marks, "node 1: a beat with marks of no rank"),
+        (say_nothing_of_ranks, "node 1: a beat with marks of no rank"),
         (say_noise, "node 1: -1 is not a valid StepKind"),
     ],
 )
@@ -86,20 +96,26 @@ def test_a_silent_node_is_a_loss_and_one_that_beats_is_none() -> None:
 
 def test_frames_reach_nodes_and_their_frames_are_handed_over() -> None:
     here, there = socket.socketpair()
-    seen: queue.Queue[StepKind] = queue.Queue()
+    seen: list[StepKind] = []
     watch = GroupWatch(math.inf, math.inf)
     watch.add_node("node 1", here)
-    result = outcome(watch, lambda frame: seen.put(frame.kind))
+    has_seen = threading.Event()
+
+    def on_frame(frame: StepFrame) -> None:
+        seen.append(frame.kind)
+        has_seen.set()
+
+    result = outcome(watch, on_frame)
     send(there, StepKind.BEAT)
     send(there, StepKind.READY)
+    assert has_seen.wait(PATIENCE_S)
     watch.tell(StepFrame(StepKind.READY, (), bytearray()))
     with closing(there):
         while receive_frame(there).kind is not StepKind.READY:
             pass
-        assert seen.get(timeout=PATIENCE_S) is StepKind.READY
         watch.stop()
         assert result() is None
-    assert seen.empty()
+    assert seen == [StepKind.READY]
 
 
 @pytest.mark.parametrize(("code", "reason"), [("raise SystemExit(4)", "rank 2 exited with code 4"), (None, "SIGKILL")])
@@ -114,3 +130,23 @@ def test_a_process_that_ends_is_a_loss(code: str | None, reason: str) -> None:
     assert lost is not None
     assert reason in lost.reason
     assert lost.fields["pid"] == process.pid
+
+
+def test_beats_carry_the_marks_of_a_nodes_ranks_to_the_leader() -> None:
+    here, there = socket.socketpair()
+    of_leader, of_node = Pulse(), Pulse()
+    of_node.mark_rank(3, 17)
+    leader, node = GroupWatch(math.inf, math.inf, of_leader), GroupWatch(math.inf, math.inf, of_node)
+    leader.add_node("node 1", here)
+    node.add_node("the leader", there)
+    with subprocess.Popen(["sleep", "600"]) as rank:
+        node.add_process(3, rank)
+        results = outcome(leader), outcome(node)
+        while of_leader.marks[3] != 17:
+            threading.Event().wait(0.02)
+        rank.kill()
+        assert results[1]() == Loss(
+            "rank 3 was killed by SIGKILL", {"rank": 3, "pid": rank.pid, "exit_code": -signal.SIGKILL}
+        )
+    leader.stop()
+    results[0]()
