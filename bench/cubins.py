@@ -28,8 +28,7 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import TritonAttention
-from specdec.engine.cuda.buckets import advance, empty_batch, fill
-from specdec.engine.cuda.cuts import NUM_CUT_WORDS, CutKinds, launch_cuts
+from specdec.engine.cuda.cuts import NUM_CUT_NUMBERS, CutKinds, launch_cuts
 from specdec.engine.cuda.launch import Launch
 from specdec.engine.cuda.layers import rotate_write
 from specdec.engine.cuda.sampling import launch_top
@@ -44,7 +43,14 @@ ARCHITECTURES = (80, 90, 100)
 _WARP = 32
 _META = torch.device("meta")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
 _PRODUCT = re.compile(r"(?:wgmma\.mma|tcgen05\.mma|mma\.sync)[\w.:]*")
 _AHEAD = re.compile(r"cp\.async\.cg\.shared\.global [^;]*, 0x10,")
 _ALIGNED = [["tt.divisibility", 16]]
@@ -115,7 +121,6 @@ def adjusted_on_meta(logits: torch.Tensor) -> torch.Tensor:
     adjustments = Adjustments(len(logits), logits.shape[1], _META)
     params = SamplingParams(seed=1, max_tokens=9, logit_bias={5: 1.0}, presence_penalty=1.0)
     adjustments.fill([RowContext(params, 2, 2, TokenHistory([5, 6]))])
-    adjustments.count(torch.empty(len(logits), 2, 4, dtype=torch.int32, device=_META))
     return adjustments.adjusted(logits, 0)
 
 
@@ -139,7 +144,7 @@ def launches_of(shape: AttentionShape) -> dict[str, list[Launch]]:
     for num_rows in (8, 512):
         with torch.inference_mode(), LaunchCounter() as counter:
             logits = adjusted_on_meta(decoder(meta_batch(num_rows, 4096), cache))
-            cuts = torch.empty(num_rows, NUM_CUT_WORDS, dtype=torch.int32, device=_META)
+            cuts = torch.empty(num_rows, NUM_CUT_NUMBERS, dtype=torch.float64, device=_META)
             logits = launch_cuts(logits, cuts, CutKinds(has_top_k=True, has_top_p=True))
             launch_top(logits, torch.empty(num_rows, 3, dtype=torch.int32, device=_META), 4)
         found[f"{num_rows} rows"] = counter.launches
@@ -161,11 +166,8 @@ def launches_of(shape: AttentionShape) -> dict[str, list[Launch]]:
     qkv = torch.empty(8, (heads + 2 * shape.num_kv_heads) * dim, dtype=shape.dtype, device=_META)
     with LaunchCounter() as counter:
         kernel(query, key, value, 0, ForwardContext(batch, cache, kernel), options)
-        padded, of_rows = empty_batch(8, 256, _META, 3, 16), torch.empty(2, 8, dtype=torch.int32, device=_META)
-        fill(padded, batch, 3, 16)
-        advance(padded, 1, torch.empty(8, 2, 4, dtype=torch.int32, device=_META), of_rows[0], of_rows[1], cache)
         rotate_write(qkv, heads, 0, batch, cache, (tables[0], tables[1]), (norms[0], norms[1]), 1e-6)
-    found["window, softcap, sinks, norms of heads, padding, drafting"] = counter.launches
+    found["window, softcap, sinks, norms of heads"] = counter.launches
     return found
 
 

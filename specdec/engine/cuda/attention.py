@@ -10,7 +10,7 @@ import torch
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cache_of
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.attention_kernels import attention_kernel, fold_kernel, plan_kernel, write_kv_kernel
+from specdec.engine.cuda.attention_kernels import attention_kernel, fold_kernel, plan_kernel
 from specdec.engine.cuda.launch import launch
 
 SPLIT = 256
@@ -116,31 +116,6 @@ def plan_work(batch: Batch, shape: LaunchShape, block_size: int, window: int, by
         )
         works.append(Work(entries, most, first_row, rows, num_splits))
     return works
-
-
-def write_kv(layer: int, batch: Batch, cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Store keys and values ``[T, num_kv_heads, dim]`` at the slots of their rows."""
-    geometry = cache.geometries[layer]
-    launch(
-        write_kv_kernel,
-        (key.shape[0], geometry.num_kv_heads),
-        key,
-        value,
-        cache.keys[layer],
-        cache.values[layer],
-        batch.slot_mapping,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        NUM_KV_HEADS=geometry.num_kv_heads,
-        KEY_DIM=geometry.key_dim,
-        VALUE_DIM=geometry.value_dim,
-        BLOCK_SIZE=cache.block_size,
-        BLOCK_D=power_of_two(max(geometry.key_dim, geometry.value_dim)),
-        options={"num_warps": 1},
-        cached=(cache.keys[layer], cache.values[layer]),
-    )
 
 
 def attend(
@@ -249,7 +224,7 @@ def attend(
 class TritonAttention:
     """``AttentionKernel`` for models that transformers runs; it computes in float32. Row-invariant as ``attend`` is.
 
-    Cost: three kernels per layer, and ``plan_work`` once per pass.
+    Cost: two kernels per layer, ``KVCache.write``, and ``plan_work`` once per pass.
     """
 
     def __call__(
@@ -263,8 +238,8 @@ class TritonAttention:
     ) -> torch.Tensor:
         """See ``AttentionKernel``."""
         cache, batch = cache_of(context), context.batch
-        query, key, value = (data if data.stride(2) == 1 else data.contiguous() for data in (query, key, value))
-        write_kv(layer, batch, cache, key, value)
+        query = query if query.stride(2) == 1 else query.contiguous()
+        cache.write(layer, batch.slot_mapping, key, value)
         return attend(query, layer, batch, cache, options, context.scratch)
 
 

@@ -15,38 +15,8 @@ import triton.language as tl
 NO_LIMIT = tl.constexpr(2147483647)
 FOLDED_AT_ONCE = tl.constexpr(16)
 # Parts of one packed copy, and sizes of a batch: a kernel is compiled once for all alignments and values of these.
-_OF_BATCH = [
-    "slot_mapping", "row_seq", "positions", "context_lens", "path_offsets", "path_slots", "block_tables"
-]  # fmt: skip
+_OF_BATCH = ["row_seq", "positions", "context_lens", "path_offsets", "path_slots", "block_tables"]
 _SIZES = ["table_stride", "first_row", "end_row", "most", "num_splits", "window"]
-
-
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
-def write_kv_kernel(
-    key,
-    value,
-    keys,
-    values,
-    slot_mapping,
-    key_row_stride,
-    key_head_stride,
-    value_row_stride,
-    value_head_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Store one row's key and value of one head; grid (rows, KV heads)."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slot_mapping + row)
-    line = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    d = tl.arange(0, BLOCK_D)
-    new_key = tl.load(key + row * key_row_stride + head * key_head_stride + d, mask=d < KEY_DIM)
-    tl.store(keys + line * KEY_DIM + d, new_key.to(keys.dtype.element_ty), mask=d < KEY_DIM)
-    new_value = tl.load(value + row * value_row_stride + head * value_head_stride + d, mask=d < VALUE_DIM)
-    tl.store(values + line * VALUE_DIM + d, new_value.to(values.dtype.element_ty), mask=d < VALUE_DIM)
 
 
 @triton.jit

@@ -8,15 +8,13 @@ may be: attention's programs follow a list of what there is to do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.bucket_kernels import advance_kernel, fill_kernel
-from specdec.engine.cuda.launch import launch
 from specdec.engine.cuda.passes import Capture, GraphCache, GraphStore
 from specdec.engine.tap import HiddenTap
 
@@ -24,9 +22,8 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PATH_SLOTS_PER_ROW = 16
 """Path slots per row that a captured step has room for, a power of two; deeper trees are not captured."""
 
-Forward = Callable[[Batch, KVCache], torch.Tensor]
-_GraphKey = tuple[int, tuple[int, ...]]
-"""Rows, and the layer ids of a step's tap."""
+KindT = TypeVar("KindT")
+Forward = Callable[[Batch], torch.Tensor]
 
 
 def bucket_of(batch: Batch, num_blocks: int) -> int | None:
@@ -52,142 +49,165 @@ def table_blocks(max_len: int, block_size: int) -> int:
     return -(-(max_len + ROW_BUCKETS[-1]) // block_size)
 
 
-def empty_batch(num_rows: int, num_blocks: int, device: torch.device, spare_block: int, block_size: int) -> Batch:
-    """A batch of padding only: every row is the first token of the last sequence, in the spare block.
+class PassShape(NamedTuple):
+    """What captured passes of one model or head have in common."""
 
-    ``num_blocks``: of a row's table.
-    """
+    num_blocks: int
+    """Blocks of a captured table."""
+    spare_block: int
+    """Block that padding rows write to: no sequence may get it."""
+    block_size: int
+    device: torch.device
 
-    def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.full(shape, value, dtype=dtype, device=device)
+    @staticmethod
+    def of(cache: KVCache, max_len: int | None) -> PassShape:
+        """Of passes over a cache, whose last block is the spare one; ``max_len``: see ``table_blocks``."""
+        most = cache.num_blocks if max_len is None else table_blocks(max_len, cache.block_size)
+        return PassShape(min(cache.num_blocks, most), cache.num_blocks - 1, cache.block_size, cache.device)
 
-    return Batch(
-        input_ids=full(num_rows, dtype=torch.int64),
-        position_ids=full(num_rows, dtype=torch.int64),
-        slot_mapping=full(num_rows, value=spare_block * block_size, dtype=torch.int64),
-        row_seq=full(num_rows, value=num_rows - 1),
-        context_lens=full(num_rows, value=1),
-        path_offsets=full(num_rows + 1),
-        path_slots=full(PATH_SLOTS_PER_ROW * num_rows),
-        block_tables=full(num_rows, num_blocks, value=spare_block),
-        logits_indices=torch.arange(num_rows, device=device),
-        num_seqs=num_rows,
-    )
+    @property
+    def spare_slot(self) -> int:
+        """The first slot of the spare block."""
+        return self.spare_block * self.block_size
+
+    def empty_batch(self, num_rows: int) -> Batch:
+        """A batch of padding only: every row is the first token of the last sequence, in the spare block."""
+
+        def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=self.device)
+
+        return Batch(
+            input_ids=full(num_rows, dtype=torch.int64),
+            position_ids=full(num_rows, dtype=torch.int64),
+            slot_mapping=full(num_rows, value=self.spare_slot, dtype=torch.int64),
+            row_seq=full(num_rows, value=num_rows - 1),
+            context_lens=full(num_rows, value=1),
+            path_offsets=full(num_rows + 1),
+            path_slots=full(PATH_SLOTS_PER_ROW * num_rows),
+            block_tables=full(num_rows, self.num_blocks, value=self.spare_block),
+            logits_indices=torch.arange(num_rows, device=self.device),
+            num_seqs=num_rows,
+        )
 
 
-def fill(static: Batch, batch: Batch, spare_block: int, block_size: int) -> None:
-    """Copy ``batch`` into ``static``, a batch of its bucket, and pad the other rows. One launch, without waiting.
+def fill(static: Batch, batch: Batch, padding: Batch) -> None:
+    """Copy ``batch`` into ``static``, a batch of its bucket, and pad the other rows as in ``padding``, an empty batch
+    with as many rows. Four launches, without waiting.
 
     Table columns past the batch's own keep their old values, which no kernel reads.
     """
-    num_rows = static.input_ids.shape[0]
-    names = (
-        "input_ids", "position_ids", "slot_mapping", "row_seq", "context_lens", "path_offsets", "path_slots",
-        "block_tables",
-    )  # fmt: skip
-    launch(
-        fill_kernel,
-        (num_rows + 1,),
-        *(getattr(batch, name) for name in names),
-        *(getattr(static, name) for name in names),
-        batch.input_ids.shape[0],
-        batch.num_seqs,
-        batch.path_slots.shape[0],
-        batch.block_tables.shape[1],
-        num_rows,
-        static.block_tables.shape[1],
-        spare_block,
-        SLOTS_PER_ROW=PATH_SLOTS_PER_ROW,
-        BLOCK_SIZE=block_size,
-        BLOCK=1024,
-        options={"num_warps": 4},
-    )
+    num_seqs, width = batch.block_tables.shape
+    for names in (
+        ("input_ids", "position_ids", "slot_mapping"),
+        ("row_seq", "context_lens", "path_offsets", "path_slots"),
+    ):
+        copies = []
+        for name in names:
+            to, own, rest = (getattr(each, name) for each in (static, batch, padding))
+            copies += [(to[: len(own)], own), (to[len(own) :], rest[len(own) :])]
+        if num_seqs < len(static.block_tables):
+            copies.append((static.block_tables[-1, :1], padding.block_tables[-1, :1]))
+        torch._foreach_copy_(*zip(*((to, source) for to, source in copies if len(to)), strict=True))
+    static.path_offsets[len(batch.path_offsets) :].fill_(len(batch.path_slots))
+    static.block_tables[:num_seqs, :width].copy_(batch.block_tables)
 
 
-def advance(
-    batch: Batch, number: int, drawn: torch.Tensor, positions: torch.Tensor, num_passes: torch.Tensor, cache: KVCache
-) -> None:
-    """Change a batch, in place, to the pass over the tokens that a round has drawn. One launch.
+class ReplayedPass(NamedTuple):
+    """A captured pass."""
 
-    Args:
-        batch: a row for each sequence, in order.
-        number: number of the round, from 0 on.
-        drawn: ``[rows, 2, num_top]`` int32, as ``launch_top`` returns it.
-        positions: ``[rows]`` int32, positions of the tokens of round 0.
-        num_passes: ``[rows]`` int32; a row with at most ``number`` passes writes to the spare block, the cache's last.
-        cache: KV cache of the batch.
-    """
-    launch(
-        advance_kernel,
-        (drawn.shape[0],),
-        drawn,
-        positions,
-        num_passes,
-        batch.block_tables,
-        batch.input_ids,
-        batch.position_ids,
-        batch.slot_mapping,
-        batch.context_lens,
-        number,
-        drawn.shape[2],
-        batch.block_tables.shape[1],
-        cache.num_blocks - 1,
-        BLOCK_SIZE=cache.block_size,
-        options={"num_warps": 1},
-    )
-
-
-class _Graph(NamedTuple):
     batch: Batch
     """The batch whose tensors a replay reads, which it keeps alive."""
+    padding: Batch
+    """An empty batch, for `fill`."""
+    inputs: tuple[torch.Tensor, ...]
+    """Other tensors that a replay reads, a row for each of the batch's."""
     replay: Callable[[], None]
-    logits: torch.Tensor
-    """Rows of the buffer."""
+    result: torch.Tensor
+    """What a replay fills; other replays overwrite it."""
+
+
+class BucketedPasses(Generic[KindT]):
+    """Passes of several kinds, captured for each bucket of rows at first use unless `prepare` did so."""
+
+    def __init__(
+        self,
+        graphs: GraphCache,
+        subject: str,
+        shape: PassShape,
+        make: Callable[[KindT, int], tuple[tuple[torch.Tensor, ...], Forward]],
+        may_replay: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`make`: for a kind and a number of rows the tensors that a pass reads besides its batch, and the pass. It
+        must not refer to this object: see ``GraphStore``."""
+        self.store: GraphStore[tuple[KindT, int], ReplayedPass] = GraphStore(graphs, subject, may_replay)
+        self._capture = graphs.capture
+        self._shape = shape
+        self._make = make
+
+    def replayed(self, kind: KindT, batch: Batch | None, *inputs: torch.Tensor) -> ReplayedPass | None:
+        """The pass after a replay for a batch and other inputs; None: it is not captured. Cost: four launches for a
+        batch, and one for each input."""
+        rows = row_bucket(len(inputs[0])) if batch is None else bucket_of(batch, self._shape.num_blocks)
+        found = None if rows is None else self.store.get((kind, rows), self._captured)
+        if found is None:
+            return None
+        if batch is not None:
+            fill(found.batch, batch, found.padding)
+        for static, own in zip(found.inputs, inputs, strict=True):
+            static[: len(own)].copy_(own)
+        found.replay()
+        return found
+
+    def prepare(self, keys: Iterable[tuple[KindT, int]], clock: Callable[[], float] = time.monotonic) -> None:
+        """Capture kinds of passes for numbers of rows as time and memory allow."""
+        self.store.prepare(keys, self._captured, clock)
+
+    def _captured(self, key: tuple[KindT, int]) -> ReplayedPass:
+        batch, padding = (shape.empty_batch(key[1]) for shape in (self._shape, self._shape._replace(num_blocks=1)))
+        inputs, run = self._make(*key)
+        return ReplayedPass(batch, padding, inputs, *self._capture(lambda: run(batch)))
 
 
 class BucketedSteps:
     """``StepModel`` that replays captured steps for batches that fit a bucket, and runs other batches directly.
 
-    Replays serve the cache given to ``serve``, whose last block is the spare one: no sequence may get it. A step that
-    ``prepare`` has not captured is captured at first use. All captured steps write their logits to one buffer.
+    Replays serve one cache, whose last block is the spare one: no sequence may get it. A step that ``prepare`` has not
+    captured is captured at first use. All captured steps write their logits to one buffer.
     """
 
-    def __init__(self, forward: Forward, capture: Capture, *, is_alone: bool = True) -> None:
-        """`is_alone`: see ``GraphCache``."""
-        self._forward = forward
-        self._cache: KVCache | None = None
-        self._num_blocks = 0
+    def __init__(
+        self,
+        forward: Callable[[Batch, KVCache], torch.Tensor],
+        cache: KVCache,
+        capture: Capture,
+        max_len: int | None = None,
+        *,
+        is_alone: bool = True,
+    ) -> None:
+        """Replay steps over `cache` for sequences of at most ``max_len`` tokens; None: of any size. `is_alone`: see
+        ``GraphCache``."""
+        self.forward = forward
+        """The function that runs a step directly."""
+        self._cache = cache
         self._logits: torch.Tensor | None = None
         self.graphs = GraphCache(capture, is_alone=is_alone)
         """Captured steps, and graphs of what else runs over the model's results."""
-        self._steps: GraphStore[_GraphKey, _Graph] = GraphStore(self.graphs, "a step")
-
-    def serve(self, cache: KVCache, max_len: int | None = None) -> None:
-        """Replay steps over this cache from now on, for sequences of at most ``max_len`` tokens; None: of any size."""
-        self._cache = cache
-        self._num_blocks = cache.num_blocks
-        if max_len is not None:
-            self._num_blocks = min(cache.num_blocks, table_blocks(max_len, cache.block_size))
+        shape = PassShape.of(cache, max_len)
+        self._passes: BucketedPasses[tuple[int, ...]] = BucketedPasses(self.graphs, "a step", shape, self._step)
 
     def stop(self) -> None:
         """Stop replaying, and drop all captured steps."""
-        self._cache = None
-        self._steps.clear()
+        self._passes.store.refuse()
 
     @property
     def row_edges(self) -> tuple[int, ...]:
         """Row counts that steps are padded to, rising; larger steps are not replayed. Empty: no step is replayed."""
-        return () if self._cache is None or self._steps.has_failed else ROW_BUCKETS
-
-    @property
-    def forward(self) -> Forward:
-        """The function that runs a step directly."""
-        return self._forward
+        return () if self._passes.store.has_failed else ROW_BUCKETS
 
     @property
     def num_graphs(self) -> int:
         """Number of captured steps."""
-        return len(self._steps)
+        return len(self._passes.store)
 
     def prepare(self, *, tap_ids: tuple[int, ...] = (), clock: Callable[[], float] = time.monotonic) -> None:
         """Capture all steps, so that no request waits for captures: most rows first, whose memory others reuse.
@@ -196,31 +216,25 @@ class BucketedSteps:
             tap_ids: layers whose hidden states the steps hand out.
             clock: monotonic time in seconds.
         """
-        if (cache := self._cache) is not None:
-            keys = ((rows, tap_ids) for rows in reversed(ROW_BUCKETS))
-            self._steps.prepare(keys, lambda key: self._captured(key, cache), clock)
+        self._passes.prepare(((tap_ids, rows) for rows in reversed(ROW_BUCKETS)), clock)
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Logits ``[R, V]``, copied from those of a replay; see ``StepModel``."""
-        graph = self._graph_of(batch, cache) if cache is self._cache and not self._steps.has_failed else None
-        if graph is None:
-            return self._forward(batch, cache)
-        static = graph.batch
-        fill(static, batch, cache.num_blocks - 1, cache.block_size)
-        graph.replay()
-        if batch.tap is not None and static.tap is not None and static.tap.states is not None:
-            batch.tap.states = static.tap.states[: batch.input_ids.shape[0]].clone()  # the next replay overwrites them
-        return graph.logits.index_select(0, batch.logits_indices)
+        tap_ids = () if batch.tap is None else batch.tap.layer_ids
+        found = self._passes.replayed(tap_ids, batch) if cache is self._cache else None
+        if found is None:
+            return self.forward(batch, cache)
+        tap = found.batch.tap
+        if batch.tap is not None and tap is not None and tap.states is not None:
+            batch.tap.states = tap.states[: batch.input_ids.shape[0]].clone()  # the next replay overwrites them
+        return found.result.index_select(0, batch.logits_indices)
 
-    def _graph_of(self, batch: Batch, cache: KVCache) -> _Graph | None:
-        bucket, tap_ids = bucket_of(batch, self._num_blocks), () if batch.tap is None else batch.tap.layer_ids
-        return None if bucket is None else self._steps.get((bucket, tap_ids), lambda key: self._captured(key, cache))
+    def _step(self, tap_ids: tuple[int, ...], num_rows: int) -> tuple[tuple[torch.Tensor, ...], Forward]:
+        def run(batch: Batch) -> torch.Tensor:
+            batch.tap = HiddenTap(tap_ids) if tap_ids else None
+            return self._buffered(self.forward(batch, self._cache))
 
-    def _captured(self, key: _GraphKey, cache: KVCache) -> _Graph:
-        num_rows, tap_ids = key
-        static = empty_batch(num_rows, self._num_blocks, cache.device, cache.num_blocks - 1, cache.block_size)
-        static.tap = HiddenTap(tap_ids) if tap_ids else None
-        return _Graph(static, *self.graphs.capture(lambda: self._buffered(self._forward(static, cache))))
+        return (), run
 
     def _buffered(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits in the buffer, which the first run of the first capture makes."""

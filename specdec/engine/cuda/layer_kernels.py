@@ -6,44 +6,32 @@ import triton.language as tl
 
 
 # A batch's tensors are parts of one packed copy: a kernel is compiled once for all alignments.
-@triton.jit(do_not_specialize_on_alignment=["input_ids"])
-def embed_norm_kernel(
-    input_ids, embedding, weight, residual, normed, epsilon, NUM_EMBEDDINGS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Embedding of a token, stored as the residual, and its norm; grid (rows,). An id out of range gives a NaN norm."""
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BLOCK)
-    token = tl.load(input_ids + row)
-    is_known = (token >= 0) & (token < NUM_EMBEDDINGS)
-    x = tl.load(embedding + token * WIDTH + d, mask=(d < WIDTH) & is_known, other=0.0)
-    tl.store(residual + row * WIDTH + d, x, mask=d < WIDTH)
-    x = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
-    scale = tl.where(is_known, scale, float("nan"))
-    w = tl.load(weight + d, mask=d < WIDTH, other=0.0)
-    tl.store(normed + row * WIDTH + d, (x * scale).to(w.dtype) * w, mask=d < WIDTH)
-
-
-@triton.jit(do_not_specialize=["part_stride"])
+@triton.jit(do_not_specialize=["part_stride"], do_not_specialize_on_alignment=["input_ids"])
 def add_norm_kernel(
-    added, weight, residual, normed, part_stride, epsilon, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    added, input_ids, weight, residual, normed, part_stride, epsilon, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    NUM_EMBEDDINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add ``added`` [parts, rows, WIDTH] to ``residual``, rounded to its dtype, and compute its norm; grid (rows,).
 
-    Parts are summed in order in float32, and the sum is rounded before it is added.
+    Parts are summed in order in float32, and the sum is rounded before it is added. With ``NUM_EMBEDDINGS``, the
+    embeddings in ``added`` of ``input_ids`` become ``residual``; an id out of range gives NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
-    x = tl.load(residual + row * WIDTH + d, mask=d < WIDTH, other=0.0)
-    total = tl.load(added + row * WIDTH + d, mask=d < WIDTH, other=0.0)
-    if NUM_PARTS > 1:
-        total = total.to(tl.float32)
-        for part in tl.static_range(1, NUM_PARTS):
-            lines = added + part * part_stride.to(tl.int64) + row * WIDTH
-            total += tl.load(lines + d, mask=d < WIDTH, other=0.0).to(tl.float32)
-    x = x + total.to(x.dtype)
+    if NUM_EMBEDDINGS > 0:
+        token = tl.load(input_ids + row)
+        is_known = (token >= 0) & (token < NUM_EMBEDDINGS)
+        x = tl.load(added + token * WIDTH + d, mask=(d < WIDTH) & is_known, other=0.0)
+        x = tl.where(is_known | (d >= WIDTH), x, float("nan"))
+    else:
+        x = tl.load(residual + row * WIDTH + d, mask=d < WIDTH, other=0.0)
+        total = tl.load(added + row * WIDTH + d, mask=d < WIDTH, other=0.0)
+        if NUM_PARTS > 1:
+            total = total.to(tl.float32)
+            for part in tl.static_range(1, NUM_PARTS):
+                lines = added + part * part_stride.to(tl.int64) + row * WIDTH
+                total += tl.load(lines + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+        x = x + total.to(x.dtype)
     tl.store(residual + row * WIDTH + d, x, mask=d < WIDTH)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)

@@ -8,48 +8,30 @@ from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import power_of_two
 from specdec.engine.cuda.launch import launch
-from specdec.engine.cuda.layer_kernels import add_norm_kernel, embed_norm_kernel, gate_kernel, rotate_write_kernel
+from specdec.engine.cuda.layer_kernels import add_norm_kernel, gate_kernel, rotate_write_kernel
 
 _GATE_BLOCK = 1024
 
 
-def embed_norm(
-    input_ids: torch.Tensor, embedding: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embeddings ``[T, width]`` of tokens ``[T]``, and their norms ``[T, width]``; NaN for ids out of range."""
-    num_embeddings, width = embedding.shape
-    residual = embedding.new_empty(input_ids.shape[0], width)
-    normed = torch.empty_like(residual)
-    launch(
-        embed_norm_kernel,
-        (input_ids.shape[0],),
-        input_ids,
-        embedding,
-        weight,
-        residual,
-        normed,
-        epsilon,
-        NUM_EMBEDDINGS=num_embeddings,
-        WIDTH=width,
-        BLOCK=power_of_two(width),
-        options=_options(width),
-        cached=(embedding,),
-    )
-    return residual, normed
-
-
 def add_norm(
-    added: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, epsilon: float
+    added: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    normed: torch.Tensor,
+    epsilon: float,
+    input_ids: torch.Tensor | None = None,
 ) -> None:
     """Add ``added`` to ``residual`` in place, and write its norm to ``normed``; all are ``[T, width]``, contiguous.
 
-    ``added`` may also be ``[parts, T, width]``: the parts are summed first, in order.
+    ``added`` may also be ``[parts, T, width]``: the parts are summed first, in order. With ``input_ids`` it is an
+    embedding, whose rows replace ``residual``.
     """
     num_rows, width = residual.shape
     launch(
         add_norm_kernel,
         (num_rows,),
         added,
+        residual if input_ids is None else input_ids,
         weight,
         residual,
         normed,
@@ -57,8 +39,10 @@ def add_norm(
         epsilon,
         NUM_PARTS=added.shape[0] if added.dim() == 3 else 1,
         WIDTH=width,
+        NUM_EMBEDDINGS=0 if input_ids is None else added.shape[0],
         BLOCK=power_of_two(width),
-        options=_options(width),
+        options={"num_warps": 4 if width <= 2048 else 8},
+        cached=() if input_ids is None else (added,),
     )
 
 
@@ -120,7 +104,3 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     grid = (num_rows, -(-width // block))
     launch(gate_kernel, grid, gate_up, out, WIDTH=width, BLOCK=block, options={"num_warps": 4})
     return out
-
-
-def _options(width: int) -> dict[str, int]:
-    return {"num_warps": 4 if width <= 2048 else 8}

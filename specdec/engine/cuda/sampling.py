@@ -1,4 +1,4 @@
-"""The best tokens of scores plus noise, found on the device: three kernels and one copy to the host."""
+"""The best tokens of scores plus noise, found on the device without waiting, and one copy to the host."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 
 from specdec.engine.cuda.attention import power_of_two
 from specdec.engine.cuda.launch import launch
-from specdec.engine.cuda.sampling_kernels import draw_kernel, merge_kernel, row_peak_kernel
+from specdec.engine.cuda.sampling_kernels import LARGEST_ID, draw_kernel, merge_kernel
 
 MOST_TOP = 16
 """Most tokens per row that the kernels find."""
 _BLOCK = 1024
+_LARGEST_ID = int(LARGEST_ID.value)
 
 
 def device_perturbed_top(
@@ -55,7 +56,7 @@ def row_parameters(temperatures: Sequence[float], keys: Sequence[int]) -> torch.
 
 
 def launch_top(logits: torch.Tensor, rows: torch.Tensor, num_top: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The best tokens, ``[R, 2, num_top]`` int32 on the device, for ``read_top``. No operation waits for data.
+    """The best tokens, ``[R, num_top]`` scored ids on the device, for ``read_top``. No operation waits for data.
 
     Args:
         logits: ``[R, V]`` float32; copied if the tokens of a row are not contiguous.
@@ -67,48 +68,50 @@ def launch_top(logits: torch.Tensor, rows: torch.Tensor, num_top: int, out: torc
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     num_chunks = -(-vocab_size // _BLOCK)
-    peaks = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
-    scores = torch.empty(num_rows, num_chunks, num_top, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(num_rows, num_chunks, num_top, dtype=torch.int32, device=logits.device)
+    parts = torch.empty(num_rows, num_chunks * num_top, dtype=torch.int64, device=logits.device)
     if out is None:
-        out = torch.empty(num_rows, 2, num_top, dtype=torch.int32, device=logits.device)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    grid = (num_rows, num_chunks)
-    stride = logits.stride(0)
-    launch(row_peak_kernel, grid, logits, peaks, stride, VOCAB=vocab_size, BLOCK=_BLOCK, options=options)
+        out = torch.empty(num_rows, num_top, dtype=torch.int64, device=logits.device)
     launch(
         draw_kernel,
-        grid,
+        (num_rows, num_chunks),
         logits,
+        logits.amax(dim=1),
         rows,
-        peaks,
-        scores,
-        ids,
-        stride,
+        parts,
+        logits.stride(0),
         VOCAB=vocab_size,
-        NUM_CHUNKS=num_chunks,
         BLOCK=_BLOCK,
-        BLOCK_CHUNKS=power_of_two(num_chunks),
         NUM_TOP=num_top,
-        options=options,
+        options={"num_warps": 4, "enable_fp_fusion": False},
     )
     launch(
         merge_kernel,
         (num_rows,),
-        peaks,
-        scores,
-        ids,
+        parts,
         out,
-        NUM_CHUNKS=num_chunks,
-        BLOCK_CHUNKS=power_of_two(num_chunks),
-        BLOCK_PARTS=power_of_two(num_chunks * num_top),
+        NUM_PARTS=parts.shape[1],
+        BLOCK=power_of_two(parts.shape[1]),
         NUM_TOP=num_top,
-        options=options,
+        options={"num_warps": 4},
     )
     return out
 
 
+def scored(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Scored ids (``sampling_kernels``) of float32 scores, which are not negative, and int64 ids of one shape."""
+    return (scores.view(torch.int32).to(torch.int64) << 32) | (_LARGEST_ID - ids)
+
+
+def ids_of(scored_ids: torch.Tensor) -> torch.Tensor:
+    """The int64 ids of scored ids."""
+    return _LARGEST_ID - (scored_ids & 0xFFFFFFFF)
+
+
 def read_top(out: torch.Tensor) -> tuple[list[int], list[float]]:
-    """Token ids and scores, row by row, of a result of ``launch_top`` on the host; NaN: its best is not finite."""
-    ids, scores = out[:, 0].reshape(-1), out[:, 1].reshape(-1).view(torch.float32)
-    return ids.tolist(), scores.tolist()
+    """Token ids and scores, row by row, of scored ids ``[..., n]`` on the host; NaN: the row's best is minus
+    infinity."""
+    bits = (out.numpy() >> 32).astype(np.int32)
+    scores = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(np.float32)
+    ids = np.where(scores == -np.inf, 0, ids_of(out).numpy())
+    scores[scores[..., 0] == -np.inf] = np.nan
+    return ids.reshape(-1).tolist(), scores.reshape(-1).tolist()

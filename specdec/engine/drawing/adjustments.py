@@ -6,31 +6,21 @@ Bad words are not supported: the tokens that they forbid depend on earlier token
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from specdec.engine.cuda.adjust_kernels import (
-    ADJUST_WORDS,
-    ALLOWED,
-    BIASED,
-    HELD,
-    ONCE,
-    SEEN,
-    adjust_kernel,
-    count_kernel,
-    mark_kernel,
-)
+from specdec.engine.batch import to_device
+from specdec.engine.cuda.adjust_kernels import adjust_kernel
 from specdec.engine.cuda.launch import launch
 from specdec.engine.sampling.logit_processors import RowContext
 from specdec.wire.sampling_params import SamplingParams
 
-_NUM_WORDS = int(ADJUST_WORDS.value)
-_BLOCK, _ENTRIES_BLOCK = 1024, 256
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-
-Ids = npt.NDArray[np.int64]
+_BLOCK = 1024
+_ALWAYS = np.iinfo(np.int32).max
+Array = npt.NDArray[Any]
 
 
 def can_adjust(params: SamplingParams) -> bool:
@@ -44,64 +34,75 @@ class Adjustments:
     Guarantee: logits are those of ``adjusted_logits``, bit for bit, for the rows' tokens at `fill` and those counted
     since. No operation waits for data.
 
-    Memory: eight bytes for each row and token of the vocabulary.
+    Memory: twelve bytes for each row and token of the vocabulary.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         """Begin with rows without adjustments."""
         self._vocab_size = vocab_size
-        self._rows = torch.zeros(num_rows, _NUM_WORDS, dtype=torch.int32, device=device)
-        self._marks = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
-        self._biases = torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device)
+        self._penalties = torch.ones(num_rows, 3, device=device)
+        self._counts, self._held = torch.zeros(2, num_rows, vocab_size, dtype=torch.int32, device=device).unbind(0)
+        self._biases = torch.zeros(num_rows, vocab_size, device=device)
+        self._firsts = torch.arange(0, num_rows * vocab_size, vocab_size, device=device)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._penalties)
 
     def fill(self, contexts: Sequence[RowContext]) -> None:
         """Set the first rows' adjustments at their positions; the other rows get none.
 
-        Cost: two copies to the device, one of them of 12 bytes for each token that a row's parameters or history name,
-        and a pass over the marks.
+        Cost: a copy to the device of 12 bytes for each token that a row's parameters or history name, and passes over
+        all rows and tokens.
 
         Raises:
             ValueError: a row with penalties has no history, or one whose length contradicts its position.
         """
-        words = np.zeros((len(self._rows), _NUM_WORDS), np.int32)
-        parts: list[tuple[int, Ids, Ids, npt.NDArray[np.float32]]] = []
+        penalties = np.tile(np.array([1.0, 0.0, 0.0], np.float32), (len(self), 1))
+        targets = (self._counts, self._held, self._biases)
+        named: list[list[tuple[int, Array, Array]]] = [[], [], []]
+        for target in targets:
+            target.zero_()
         for index, context in enumerate(contexts):
             params = context.params
-            penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-            words[index, :3] = np.array(penalties, np.float32).view(np.int32)
-            words[index, 3] = params.has_penalties
-            words[index, 4] = max(0, params.min_tokens - (context.position - context.num_prompt_tokens))
-            words[index, 5] = bool(params.allowed_ids)
-            parts += [(index, *part) for part in _parts(context) if len(part[0])]
-        self._rows.copy_(torch.from_numpy(words), non_blocking=True)
-        self._marks.zero_()
-        entries = self._entries(parts)
-        if entries.shape[1]:
-            launch(
-                mark_kernel,
-                (-(-entries.shape[1] // _ENTRIES_BLOCK),),
-                entries.to(self._marks.device, non_blocking=True),
-                self._marks,
-                self._biases,
-                entries.shape[1],
-                BLOCK=_ENTRIES_BLOCK,
-                options={"num_warps": 4},
-            )
-
-    def count(self, drawn: torch.Tensor) -> None:
-        """Count the rows' drawn tokens ``[rows, 2, num_top]`` int32, as ``launch_top`` returns them. One launch."""
-        launch(
-            count_kernel,
-            (drawn.shape[0],),
-            drawn,
-            self._marks,
-            drawn.shape[2],
-            VOCAB=self._vocab_size,
-            options={"num_warps": 1},
+            if params.has_penalties:
+                penalties[index] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+                if context.history is None or len(context.history) + len(context.extra_tokens) != context.position:
+                    raise ValueError(f"penalties at position {context.position} need the history of all tokens before")
+                counts = context.history.counts(context.extra_tokens)
+                named[0].append((index, counts.token_ids, np.where(counts.seen, counts.num_output + 1, 0)))
+            held_ids = np.frombuffer(params.min_tokens_ids, np.int64)
+            num_held = max(0, params.min_tokens - (context.position - context.num_prompt_tokens))
+            if params.allowed_ids:
+                self._held[index].fill_(_ALWAYS)
+                allowed_ids = np.frombuffer(params.allowed_ids, np.int64)
+                named[1].append((index, allowed_ids, np.isin(allowed_ids, held_ids) * num_held))
+            else:
+                named[1].append((index, held_ids, np.full(len(held_ids), num_held)))
+            biases = np.frombuffer(params.bias_values, np.float32)
+            named[2].append((index, np.frombuffer(params.bias_token_ids, np.int64), biases))
+        placed = [self._placed(each) for each in named]
+        places, values = to_device(
+            [each for each, _ in placed],
+            [*(each.view(np.int32) for _, each in placed), penalties.reshape(-1).view(np.int32)],
+            self._penalties.device,
         )
+        for target, at, value in zip(targets, places, values, strict=False):
+            target.view(-1).index_copy_(0, at, value.view(target.dtype))
+        self._penalties.copy_(values[3].view(torch.float32).view(-1, 3))
+
+    def _placed(self, named: Sequence[tuple[int, Array, Array]]) -> tuple[Array, Array]:
+        """Places of rows' tokens among all rows' tokens, and their values; ids outside the vocabulary are left out."""
+        ids = np.concatenate([np.empty(0, np.int64), *(each for _, each, _ in named)])
+        values = np.concatenate([np.empty(0, np.int32), *(each for _, _, each in named)])
+        rows = np.repeat(np.array([index for index, *_ in named], np.int64), [len(each) for _, each, _ in named])
+        is_there = (ids >= 0) & (ids < self._vocab_size)
+        kind = np.float32 if values.dtype.kind == "f" else np.int32
+        return (rows * self._vocab_size + ids)[is_there], values[is_there].astype(kind)
+
+    def count(self, token_ids: torch.Tensor) -> None:
+        """Count a drawn token ``[rows]`` int64 of each of the first rows as output. Five small operations."""
+        counts, places = self._counts.view(-1), self._firsts[: len(token_ids)] + token_ids
+        counts.index_copy_(0, places, counts.index_select(0, places).clamp_(min=1).add_(1))
 
     def adjusted(self, logits: torch.Tensor, number: int) -> torch.Tensor:
         """Adjusted copy of the first R rows' logits ``[R, V]`` float32 for draw ``number``, from 0 on. One launch."""
@@ -113,51 +114,15 @@ class Adjustments:
             adjust_kernel,
             (num_rows, -(-vocab_size // _BLOCK)),
             logits,
-            self._rows,
-            self._marks,
+            self._penalties,
+            self._counts,
+            self._held,
             self._biases,
             adjusted,
             logits.stride(0),
             number,
             VOCAB=vocab_size,
             BLOCK=_BLOCK,
-            options=_OPTIONS,
+            options={"num_warps": 4, "enable_fp_fusion": False},
         )
         return adjusted
-
-    def _entries(self, parts: Sequence[tuple[int, Ids, Ids, npt.NDArray[np.float32]]]) -> torch.Tensor:
-        """Entries ``[3, N]`` int32 for ``mark_kernel``. Ids outside the vocabulary are left out."""
-        if not parts:
-            return torch.empty(3, 0, dtype=torch.int32)
-        row = np.repeat([index for index, *_ in parts], [len(ids) for _, ids, _, _ in parts])
-        ids, marks, biases = (np.concatenate([part[i] for part in parts]) for i in (1, 2, 3))
-        is_there = (ids >= 0) & (ids < self._vocab_size)
-        entries = np.empty((3, int(is_there.sum())), np.int32)
-        entries[0] = (row * self._vocab_size + ids)[is_there]
-        entries[1] = marks[is_there]
-        entries[2] = biases.astype(np.float32)[is_there].view(np.int32)
-        return torch.from_numpy(entries)
-
-
-def _parts(context: RowContext) -> list[tuple[Ids, Ids, npt.NDArray[np.float32]]]:
-    """Token ids with their marks and biases, for each adjustment of a row."""
-    params = context.params
-    found: list[tuple[Ids, Ids, npt.NDArray[np.float32]]] = []
-
-    def marked(token_ids: Ids, mark: int) -> None:
-        found.append((token_ids, np.full(len(token_ids), mark), np.zeros(len(token_ids), np.float32)))
-
-    if params.has_penalties:
-        if context.history is None or len(context.history) + len(context.extra_tokens) != context.position:
-            raise ValueError(f"penalties at position {context.position} need the history of all tokens before it")
-        counts = context.history.counts(context.extra_tokens)
-        marks = counts.num_output * ONCE.value + counts.seen * SEEN.value
-        found.append((counts.token_ids, marks, np.zeros(len(marks), np.float32)))
-    if params.min_tokens_ids:
-        marked(np.frombuffer(params.min_tokens_ids, np.int64), HELD.value)
-    if params.allowed_ids:
-        marked(np.frombuffer(params.allowed_ids, np.int64), ALLOWED.value)
-    if params.bias_token_ids:
-        ids = np.frombuffer(params.bias_token_ids, np.int64)
-        found.append((ids, np.full(len(ids), BIASED.value), np.frombuffer(params.bias_values, np.float32)))
-    return found

@@ -7,20 +7,19 @@ import logging
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.buckets import ROW_BUCKETS, advance, empty_batch, row_bucket, table_blocks
+from specdec.engine.cuda.buckets import ROW_BUCKETS, PassShape, row_bucket
 from specdec.engine.cuda.cuts import CutKinds, cut_parameters, launch_cuts
 from specdec.engine.cuda.passes import GraphStore
-from specdec.engine.cuda.sampling import MOST_TOP, launch_top, read_top
+from specdec.engine.cuda.sampling import MOST_TOP, ids_of, launch_top, read_top, scored
 from specdec.engine.drawing.adjustments import Adjustments, can_adjust
-from specdec.engine.drawing.graph_parts import GraphParts, parameters_of, scaling_of, sparse_parameters_of
+from specdec.engine.drawing.graph_parts import GraphParts, packed_call, scaling_of
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, IdTables, OtherIds, pruned
 from specdec.engine.drawing.sparse import launch_sparse, read_sparse
 from specdec.engine.model.beside import PassRows
@@ -59,15 +58,14 @@ class _Key(NamedTuple):
 
 @dataclass(slots=True)
 class _Graph:
-    state: torch.Tensor
-    """Parameters that a call uploads, int32, laid out as in `GraphParts`; a call fills as much as its tables take."""
-    cuts: CutKinds | None
+    key: _Key
+    packed: torch.Tensor
+    """Words that a call uploads (`GraphParts`); a call fills as many as its tables take."""
     adjustments: Adjustments | None
-    is_sparse: bool
     batch: Batch
     """Batch of the passes, kept alive here: a graph has only the addresses of its tensors."""
     drawn: torch.Tensor
-    """[draws, rows, 2, num_top] int32; draw 0 is filled before the replay. The first entry is the drawn token."""
+    """[draws, rows, num_top] scored ids; draw 0 is filled before the replay. The first entry is the drawn token."""
     replay: Callable[[], None]
     results: torch.Tensor
     """Tensor that a replay fills; on a GPU it is `drawn`."""
@@ -117,7 +115,7 @@ class DeviceDrawing:
         )
         self._adjustments: Adjustments | None = None
         self._mean_used = float(ROUND_BUCKETS[-1])
-        self._num_blocks = min(cache.num_blocks, table_blocks(max_len, cache.block_size))
+        self._shape = PassShape.of(cache, max_len)
         self._other_ids = None if other_ids is None else IdTables(other_ids, cache.device, cache.device)
 
     def takes(self, rule: DrawRule) -> bool:
@@ -156,7 +154,7 @@ class DeviceDrawing:
         results = self._replayed([row], first, num_draws, num_top)
         if results is None:
             return True
-        found, logits = results[:, 0, 0, 0].tolist(), first
+        found, logits = ids_of(results[:, 0, 0]).tolist(), first
         for number, token in enumerate(found):
             context = RowContext(row.rule.params, 1 + number, 1)
             if self._sampler.sample(logits[:, : self._vocab_size], [context]) != [token]:
@@ -186,7 +184,7 @@ class DeviceDrawing:
             self.num_passes = 0
             first = logits[[row.logits_row for row in rows], : self._vocab_size]
             return [[draw] for draw in self._single(rows, first, num_top)]
-        token_ids, scores = read_top(results.reshape(-1, 2, num_top))
+        token_ids, scores = read_top(results)
         draws = [(token_ids[at : at + num_top], scores[at : at + num_top]) for at in range(0, len(token_ids), num_top)]
         of_rounds = [draws[at : at + len(rows)] for at in range(0, len(draws), len(rows))]
         drawn = pruned(rows, of_rounds)
@@ -214,27 +212,31 @@ class DeviceDrawing:
     def _replayed(
         self, rows: Sequence[DrawRow], logits: torch.Tensor, num_draws: int, num_top: int, *, is_sparse: bool = False
     ) -> torch.Tensor | None:
-        """Results of ``num_draws`` draws, rounded up to a bucket, ``[draws, rows, 2, num_top]`` on the host; None: no
-        graph serves."""
+        """Results of ``num_draws`` draws, rounded up to a bucket, ``[draws, rows, num_top]`` scored ids on the host;
+        None: no graph serves."""
         num_rows = row_bucket(len(rows))
         cuts, kinds = self._cuts(rows, is_sparse=is_sparse)
         is_adjusted = any(row.adjusting is not None for row in rows)
         most_rows = _MOST_WIDE_ROWS if is_adjusted or is_sparse else ROW_BUCKETS[-1]
-        if num_rows is None or num_rows > most_rows or max(len(row.block_ids) for row in rows) > self._num_blocks:
+        if num_rows is None or num_rows > most_rows or max(len(row.block_ids) for row in rows) > self._shape.num_blocks:
             return None
         bucket = next((bucket for bucket in ROUND_BUCKETS if bucket >= num_draws), ROUND_BUCKETS[-1])
         key = _Key(num_rows, bucket, num_top, kinds, is_adjusted, is_sparse)
         graph = self._graphs.get(key, self._captured)
         if graph is None:
             return None
-        self.num_passes = len(graph.drawn) - 1
-        parts = self._upload(graph, rows, cuts)
+        self.num_passes = bucket - 1
+        packed = packed_call(rows, bucket, num_rows, cuts, self._shape, is_sparse=is_sparse)
+        on_device = graph.packed[: len(packed)]
+        on_device.copy_(packed, non_blocking=True)
+        parts = GraphParts.of(on_device, bucket, num_rows)
+        graph.batch.block_tables[:, : parts.tables.shape[1]].copy_(parts.tables)
         first = logits.index_select(0, parts.logits_rows[: len(rows)])[:, : self._vocab_size]
         if graph.adjustments is not None:
             graph.adjustments.fill([row.context for row in rows])
         self._launch_draw(graph, parts, 0, first)
         graph.replay()
-        return graph.results.cpu()[:, : len(rows)]
+        return graph.results.cpu()[:, : len(rows)].contiguous()
 
     def _cuts(self, rows: Sequence[DrawRow], *, is_sparse: bool) -> tuple[torch.Tensor, CutKinds | None]:
         """Parameters of rows' cuts, and their kinds; None: no row needs `launch_cuts`. Sparse draws always need it, as
@@ -249,15 +251,16 @@ class DeviceDrawing:
     @staticmethod
     def _launch_draw(graph: _Graph, parts: GraphParts, number: int, logits: torch.Tensor) -> None:
         """Launch one draw for each row of the logits, by the graph's first rows."""
-        num_rows, out = len(logits), graph.drawn[number]
+        num_rows, key = len(logits), graph.key
+        out, parameters = graph.drawn[number, :num_rows], parts.parameters[number, :num_rows]
         if graph.adjustments is not None:
             logits = graph.adjustments.adjusted(logits, number)
-        if graph.cuts is not None:
-            logits = launch_cuts(logits, parts.cuts[:num_rows], graph.cuts)
-        if graph.is_sparse:
-            launch_sparse(logits, parts.parameters[number, :num_rows], out[:num_rows])
+        if key.cuts is not None:
+            logits = launch_cuts(logits, parts.cuts[:num_rows], key.cuts)
+        if key.is_sparse:
+            launch_sparse(logits, parameters, out)
         else:
-            launch_top(logits, parts.parameters[number, :num_rows], out.shape[2], out[:num_rows])
+            launch_top(logits, parameters, key.num_top, out)
 
     def _single(self, rows: Sequence[DrawRow], logits: torch.Tensor, num_top: int) -> list[Draw]:
         draws: list[Draw] = []
@@ -275,53 +278,41 @@ class DeviceDrawing:
             if row.position + row.num_rounds - 1 > self._max_len:
                 raise IndexError(f"position {row.position} and {row.num_rounds - 1} more are out of the model's range")
 
-    def _upload(self, graph: _Graph, rows: Sequence[DrawRow], cuts: torch.Tensor) -> GraphParts:
-        """Upload a graph's state in one copy; returns its parts on the device."""
-        num_draws, num_rows = graph.drawn.shape[:2]
-        has_cuts = graph.cuts is not None
-        width = max(len(row.block_ids) for row in rows)
-        state = np.zeros(GraphParts.size(num_draws, num_rows, width, has_cuts=has_cuts), np.int32)
-        parts = GraphParts.of(state, num_draws, num_rows, has_cuts)
-        parts.tables[:] = self._cache.num_blocks - 1
-        for index, row in enumerate(rows):
-            parts.positions[index], parts.num_passes[index] = row.position, min(row.num_rounds, num_draws) - 1
-            parts.logits_rows[index] = row.logits_row
-            parts.tables[index, : len(row.block_ids)] = row.block_ids
-        parts.parameters[:] = (sparse_parameters_of if graph.is_sparse else parameters_of)(rows, num_draws, num_rows)
-        if has_cuts:
-            parts.cuts[: len(rows)] = cuts.numpy()
-        on_device = graph.state[: len(state)]
-        on_device.copy_(torch.from_numpy(state), non_blocking=True)
-        parts = GraphParts.of(on_device, num_draws, num_rows, has_cuts)
-        graph.batch.block_tables[:, :width].copy_(parts.tables)
-        return parts
-
     def _captured(self, key: _Key) -> _Graph:
-        num_rows, num_draws, num_top, cuts, is_adjusted, is_sparse = key
-        cache, device, width = self._cache, self._cache.device, self._num_blocks
-        batch = empty_batch(num_rows, width, device, cache.num_blocks - 1, cache.block_size)
+        num_rows, num_draws, device = key.num_rows, key.num_draws, self._cache.device
+        batch = self._shape.empty_batch(num_rows)
         batch.row_seq = torch.arange(num_rows, dtype=torch.int32, device=device)
         batch.path_slots = batch.path_slots[:0]
-        size = GraphParts.size(num_draws, num_rows, width, has_cuts=cuts is not None)
-        state = torch.zeros(size, dtype=torch.int32, device=device)
-        parts = GraphParts.of(state, num_draws, num_rows, cuts is not None)
-        drawn = torch.zeros(num_draws, num_rows, 2, num_top, dtype=torch.int32, device=device)
-        if is_adjusted and self._adjustments is None:
+        size = GraphParts.size(num_draws, num_rows, self._shape.num_blocks)
+        packed = torch.zeros(size, dtype=torch.int32, device=device)
+        parts = GraphParts.of(packed, num_draws, num_rows)
+        parts.slots.fill_(self._shape.spare_slot)  # where runs before the capture write
+        parts.contexts.fill_(1)
+        zeros = torch.zeros(num_draws, num_rows, key.num_top, device=device)
+        drawn = scored(zeros, zeros.to(torch.int64))
+        if key.is_adjusted and self._adjustments is None:
             self._adjustments = Adjustments(_MOST_WIDE_ROWS, self._vocab_size, device)
-        adjustments = self._adjustments if is_adjusted else None
-        graph = _Graph(state, cuts, adjustments, is_sparse, batch, drawn, lambda: None, drawn)
-        graph.replay, graph.results = self._steps.graphs.capture(lambda: self._rounds(graph, parts))
+        adjustments = self._adjustments if key.is_adjusted else None
+        graph = _Graph(key, packed, adjustments, batch, drawn, lambda: None, drawn)
+        graph.replay, graph.results = self._steps.graphs.capture(lambda: self._rounds(graph))
         return graph
 
-    def _rounds(self, graph: _Graph, parts: GraphParts) -> torch.Tensor:
+    def _rounds(self, graph: _Graph) -> torch.Tensor:
         """All passes and draws after the first draw: the part that is captured."""
-        batch = graph.batch
-        for number in range(len(graph.drawn) - 1):
+        parts = GraphParts.of(graph.packed, graph.key.num_draws, graph.key.num_rows)
+        for number in range(graph.key.num_draws - 1):
+            token_ids = ids_of(graph.drawn[number, :, 0])
             if graph.adjustments is not None:
-                graph.adjustments.count(graph.drawn[number])
-            advance(batch, number, graph.drawn[number], parts.positions, parts.num_passes, self._cache)
+                graph.adjustments.count(token_ids)
             if self._other_ids is not None:
-                batch.input_ids.copy_(self._other_ids.model_ids(batch.input_ids))
+                token_ids = self._other_ids.model_ids(token_ids)
+            batch = replace(
+                graph.batch,
+                input_ids=token_ids,
+                position_ids=parts.positions[number],
+                slot_mapping=parts.slots[number],
+                context_lens=parts.contexts[number],
+            )
             logits = self._steps.forward(batch, self._cache)
             if self._other_ids is not None:
                 logits = self._other_ids.by_drawn_id(logits)

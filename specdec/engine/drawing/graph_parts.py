@@ -1,54 +1,112 @@
-"""The parameters that a call of a captured graph uploads in one copy."""
+"""What a call of a captured graph uploads, in one copy."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from specdec.engine.cuda.cuts import NUM_CUT_WORDS
-from specdec.engine.cuda.sampling import row_parameters
+from specdec.engine.batch import unpacked
+from specdec.engine.cuda.buckets import PassShape
+from specdec.engine.cuda.cuts import NUM_CUT_NUMBERS
 from specdec.engine.drawing.rows import DrawRow
-from specdec.engine.drawing.sparse import sparse_rows
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE
 from specdec.engine.sampling.noise import Purpose, noise_key, uniform
 
 
 class GraphParts(NamedTuple):
-    """Views of a graph's state, on the host or on the device."""
+    """Views of a packed call, on the device."""
 
-    positions: Any
-    """[rows], positions of the tokens of round 0."""
-    num_passes: Any
-    """[rows], number of each row's passes."""
-    logits_rows: Any
-    """[rows], rows of the logits for the first draw."""
-    parameters: Any
-    """[draws, rows, 3], from `row_parameters` or `sparse_rows`."""
-    cuts: Any
-    """[rows, 5], from `cut_parameters`; [0, 5] in a graph without cuts."""
-    tables: Any
-    """[rows, blocks], block tables, as wide as a call's."""
-
-    @staticmethod
-    def size(num_draws: int, num_rows: int, width: int, *, has_cuts: bool) -> int:
-        """Number of words of a state whose tables have `width` blocks."""
-        return num_rows * (3 + 3 * num_draws + NUM_CUT_WORDS * has_cuts + width)
+    positions: torch.Tensor
+    """[passes, rows] int64, of each pass's tokens; 0 for a row that has ended."""
+    slots: torch.Tensor
+    """[passes, rows] int64, that these passes write; in the spare block for a row that has ended."""
+    logits_rows: torch.Tensor
+    """[rows] int64, rows of the logits for the first draw."""
+    cuts: torch.Tensor
+    """[rows, 4] float64, from `cut_parameters`."""
+    contexts: torch.Tensor
+    """[passes, rows] int32, positions that each row sees."""
+    parameters: torch.Tensor
+    """[draws, rows, 3] int32, as `launch_top` or `launch_sparse` takes them."""
+    tables: torch.Tensor
+    """[rows, blocks] int32, block tables, as wide as a call's."""
 
     @staticmethod
-    def of(state: Any, num_draws: int, num_rows: int, has_cuts: bool) -> GraphParts:
-        """The parts of a graph's state, a one-dimensional int32 tensor or array."""
-        ends = list(
-            itertools.accumulate(
-                (num_rows, num_rows, num_rows, 3 * num_draws * num_rows, NUM_CUT_WORDS * num_rows * has_cuts)
-            )
+    def size(num_draws: int, num_rows: int, width: int) -> int:
+        """Number of words of a packed call whose tables have `width` blocks."""
+        return num_rows * (5 * (num_draws - 1) + 2 + 2 * NUM_CUT_NUMBERS + 3 * num_draws + width)
+
+    @staticmethod
+    def of(packed: torch.Tensor, num_draws: int, num_rows: int) -> GraphParts:
+        """The parts of a call that `packed_call` has made."""
+        of_passes, of_draws = (num_draws - 1) * num_rows, 3 * num_draws * num_rows
+        rest = len(packed) - GraphParts.size(num_draws, num_rows, 0)
+        (positions, slots, logits_rows, cuts), (contexts, parameters, tables) = unpacked(
+            packed, [of_passes, of_passes, num_rows, NUM_CUT_NUMBERS * num_rows], [of_passes, of_draws, rest]
         )
-        parts = [state[low:high] for low, high in zip([0, *ends], [*ends, None], strict=True)]
-        shapes = ((num_rows,), (num_rows,), (num_rows,), (num_draws, num_rows, 3), (-1, NUM_CUT_WORDS), (num_rows, -1))
-        return GraphParts(*(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)))
+        return GraphParts(
+            positions.view(-1, num_rows),
+            slots.view(-1, num_rows),
+            logits_rows,
+            cuts.view(torch.float64).view(num_rows, NUM_CUT_NUMBERS),
+            contexts.view(-1, num_rows),
+            parameters.view(num_draws, num_rows, 3),
+            tables.view(num_rows, -1),
+        )
+
+
+def packed_call(
+    rows: Sequence[DrawRow],
+    num_draws: int,
+    num_rows: int,
+    cuts: torch.Tensor,
+    shape: PassShape,
+    *,
+    is_sparse: bool,
+) -> torch.Tensor:
+    """The words of a call, int32 on the host.
+
+    Args:
+        rows: rows of the call.
+        num_draws: draws of the graph.
+        num_rows: rows of the graph.
+        cuts: from `cut_parameters`, of the call's rows.
+        shape: of the graph's passes; rows that have ended, and rows past the call's, have its spare block.
+        is_sparse: whether the draws are `launch_sparse`'s.
+    """
+    positions = np.zeros((num_draws - 1, num_rows), np.int64)
+    slots = np.full_like(positions, shape.spare_slot)
+    logits_rows, numbers = np.zeros(num_rows, np.int64), np.zeros((num_rows, NUM_CUT_NUMBERS))
+    parameters = np.zeros((num_draws, num_rows, 3), np.uint32)
+    tables = np.full((num_rows, max(len(row.block_ids) for row in rows)), shape.spare_block, np.int32)
+    numbers[: len(rows)] = cuts.numpy()
+    for index, row in enumerate(rows):
+        own = tables[index, : len(row.block_ids)]
+        own[:] = row.block_ids
+        at = row.position + np.arange(min(row.num_rounds, num_draws) - 1)
+        positions[: len(at), index] = at
+        blocks, offsets = np.divmod(at, shape.block_size)
+        slots[: len(at), index] = own[blocks].astype(np.int64) * shape.block_size + offsets
+        logits_rows[index] = row.logits_row
+        params = row.rule.params
+        if params.is_greedy:
+            continue
+        temperature = 1.0 if params.has_cuts else scaling_of(row)
+        parameters[:, index, 2] = np.array(temperature, np.float32).view(np.uint32)
+        for number in range(min(row.num_rounds, num_draws)):
+            position = row.position + number
+            parameters[number, index, :2] = (
+                _words(uniform(params.seed, params.choice, Purpose.DRAFT, position, row.chain))
+                if is_sparse
+                else noise_key(params.seed, params.choice, Purpose.PLAIN, position)
+            )
+    narrow = ((positions + 1).astype(np.int32), parameters.view(np.int32), tables)
+    parts = [*(each.view(np.int32) for each in (positions, slots, logits_rows, numbers)), *narrow]
+    return torch.from_numpy(np.concatenate([each.reshape(-1) for each in parts]))
 
 
 def scaling_of(row: DrawRow) -> float:
@@ -56,27 +114,5 @@ def scaling_of(row: DrawRow) -> float:
     return max(row.rule.params.temperature, MIN_TEMPERATURE)
 
 
-def parameters_of(rows: Sequence[DrawRow], num_draws: int, num_rows: int) -> npt.NDArray[np.int32]:
-    """Parameters of each draw of each row, ``[num_draws, num_rows, 3]`` int32, as ``launch_top`` takes them."""
-    temperatures, keys = np.zeros((num_draws, num_rows), np.float32), np.zeros((num_draws, num_rows, 2), np.int64)
-    for index, row in enumerate(rows):
-        params = row.rule.params
-        if params.is_greedy:
-            continue
-        temperatures[:, index] = 1.0 if params.has_cuts else scaling_of(row)
-        for number in range(min(row.num_rounds, num_draws)):
-            keys[number, index] = noise_key(params.seed, params.choice, Purpose.PLAIN, row.position + number)
-    words = row_parameters(temperatures.reshape(-1).tolist(), keys.reshape(-1).tolist())
-    return words.numpy().reshape(num_draws, num_rows, 3)
-
-
-def sparse_parameters_of(rows: Sequence[DrawRow], num_draws: int, num_rows: int) -> npt.NDArray[np.int32]:
-    """Parameters of each draw of each row, ``[num_draws, num_rows, 3]`` int32, as ``launch_sparse`` takes them."""
-    temperatures, numbers = np.zeros((num_draws, num_rows), np.float32), np.zeros((num_draws, num_rows))
-    for index, row in enumerate(rows):
-        params = row.rule.params
-        temperatures[:, index] = 0.0 if params.is_greedy else scaling_of(row)
-        for number in range(num_draws):
-            position = row.position + number
-            numbers[number, index] = uniform(params.seed, params.choice, Purpose.DRAFT, position, row.chain)
-    return sparse_rows(temperatures.reshape(-1), numbers.reshape(-1)).reshape(num_draws, num_rows, 3)
+def _words(number: float) -> npt.NDArray[np.uint32]:
+    return np.array([number], np.float64).view(np.uint32)

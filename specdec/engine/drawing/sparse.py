@@ -6,23 +6,11 @@ The reported distribution is exactly the one that the token is drawn from: both 
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from specdec.engine.cuda.sampling import read_top, scored
 from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.sampler import sparse_distributions
-
-
-def sparse_rows(temperatures: npt.NDArray[Any], numbers: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """Rows' parameters for ``launch_sparse``, ``[R, 3]`` int32: random numbers from (0, 1) as float64 bits, and
-    temperatures as float32 bits (0: greedy)."""
-    words = np.empty((len(temperatures), 3), np.int32)
-    words[:, :2] = numbers.astype(np.float64).view(np.int32).reshape(-1, 2)
-    words[:, 2] = temperatures.astype(np.float32).view(np.int32)
-    return words
 
 
 def launch_sparse(scores: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -30,11 +18,12 @@ def launch_sparse(scores: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -
 
     Args:
         scores: ``[R, V]`` float32, result of ``launch_cuts``; for greedy rows their logits.
-        rows: result of ``sparse_rows``, on the same device.
-        out: ``[R, 2, 1 + num_sparse]`` int32, is filled: the token, then the ids; a zero, which is not written, then
-            the ids' probabilities as bits. They are NaN where no token can be drawn.
+        rows: ``[R, 3]`` int32 on the same device: random numbers from (0, 1) as float64 bits, and temperatures as
+            float32 bits (0: greedy).
+        out: ``[R, 1 + num_sparse]`` scored ids, is filled: the token, then the likeliest ids with their probabilities.
+            These are NaN where no token can be drawn.
     """
-    num_sparse, device = out.shape[2] - 1, scores.device
+    num_sparse, device = out.shape[1] - 1, scores.device
     probs = torch.softmax(scores.to(torch.float64), dim=1).to(torch.float32)
     mass, ids = sparse_distributions(probs, num_sparse)
     best = scores.amax(dim=1, keepdim=True)
@@ -51,16 +40,17 @@ def launch_sparse(scores: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -
     points = numbers * cumulated[:, -1:]
     # The product can round up to the whole sum.
     index = torch.minimum((cumulated <= points).sum(dim=1, keepdim=True), (mass > 0.0).sum(dim=1, keepdim=True) - 1)
-    tokens = ids.gather(1, index.clamp(min=0))
-    out[:, 0] = torch.cat([tokens, ids], dim=1)
-    out[:, 1, 1:] = mass.view(torch.int32)
+    index = index.clamp(min=0)
+    out[:, :1] = scored(mass.gather(1, index), ids.gather(1, index))
+    out[:, 1:] = scored(mass, ids)
 
 
 def read_sparse(out: torch.Tensor) -> list[DraftSample | None]:
-    """Samples of ``launch_sparse``'s ``out``, ``[R, 2, 1 + num_sparse]`` on the host; None: no token can be drawn."""
-    ids, mass = out[:, 0].tolist(), out[:, 1, 1:].contiguous().view(torch.float32).tolist()
+    """Samples of ``launch_sparse``'s ``out`` on the host; None: no token can be drawn."""
+    size = out.shape[1]
+    ids, probs = read_top(out)
     samples: list[DraftSample | None] = []
-    for (token, *of_row), probs in zip(ids, mass, strict=True):
-        size = sum(prob > 0.0 for prob in probs)  # probabilities fall, and NaN is not above 0
-        samples.append(DraftSample(token, tuple(of_row[:size]), tuple(probs[:size])) if size else None)
+    for at in range(0, len(ids), size):
+        mass = [prob for prob in probs[at + 1 : at + size] if prob > 0.0]  # NaN is not above 0
+        samples.append(DraftSample(ids[at], tuple(ids[at + 1 : at + 1 + len(mass)]), tuple(mass)) if mass else None)
     return samples

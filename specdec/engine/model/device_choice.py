@@ -39,10 +39,10 @@ def missing_kernels(device: torch.device) -> str:
         return ""
     try:
         from specdec.engine.cuda.launch import launch
-        from specdec.engine.cuda.sampling_kernels import row_peak_kernel
+        from specdec.engine.cuda.sampling_kernels import merge_kernel
 
-        numbers = torch.zeros(2, 1, 8, device=device)
-        launch(row_peak_kernel, (1, 1), numbers[0], numbers[1], 8, VOCAB=8, BLOCK=8, options={"num_warps": 1})
+        numbers = torch.zeros(2, 8, dtype=torch.int64, device=device)
+        launch(merge_kernel, (1,), numbers[0], numbers[1], NUM_PARTS=8, BLOCK=8, NUM_TOP=1, options={"num_warps": 1})
         torch.cuda.synchronize(device)
     except ImportError as error:
         return f"triton cannot be imported ({error}): pip install triton"
@@ -129,9 +129,7 @@ def with_replays(step_model: StepModel, cache: KVCache, max_len: int, *, is_alon
         return None
     from specdec.engine.cuda.buckets import BucketedSteps
 
-    steps = BucketedSteps(step_model, CudaCapture(), is_alone=is_alone)
-    steps.serve(cache, max_len)
-    return steps
+    return BucketedSteps(step_model, cache, CudaCapture(), max_len, is_alone=is_alone)
 
 
 def triton_path(part: str, device: torch.device) -> str:

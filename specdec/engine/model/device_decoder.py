@@ -17,7 +17,7 @@ from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
 from specdec.engine.checkpoints.fp8 import Fp8Weight
 from specdec.engine.cuda.attention import attend
-from specdec.engine.cuda.layers import add_norm, embed_norm, gate, rotate_write
+from specdec.engine.cuda.layers import add_norm, gate, rotate_write
 from specdec.engine.cuda.products import fp8_linear, ordered_linear
 from specdec.engine.model.fused import rotary_tables
 from specdec.engine.model.skipping import has_attention, has_mlp
@@ -97,7 +97,7 @@ class DeviceDecoder:
                 torch.cuda.empty_cache()  # of joined weights: the next layer's may not fit the hole
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """See ``StepModel``. Cost: ten launches per layer and six per pass; with ranks, two collectives
+        """See ``StepModel``. Cost: ten launches per layer and seven per pass; with ranks, two collectives
         per layer and two per pass.
         """
         plans: dict[str, Any] = {}
@@ -130,12 +130,12 @@ class DeviceDecoder:
         return logits.float()
 
     def _embed(self, input_ids: torch.Tensor, first_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings and their norms; with ranks, a token id outside the model gives zeros."""
-        if self._split_embedding is None:
-            return embed_norm(input_ids, self._embedding, first_norm, self._epsilon)
-        rows = self._split_embedding(input_ids)
-        residual, normed = torch.zeros_like(rows), torch.empty_like(rows)
-        add_norm(rows, first_norm, residual, normed, self._epsilon)
+        """Embeddings and their norms; a token id outside the model gives NaN, with ranks zeros."""
+        weight, split = self._embedding, self._split_embedding
+        residual = torch.zeros(len(input_ids), weight.shape[1], dtype=weight.dtype, device=weight.device)
+        normed = torch.empty_like(residual)
+        added, ids = (weight, input_ids) if split is None else (split(input_ids), None)
+        add_norm(added, first_norm, residual, normed, self._epsilon, ids)
         return residual, normed
 
     def _summed(self, partial: torch.Tensor) -> torch.Tensor:

@@ -85,8 +85,7 @@ def on_triton() -> None:
     from tests.support.engine.triton_device import ordered_dot
 
     def replays(step_model: Any, cache: Any, max_len: int, *, is_alone: bool) -> BucketedSteps:
-        steps = BucketedSteps(step_model, Captures())
-        steps.serve(cache, max_len)
+        steps = BucketedSteps(step_model, cache, Captures(), max_len)
         return steps
 
     interpreter.InterpreterBuilder.create_dot = ordered_dot

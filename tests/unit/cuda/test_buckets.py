@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.launches import LaunchCounter
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
-from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, advance, bucket_of, empty_batch, fill, table_blocks
+from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, PassShape, bucket_of, fill, table_blocks
 from specdec.engine.cuda.passes import CAPTURE_BYTES
 from specdec.engine.cuda.sampling import launch_top
 from specdec.engine.drawing.adjustments import Adjustments
@@ -49,11 +49,10 @@ def runner(tmp_path: Path) -> ModelRunner:
     return ModelRunner.load(EngineSettings(model=str(model), device="cpu", block_size=8, num_blocks=40))
 
 
-def bucketed(runner: ModelRunner) -> tuple[BucketedSteps, Captures]:
+def bucketed(runner: ModelRunner, max_len: int | None = None) -> tuple[BucketedSteps, Captures]:
     """The runner's own model in buckets; the last block of its cache is given to nobody."""
     captures = Captures()
-    steps = BucketedSteps(runner._step_model, captures)
-    steps.serve(runner._cache)
+    steps = BucketedSteps(runner._step_model, runner._cache, captures, max_len)
     runner._step_model = steps
     runner.num_blocks -= 1
     return steps, captures
@@ -99,8 +98,7 @@ def test_where_capturing_fails_steps_run_as_they_are(runner: ModelRunner) -> Non
     batch, _ = largest_batch(5, 64, 8, torch.device("cpu"))
     expected = runner.forward(batch)
     failing = Failing()
-    steps = BucketedSteps(runner._step_model, failing)
-    steps.serve(runner._cache)
+    steps = BucketedSteps(runner._step_model, runner._cache, failing)
     assert torch.equal(steps(batch, runner._cache), expected)
     assert torch.equal(steps(batch, runner._cache), expected)
     assert torch.equal(steps(batch, runner._cache), expected)
@@ -118,11 +116,12 @@ def test_a_batch_is_in_its_bucket_as_it_was_and_padding_is_apart(num_rows: int, 
     rows = bucket_of(batch, 64)
     assert rows is not None
     assert (rows in ROW_BUCKETS, rows >= num_rows, rows < 2 * num_rows) == (True, True, True)
-    static = empty_batch(rows, 64, torch.device("cpu"), spare_block, 8)
+    shape = PassShape(64, spare_block, 8, torch.device("cpu"))
+    static, padding = shape.empty_batch(rows), shape.empty_batch(rows)
     for earlier in (rows, num_rows):  # what a fuller batch has left is overwritten, or not read
         if earlier > num_rows:
-            fill(static, largest_batch(earlier, 1, 8, torch.device("cpu"))[0], spare_block, 8)
-    fill(static, batch, spare_block, 8)
+            fill(static, largest_batch(earlier, 1, 8, torch.device("cpu"))[0], padding)
+    fill(static, batch, padding)
     for name in ("input_ids", "position_ids", "slot_mapping", "row_seq", "context_lens", "path_slots", "path_offsets"):
         own = getattr(batch, name)
         assert torch.equal(getattr(static, name)[: len(own)], own), name
@@ -138,13 +137,13 @@ def test_a_batch_is_in_its_bucket_as_it_was_and_padding_is_apart(num_rows: int, 
         assert static.block_tables[-1, 0] == spare_block
 
 
-def test_a_batch_is_copied_into_its_bucket_by_one_launch() -> None:
+def test_a_batch_is_copied_into_its_bucket_by_four_launches() -> None:
     meta = torch.device("meta")
     batch, _ = largest_batch(5, 64, 16, meta)
-    static = empty_batch(8, 64, meta, 9, 16)
+    static, padding = (PassShape(64, 9, 16, meta).empty_batch(8) for _ in range(2))
     with LaunchCounter() as counter:
-        fill(static, batch, 9, 16)
-    assert [name for name, _ in counter.operations] == ["fill_kernel"]
+        fill(static, batch, padding)
+    assert [name for name, _ in counter.operations] == ["_foreach_copy_", "_foreach_copy_", "fill_", "copy_"]
 
 
 def test_what_sequences_may_need_is_captured_before_the_first_one_is_there(runner: ModelRunner) -> None:
@@ -159,8 +158,7 @@ def test_what_sequences_may_need_is_captured_before_the_first_one_is_there(runne
 
 
 def test_one_graph_for_each_bucket_of_rows_serves_contexts_of_any_length(runner: ModelRunner) -> None:
-    steps, captures = bucketed(runner)
-    steps.serve(runner._cache, max_len=1)
+    _, captures = bucketed(runner, max_len=1)
     widest = table_blocks(1, 8)
     for num_blocks in (1, 9, widest, widest + 1):
         for num_rows in (1, 3):
@@ -178,8 +176,7 @@ def test_captures_end_where_time_or_memory_does_and_go_on_when_a_shape_is_met(ru
     assert captures.num_captured == 2
     runner.forward(largest_batch(1, 64, 8, torch.device("cpu"))[0])
     assert captures.num_captured == 3
-    large = BucketedSteps(steps._forward, Captures(bytes_each=CAPTURE_BYTES // 2))
-    large.serve(runner._cache)
+    large = BucketedSteps(steps.forward, runner._cache, Captures(bytes_each=CAPTURE_BYTES // 2))
     large.prepare()
     assert large.num_graphs == 3
 
@@ -218,8 +215,7 @@ def test_a_steady_step_makes_nothing_but_its_logits_and_what_sampling_writes() -
     meta, vocab_size = torch.device("meta"), 128256
     cache = KVCache([LayerGeometry(2, 16, 16)], 40, 16, torch.bfloat16, meta)
     logits = torch.empty(4, vocab_size, device=meta)
-    steps = BucketedSteps(lambda batch, cache: logits, Captures())
-    steps.serve(cache)
+    steps = BucketedSteps(lambda batch, cache: logits, cache, Captures())
     batch, rows = largest_batch(3, 64, 16, meta)[0], torch.empty(3, 3, dtype=torch.int32, device=meta)
     steps(batch, cache)
     made = []
@@ -229,7 +225,7 @@ def test_a_steady_step_makes_nothing_but_its_logits_and_what_sampling_writes() -
         made.append(allocations.made)
     assert made[0] == made[1] == made[2], "what one step gives back fits the next one"
     assert made[0][0] == ("index_select.default", 3 * vocab_size * 4)
-    assert {name for name, _ in made[0][1:]} == {"empty.memory_format"}
+    assert {name for name, _ in made[0][1:]} == {"empty.memory_format", "amax.default"}
     assert sum(num_bytes for _, num_bytes in made[0][1:]) < 3 * vocab_size / 10
 
 
@@ -237,15 +233,8 @@ def test_no_bucket_and_no_round_needs_a_kernel_of_its_own() -> None:
     """Constants are what a kernel is compiled for: a bucket with others, first met in a stream, would hold it up."""
     device = torch.device("meta")
     with LaunchCounter() as counter:
-        for number, (rows, blocks) in enumerate([(1, 64), (2, 64), (8, 256)]):
-            cache = KVCache([LayerGeometry(1, 16, 16)], 40 + number, 8, torch.float32, device)
-            static, batch = empty_batch(rows, blocks, device, 3, 8), empty_batch(1, 7, device, 3, 8)
-            fill(static, batch, 3 + number, 8)
-            of_rows = torch.empty(2, rows, dtype=torch.int32, device=device)
-            drawn = torch.empty(rows, 2, 1 + number, dtype=torch.int32, device=device)
-            advance(static, number, drawn, of_rows[0], of_rows[1], cache)
+        for number, rows in enumerate((1, 2, 8)):
             adjustments = Adjustments(rows, 90, device)
-            adjustments.count(drawn)
             adjustments.adjusted(torch.empty(rows, 90, device=device), number)
     compiled = {(launch.name, str(launch.constants), str(launch.options)) for launch in counter.launches}
-    assert len(compiled) == len({launch.name for launch in counter.launches}) == 4
+    assert len(compiled) == 1

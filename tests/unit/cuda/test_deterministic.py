@@ -37,8 +37,7 @@ def load(architecture: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **set
 
 def in_buckets(runner: ModelRunner) -> None:
     """Small steps padded to buckets from now on, as graphs have them."""
-    steps = BucketedSteps(runner._step_model, Captures())
-    steps.serve(runner._cache)
+    steps = BucketedSteps(runner._step_model, runner._cache, Captures())
     runner._step_model = steps
 
 

@@ -55,8 +55,7 @@ class CountedSteps:
     def __init__(self, runner: ModelRunner) -> None:
         self.num_runs = 0
         self._step_model = runner._step_model
-        steps = BucketedSteps(self._counted, Captures())
-        steps.serve(runner._cache)
+        steps = BucketedSteps(self._counted, runner._cache, Captures())
         runner._step_model = steps
 
     def _counted(self, batch: Batch, cache: KVCache) -> torch.Tensor:

@@ -62,9 +62,7 @@ def test_a_decoder_that_fails_its_self_test_is_not_used(
 
 
 def with_replays(steps: StepModel, cache: KVCache, max_len: int, *, is_alone: bool) -> BucketedSteps:
-    replays = BucketedSteps(steps, Captures())
-    replays.serve(cache, max_len)
-    return replays
+    return BucketedSteps(steps, cache, Captures(), max_len)
 
 
 def test_modules_of_transformers_are_replayed_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +86,7 @@ def test_replays_of_what_was_computed_at_the_capture_are_found_out(
             return lambda: None, logits
 
     def stale_replays(steps: StepModel, cache: KVCache, max_len: int, *, is_alone: bool) -> BucketedSteps:
-        replays = BucketedSteps(steps, Stale())
-        replays.serve(cache, max_len)
-        return replays
+        return BucketedSteps(steps, cache, Stale(), max_len)
 
     monkeypatch.setattr(building, "with_replays", stale_replays)
     monkeypatch.setattr(buckets, "ROW_BUCKETS", (1, 8))
@@ -113,9 +109,7 @@ def test_replays_that_are_wrong_for_larger_steps_only_are_found_out(
             return logits.flip(1) if is_wrong else logits
 
     def wrong_replays(steps: StepModel, cache: KVCache, max_len: int, *, is_alone: bool) -> BucketedSteps:
-        replays = Wrong(steps, Captures())
-        replays.serve(cache, max_len)
-        return replays
+        return Wrong(steps, cache, Captures(), max_len)
 
     monkeypatch.setattr(building, "with_replays", wrong_replays)
     monkeypatch.setattr(buckets, "ROW_BUCKETS", buckets_of_rows)

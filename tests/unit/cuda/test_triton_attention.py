@@ -13,7 +13,7 @@ from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.cuda import attention
 from specdec.engine.cuda.attention import LaunchShape, TritonAttention, launch_shape, plan_work
-from specdec.engine.cuda.buckets import empty_batch
+from specdec.engine.cuda.buckets import PassShape
 from tests.support.engine.ragged_rows import NUM_HEADS, RaggedRows, lay_out, ragged_rows
 from tests.support.engine.triton_device import DEVICE
 
@@ -197,7 +197,9 @@ def test_no_program_walks_a_long_context_alone_and_none_is_launched_for_a_table(
     query = torch.empty(num_rows, 32, 128, dtype=torch.bfloat16, device=meta)
     with LaunchCounter() as counter:
         for table in (64, context // 16):
-            attention.attend(query, 0, empty_batch(num_rows, table, meta, 0, 16), cache, AttentionOptions(1.0), {})
+            attention.attend(
+                query, 0, PassShape(table, 0, 16, meta).empty_batch(num_rows), cache, AttentionOptions(1.0), {}
+            )
     grids = [launch.grid for launch in counter.launches if launch.name == "attention_kernel"]
     assert {grid[0] * grid[1] for grid in grids} == {attention._PROGRAMS}
 

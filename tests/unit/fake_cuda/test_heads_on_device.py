@@ -135,10 +135,10 @@ def test_captured_passes_offer_what_those_of_a_cpu_offer(
     head.prepare()
     replays = head.passes._replays
     assert isinstance(replays, HeadReplays)
-    num_prepared = len(replays._graphs)
+    num_prepared = len(replays._passes.store)
     assert num_prepared == 2 * len(head.kinds), "all in both buckets"
     found = live(Life(head, on_device))
-    assert not replays._graphs.has_failed
+    assert not replays._passes.store.has_failed
     check_same(found, expected)
 
 
@@ -171,8 +171,8 @@ def test_passes_that_are_too_large_and_captures_that_were_dropped_change_no_offe
     head: Any = load("eagle3", tmp_path / "device", on_device)
     head.prepare()
     found = live(Life(head, on_device, lengths=(30, 2)))
-    assert not head.passes._replays._graphs.has_failed
-    assert len(head.passes._replays._graphs) == 2
+    assert not head.passes._replays._passes.store.has_failed
+    assert len(head.passes._replays._passes.store) == 2
     check_same(found, expected)
 
 
@@ -190,7 +190,7 @@ def test_where_capturing_fails_a_heads_passes_run_as_they_are_and_steps_are_repl
     monkeypatch.setattr(CudaCapture, "__call__", failing)
     head.prepare()
     found = live(Life(head, on_device))
-    assert not head.passes._replays._graphs
+    assert not head.passes._replays._passes.store
     assert on_device.runner.row_edges
     check_same(found, expected)
 
@@ -234,7 +234,7 @@ def test_no_draft_waits_for_a_kernel_to_be_compiled(name: str, model: Path, devi
     with LaunchCounter() as since:
         life.step(temperature=1.0)
         life.step(temperature=0.0)
-    assert {name for name, _ in compiled(since)} >= {"fill_kernel", "draw_kernel"}
+    assert {name for name, _ in compiled(since)} >= {"plan_kernel", "draw_kernel"}
     assert compiled(since) <= compiled(before)
 
 

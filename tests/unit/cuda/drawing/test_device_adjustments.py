@@ -63,9 +63,7 @@ def compare(contexts: list[RowContext], logits: list[torch.Tensor], drawn: list[
         got = adjustments.adjusted(each.to(DEVICE), number).cpu()
         assert equal(got, adjusted_logits(each, contexts)), number
         if number < len(drawn):
-            out = torch.zeros(len(contexts), 2, 3, dtype=torch.int32)
-            out[:, 0, 0] = torch.tensor(drawn[number], dtype=torch.int32)
-            adjustments.count(out.to(DEVICE))
+            adjustments.count(torch.tensor(drawn[number], device=DEVICE))
             contexts = [
                 context._replace(position=context.position + 1, extra_tokens=(*context.extra_tokens, token))
                 for context, token in zip(contexts, drawn[number], strict=True)
@@ -89,7 +87,7 @@ def test_tensors_are_used_again_and_remember_nothing() -> None:
     for shift in range(3):
         contexts = [context_of(params_of(**each), OUTPUT) for each in (*EVERYTHING[shift:], *EVERYTHING[:shift])]
         adjustments.fill(contexts)
-        adjustments.count(torch.full((8, 2, 1), 11, dtype=torch.int32, device=DEVICE))
+        adjustments.count(torch.full((8,), 11, device=DEVICE))
         adjustments.fill(contexts)
         assert equal(adjustments.adjusted(logits.to(DEVICE), 0).cpu(), adjusted_logits(logits, contexts))
 
@@ -142,12 +140,12 @@ def test_bad_words_are_not_for_the_device() -> None:
     assert all(can_adjust(params_of(**each)) for each in EVERYTHING)
 
 
-def test_a_draw_is_adjusted_by_one_launch_and_counted_by_another_and_nothing_waits() -> None:
+def test_a_draw_is_adjusted_by_one_launch_and_counted_by_five_small_ones_and_nothing_waits() -> None:
     meta = torch.device("meta")
     adjustments = Adjustments(8, 150_000, meta)
     with LaunchCounter() as counter:
         adjusted = adjustments.adjusted(torch.empty(8, 150_000, device=meta), 1)
-        adjustments.count(torch.empty(8, 2, 3, dtype=torch.int32, device=meta))
-    assert [launch.name for launch in counter.launches] == ["adjust_kernel", "count_kernel"]
-    assert len(counter.operations) == 2
+        adjustments.count(torch.empty(8, dtype=torch.int64, device=meta))
+    assert [launch.name for launch in counter.launches] == ["adjust_kernel"]
+    assert len(counter.operations) == 6
     assert adjusted.shape == (8, 150_000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from bench.launches import LaunchCounter
 from specdec.drafting.translation.runner import TranslatingRunner
 from specdec.drafting.translation.shared import SharedVocabulary
-from specdec.engine.cuda.buckets import advance
 from specdec.engine.cuda.passes import CAPTURE_BYTES
 from specdec.engine.drawing import device as drawing_module
 from specdec.engine.drawing.device import ROUND_BUCKETS, DeviceDrawing
+from specdec.engine.drawing.graph_parts import GraphParts
 from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, OtherIds
 from specdec.engine.model.runner import ModelRunner
@@ -179,10 +180,13 @@ def test_graphs_are_prepared_within_the_memory_that_steps_have_left(
 def test_a_graph_that_draws_other_tokens_than_single_steps_draws_nothing(
     runner: ModelRunner, device: tuple[DeviceDrawing, Captures], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def late(batch: Any, number: int, drawn: Any, positions: Any, *rest: Any) -> None:
-        advance(batch, number, drawn, positions + (number == 1), *rest)
+    class Late(GraphParts):
+        @staticmethod
+        def of(packed: torch.Tensor, num_draws: int, num_rows: int) -> GraphParts:
+            parts = GraphParts.of(packed, num_draws, num_rows)
+            return parts._replace(positions=parts.positions[[0, 0, *range(2, num_draws - 1)]])
 
-    monkeypatch.setattr(drawing_module, "advance", late)
+    monkeypatch.setattr(drawing_module, "GraphParts", Late)
     monkeypatch.setattr(drawing_module, "_PREPARED_ROWS", (1,))
     drawing = device[0]
     drawing.prepare(NUM_TOP)
@@ -212,14 +216,16 @@ def test_a_position_out_of_the_models_range_is_an_error(
         device[0].draw([row], torch.zeros(1, runner.num_logits), NUM_TOP)
 
 
-def test_between_two_passes_are_four_launches(
+def test_between_two_passes_are_few_launches(
     runner: ModelRunner, device: tuple[DeviceDrawing, Captures], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both(runner, device[0], rows_of([4, 4, 4], MANY))
     store = device[0]._graphs
     [(key, graph)] = [(key, graph) for (owner, key), graph in store._cache._graphs.items() if owner is store._owner]
-    monkeypatch.setattr(device[0]._steps, "_forward", lambda batch, cache: torch.zeros(4, runner.num_logits))
+    monkeypatch.setattr(device[0]._steps, "forward", lambda batch, cache: torch.zeros(4, runner.num_logits))
     with LaunchCounter() as counter:
         graph.replay()
     names = [launch.name for launch in counter.launches]
-    assert names == ["advance_kernel", "row_peak_kernel", "draw_kernel", "merge_kernel"] * (key.num_draws - 1)
+    assert names == ["draw_kernel", "merge_kernel"] * (key.num_draws - 1)
+    counts = Counter(name for name, _ in counter.operations)
+    assert counts["bitwise_and"] == counts["rsub"] == counts["amax"] == key.num_draws - 1

@@ -12,7 +12,7 @@ import torch
 
 from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.rows import DrawRow
-from specdec.engine.drawing.sparse import launch_sparse, read_sparse, sparse_rows
+from specdec.engine.drawing.sparse import launch_sparse, read_sparse
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.logit_processors import RowContext
 from specdec.engine.sampling.noise import Purpose, uniform
@@ -107,8 +107,10 @@ def test_tokens_follow_the_distribution_that_is_told() -> None:
     num_draws, num_sparse = 20_000, 6
     logits = torch.tensor([[2.0, 1.0, -math.inf, 0.5, 0.5, -1.0, 1.7, -3.0]]).expand(num_draws, -1)
     numbers = np.array([uniform(11, 0, Purpose.DRAFT, t) for t in range(num_draws)])
-    words = torch.from_numpy(sparse_rows(np.ones(num_draws), numbers))
-    out = torch.zeros(num_draws, 2, 1 + num_sparse, dtype=torch.int32)
+    words = torch.empty(num_draws, 3, dtype=torch.int32)
+    words[:, :2] = torch.from_numpy(numbers.view(np.int32).reshape(-1, 2))
+    words[:, 2:] = torch.ones(num_draws, 1).view(torch.int32)
+    out = torch.zeros(num_draws, 1 + num_sparse, dtype=torch.int64)
     launch_sparse(logits - 2.0, words, out)
     samples = read_sparse(out)
     first = samples[0]
