@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from specdec.drafting.heads.cache import HeadCache, LaidOut
 from specdec.drafting.heads.parts import Attend
+from specdec.engine.batch import Batch
+from specdec.engine.cuda import buckets
+from specdec.engine.cuda.buckets import BucketedPasses, Forward, PassShape, table_blocks
+from specdec.engine.model.device_choice import ReplayingModel
+
+_NUM_PREPARED = 5
+"""Row buckets captured at the start: one session's levels, or a few sessions' chains."""
 
 Compute = Callable[[torch.Tensor, LaidOut, Attend], torch.Tensor]
 """(states [T, ...], rows, attention) to [T, ...]."""
@@ -45,40 +51,53 @@ class Projection:
     compute: Project
 
 
-class PassReplays(Protocol):
-    """Replays passes of a head."""
-
-    def run(self, each: HeadPass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor | None:
-        """The pass's result, owned by the caller; None: the caller must run the pass itself."""
-
-    def project(self, each: Projection, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The projection's result, as in `run`."""
-
-    def prepare(self, kinds: Iterable[HeadPass | Projection]) -> None:
-        """Capture likely passes, as time and memory allow."""
-
-
 class HeadPasses:
-    """Runs the passes of one head over its cache."""
+    """Runs the passes of one head over its cache. With replays, a pass is captured at first use unless `prepare` did
+    so.
+    """
 
-    def __init__(self, cache: HeadCache, replays: PassReplays | None) -> None:
-        """Without `replays` passes are plain calls."""
+    def __init__(self, cache: HeadCache, steps: ReplayingModel | None, dtype: torch.dtype, max_len: int) -> None:
+        """`steps`: the target's replays, whose graph memory is shared; None: passes are plain calls; `dtype`: of the
+        head's states; `max_len`: most tokens of a sequence.
+        """
         self._cache = cache
-        self._replays = replays
+        self.replays: BucketedPasses[HeadPass | Projection] | None = None
+        if steps is None:
+            return
+
+        def made(each: HeadPass | Projection, num_rows: int) -> tuple[tuple[torch.Tensor, ...], Forward]:
+            states = torch.zeros(num_rows, *each.state_shape, dtype=dtype, device=cache.device)
+            if isinstance(each, Projection):
+                project = each.compute
+                return (states,), lambda _: project(states)
+            compute, positions = each.compute, torch.zeros(num_rows, dtype=torch.int64, device=cache.device)
+
+            def run(batch: Batch) -> torch.Tensor:
+                return compute(states, LaidOut(batch, positions), cache.attend(batch))
+
+            return (states, positions), run
+
+        num_blocks = min(cache.spare_block, table_blocks(max_len, cache.block_size))
+        shape = PassShape(num_blocks, cache.spare_block, cache.block_size, cache.device)
+        self.replays = BucketedPasses(
+            steps.graphs, "a head's pass", shape, made, may_replay=lambda: bool(steps.row_edges)
+        )
 
     def run(self, each: HeadPass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor:
         """Apply `compute` to states [T, *state_shape]; writes the rows' entries."""
-        found = None if self._replays is None else self._replays.run(each, states, rows)
+        found = None if self.replays is None else self.replays.replayed(each, rows.batch, states, rows.positions)
         if found is not None:
-            return found
+            return found.result[: len(states)].clone()  # other replays overwrite it
         return each.compute(states, rows, self._cache.attend(rows.batch))
 
     def project(self, each: Projection, hidden: torch.Tensor) -> torch.Tensor:
         """Apply `compute` to states [T, *state_shape]."""
-        found = None if self._replays is None else self._replays.project(each, hidden)
-        return each.compute(hidden) if found is None else found
+        found = None if self.replays is None else self.replays.replayed(each, None, hidden)
+        return each.compute(hidden) if found is None else found.result[: len(hidden)].clone()
 
+    @torch.inference_mode()
     def prepare(self, kinds: Iterable[HeadPass | Projection]) -> None:
-        """Capture likely passes before the first request."""
-        if self._replays is not None:
-            self._replays.prepare(kinds)
+        """Capture likely passes before the first request, as time and memory allow."""
+        if self.replays is not None:
+            kinds, prepared = list(kinds), buckets.ROW_BUCKETS[:_NUM_PREPARED]
+            self.replays.prepare((each, num_rows) for num_rows in reversed(prepared) for each in kinds)

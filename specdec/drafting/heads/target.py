@@ -77,12 +77,7 @@ class HeadTarget:
 
     def passes(self, cache: HeadCache) -> HeadPasses:
         """The head's passes over its cache; replayed if the target's steps are."""
-        steps = self.runner.replays
-        if steps is None:
-            return HeadPasses(cache, None)
-        from specdec.drafting.heads.replays import HeadReplays  # a CPU has no triton
-
-        return HeadPasses(cache, HeadReplays(steps, cache, self.runner.dtype, self.runner.max_model_len))
+        return HeadPasses(cache, self.runner.replays, self.runner.dtype, self.runner.max_model_len)
 
     def embedding(self, width: int) -> torch.Tensor:
         """The target's embedding [V, width], from its files. Raises HeadRefused if it is missing or of another

@@ -96,18 +96,17 @@ def fill(static: Batch, batch: Batch, padding: Batch) -> None:
 
     Table columns past the batch's own keep their old values, which no kernel reads.
     """
+    names = (
+        "input_ids", "position_ids", "slot_mapping", "row_seq", "context_lens", "path_offsets", "path_slots"
+    )  # fmt: skip
     num_seqs, width = batch.block_tables.shape
-    for names in (
-        ("input_ids", "position_ids", "slot_mapping"),
-        ("row_seq", "context_lens", "path_offsets", "path_slots"),
-    ):
-        copies = []
-        for name in names:
-            to, own, rest = (getattr(each, name) for each in (static, batch, padding))
-            copies += [(to[: len(own)], own), (to[len(own) :], rest[len(own) :])]
-        if num_seqs < len(static.block_tables):
-            copies.append((static.block_tables[-1, :1], padding.block_tables[-1, :1]))
-        torch._foreach_copy_(*zip(*((to, source) for to, source in copies if len(to)), strict=True))
+    copies = [(static.block_tables[num_seqs:][-1:, :1], padding.block_tables[num_seqs:][-1:, :1])]
+    for name in names:
+        to, own, rest = (getattr(each, name) for each in (static, batch, padding))
+        copies += [(to[: len(own)], own), (to[len(own) :], rest[len(own) :])]
+    for dtype in (torch.int64, torch.int32):
+        of_it = [(to, source) for to, source in copies if to.dtype == dtype and len(to)]
+        torch._foreach_copy_([to for to, _ in of_it], [source for _, source in of_it])
     static.path_offsets[len(batch.path_offsets) :].fill_(len(batch.path_slots))
     static.block_tables[:num_seqs, :width].copy_(batch.block_tables)
 

@@ -66,9 +66,7 @@ class _Graph:
     """Batch of the passes, kept alive here: a graph has only the addresses of its tensors."""
     drawn: torch.Tensor
     """[draws, rows, num_top] scored ids; draw 0 is filled before the replay. The first entry is the drawn token."""
-    replay: Callable[[], None]
-    results: torch.Tensor
-    """Tensor that a replay fills; on a GPU it is `drawn`."""
+    replay: Callable[[], None] = lambda: None
 
 
 class DeviceDrawing:
@@ -143,52 +141,48 @@ class DeviceDrawing:
     def _draws_as_single_steps(self, num_top: int) -> bool:
         """Whether the graph of one row draws the tokens that single steps draw, with noise."""
         cache, num_draws = self._cache, min(ROUND_BUCKETS[-1], self._max_len - 1)
-        table = array("i", range(-(-(num_draws + 1) // cache.block_size)))
+        table = array("i", range(-(-(num_draws + 2) // cache.block_size)))
         if num_draws < 2 or len(table) >= cache.num_blocks:
             return True
         row = DrawRow(DrawRule(SamplingParams(max_tokens=num_draws, seed=1, temperature=1.0)), 0, 1, num_draws, table)
-        pass_rows = PassRows(cache.block_size)
-        pass_rows.add_sequence(table)
-        pass_rows.add(0, 0)
-        first = self._logits_of(pass_rows)
-        results = self._replayed([row], first, num_draws, num_top)
-        if results is None:
-            return True
-        found, logits = ids_of(results[:, 0, 0]).tolist(), first
-        for number, token in enumerate(found):
+        logits = self._logits_of(table, 0, 0)
+        results = self._replayed([row], logits, num_draws, num_top)
+        for number, token in enumerate([] if results is None else ids_of(results[:, 0, 0]).tolist()):
             context = RowContext(row.rule.params, 1 + number, 1)
-            if self._sampler.sample(logits[:, : self._vocab_size], [context]) != [token]:
+            if self._sampler.sample(logits, [context]) != [token]:
                 return False
-            pass_rows = PassRows(cache.block_size)
-            pass_rows.add_sequence(table)
-            pass_rows.add(token, 1 + number)
-            if number + 1 < len(found):
-                logits = self._logits_of(pass_rows)
+            logits = self._logits_of(table, token, 1 + number)
         return True
 
-    def _logits_of(self, rows: PassRows) -> torch.Tensor:
-        """Logits by the ids that are drawn, of a pass over rows of such ids."""
-        batch = rows.batch(self._cache.device)
-        if self._other_ids is not None:
-            batch.input_ids = self._other_ids.model_ids(batch.input_ids)
-        logits = self._steps(batch, self._cache)
-        return logits if self._other_ids is None else self._other_ids.by_drawn_id(logits)
+    def _logits_of(self, table: Sequence[int], token_id: int, position: int) -> torch.Tensor:
+        """Logits of a pass over one token, by the ids that are drawn."""
+        rows = PassRows(self._cache.block_size)
+        rows.add_sequence(table)
+        rows.add(token_id, position)
+        return self._by_drawn_ids(rows.batch(self._cache.device), self._steps)
+
+    def _by_drawn_ids(self, batch: Batch, run: Callable[[Batch, KVCache], torch.Tensor]) -> torch.Tensor:
+        """Logits of a pass by the ids that are drawn, which the batch has as well."""
+        if self._other_ids is None:
+            return run(batch, self._cache)[:, : self._vocab_size]
+        batch.input_ids = self._other_ids.model_ids(batch.input_ids)
+        return self._other_ids.by_drawn_id(run(batch, self._cache))
 
     def draw(self, rows: Sequence[DrawRow], logits: torch.Tensor, num_top: int) -> list[list[Draw]]:
         """See ``Drawing``."""
         self._check(rows)
         num_top, num_draws = min(num_top, self._vocab_size), max(row.num_rounds for row in rows)
         wanted = min(num_draws, math.ceil(_USE_MARGIN * self._mean_used))
-        results = self._replayed(rows, logits, wanted, num_top) if num_draws > 1 and num_top <= MOST_TOP else None
-        if results is None:
-            self.num_passes = 0
-            first = logits[[row.logits_row for row in rows], : self._vocab_size]
-            return [[draw] for draw in self._single(rows, first, num_top)]
-        token_ids, scores = read_top(results)
+        results = self._replayed(rows, logits, wanted, num_top) if num_top <= MOST_TOP else None
+        if results is not None:
+            token_ids, scores = read_top(results)
+        else:
+            token_ids, scores = self._sampler.top(self._first(rows, logits), [row.context for row in rows], num_top)
         draws = [(token_ids[at : at + num_top], scores[at : at + num_top]) for at in range(0, len(token_ids), num_top)]
         of_rounds = [draws[at : at + len(rows)] for at in range(0, len(draws), len(rows))]
         drawn = pruned(rows, of_rounds)
-        self._mean_used += _USE_WEIGHT * (max(map(len, drawn)) - self._mean_used)
+        if results is not None:
+            self._mean_used += _USE_WEIGHT * (max(map(len, drawn)) - self._mean_used)
         return drawn
 
     def draw_sparse(
@@ -198,13 +192,12 @@ class DeviceDrawing:
         self._check(rows)
         # The number of draws must not depend on tokens drawn before (docs/rejection.md).
         num_draws, num_sparse = max(row.num_rounds for row in rows), min(num_sparse, self._vocab_size)
-        results = self._replayed(rows, logits, num_draws, 1 + num_sparse, is_sparse=True) if num_draws > 1 else None
-        if results is None:
-            self.num_passes = 0
-            first = logits[[row.logits_row for row in rows], : self._vocab_size]
+        results = self._replayed(rows, logits, num_draws, 1 + num_sparse, is_sparse=True)
+        if results is not None:
+            of_rounds = [read_sparse(of_round) for of_round in results]
+        else:
             contexts, chains = [row.context for row in rows], [row.chain for row in rows]
-            return [[sample] for sample in self._sampler.draft_sample(first, contexts, num_sparse, chains)]
-        of_rounds = [read_sparse(of_round) for of_round in results]
+            of_rounds = [self._sampler.draft_sample(self._first(rows, logits), contexts, num_sparse, chains)]
         return [
             _until_none([of_round[index] for of_round in of_rounds[: row.num_rounds]]) for index, row in enumerate(rows)
         ]
@@ -214,7 +207,8 @@ class DeviceDrawing:
     ) -> torch.Tensor | None:
         """Results of ``num_draws`` draws, rounded up to a bucket, ``[draws, rows, num_top]`` scored ids on the host;
         None: no graph serves."""
-        num_rows = row_bucket(len(rows))
+        self.num_passes = 0
+        num_rows = row_bucket(len(rows)) if num_draws > 1 else None
         cuts, kinds = self._cuts(rows, is_sparse=is_sparse)
         is_adjusted = any(row.adjusting is not None for row in rows)
         most_rows = _MOST_WIDE_ROWS if is_adjusted or is_sparse else ROW_BUCKETS[-1]
@@ -236,7 +230,11 @@ class DeviceDrawing:
             graph.adjustments.fill([row.context for row in rows])
         self._launch_draw(graph, parts, 0, first)
         graph.replay()
-        return graph.results.cpu()[:, : len(rows)].contiguous()
+        return graph.drawn.cpu()[:, : len(rows)].contiguous()
+
+    def _first(self, rows: Sequence[DrawRow], logits: torch.Tensor) -> torch.Tensor:
+        """Logits of the rows' first draws."""
+        return logits[[row.logits_row for row in rows], : self._vocab_size]
 
     def _cuts(self, rows: Sequence[DrawRow], *, is_sparse: bool) -> tuple[torch.Tensor, CutKinds | None]:
         """Parameters of rows' cuts, and their kinds; None: no row needs `launch_cuts`. Sparse draws always need it, as
@@ -262,15 +260,6 @@ class DeviceDrawing:
         else:
             launch_top(logits, parameters, key.num_top, out)
 
-    def _single(self, rows: Sequence[DrawRow], logits: torch.Tensor, num_top: int) -> list[Draw]:
-        draws: list[Draw] = []
-        for found in self._sampler.candidates(logits, [row.context for row in rows], num_top):
-            missing = num_top - len(found)
-            value = -math.inf if found else math.nan
-            ids, scores = [each.token_id for each in found], [each.score for each in found]
-            draws.append((ids + [0] * missing, scores + [value] * missing))
-        return draws
-
     def _check(self, rows: Sequence[DrawRow]) -> None:
         for row in rows:
             if row.rule.params.adjusts_logits and (row.adjusting is None or not self.takes(row.rule)):
@@ -293,8 +282,8 @@ class DeviceDrawing:
         if key.is_adjusted and self._adjustments is None:
             self._adjustments = Adjustments(_MOST_WIDE_ROWS, self._vocab_size, device)
         adjustments = self._adjustments if key.is_adjusted else None
-        graph = _Graph(key, packed, adjustments, batch, drawn, lambda: None, drawn)
-        graph.replay, graph.results = self._steps.graphs.capture(lambda: self._rounds(graph))
+        graph = _Graph(key, packed, adjustments, batch, drawn)
+        graph.replay, _ = self._steps.graphs.capture(lambda: self._rounds(graph))
         return graph
 
     def _rounds(self, graph: _Graph) -> torch.Tensor:
@@ -304,8 +293,6 @@ class DeviceDrawing:
             token_ids = ids_of(graph.drawn[number, :, 0])
             if graph.adjustments is not None:
                 graph.adjustments.count(token_ids)
-            if self._other_ids is not None:
-                token_ids = self._other_ids.model_ids(token_ids)
             batch = replace(
                 graph.batch,
                 input_ids=token_ids,
@@ -313,10 +300,7 @@ class DeviceDrawing:
                 slot_mapping=parts.slots[number],
                 context_lens=parts.contexts[number],
             )
-            logits = self._steps.forward(batch, self._cache)
-            if self._other_ids is not None:
-                logits = self._other_ids.by_drawn_id(logits)
-            self._launch_draw(graph, parts, number + 1, logits[:, : self._vocab_size])
+            self._launch_draw(graph, parts, number + 1, self._by_drawn_ids(batch, self._steps.forward))
         return graph.drawn
 
 

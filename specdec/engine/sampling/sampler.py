@@ -138,7 +138,7 @@ class Sampler:
         There are fewer than `num_candidates` if fewer can be sampled, and none if `sample` returns None.
         """
         n = min(num_candidates, self.vocab_size)
-        token_ids, scores = self._top(logits, rows, n)
+        token_ids, scores = self.top(logits, rows, n)
         found = [ScoredToken(*pair) for pair in zip(token_ids, scores, strict=True)]
         return [
             [candidate for candidate in found[r * n : (r + 1) * n] if candidate.score > -math.inf]
@@ -228,7 +228,8 @@ class Sampler:
     def _true_logits(self, logits: Tensor) -> Tensor:
         return logits[:, : self.vocab_size].to(torch.float32)
 
-    def _top(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> Top:
+    def top(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> Top:
+        """`candidates` as ids and scores, `num_top` for each row, as `perturbed_top` returns them."""
         parts = [part() for part in self._started(logits, rows, num_top)]
         if len(parts) == 1:
             return parts[0]

@@ -160,6 +160,8 @@ class FakeDevice(TorchDispatchMode):
         ]
         if written:
             self.current.put(lambda: func(*args, **kwargs))
+            if not func._schema.returns:
+                return None  # of lists
             return written[0] if len(written) == 1 else tuple(written)
         given, given_spec = tree_flatten(_without_numbers(func, flat, spec))
         made = [self._allocated(torch.empty_strided(each.shape, each.stride(), dtype=each.dtype)) for each in given]

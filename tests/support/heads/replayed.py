@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from specdec.drafting.heads.cache import HeadCache
 from specdec.drafting.heads.passes import HeadPasses
-from specdec.drafting.heads.replays import HeadReplays
 from specdec.drafting.heads.target import HeadTarget
 from specdec.engine.cuda.passes import GraphCache
 from tests.support.engine.captures import Captures
@@ -26,8 +27,8 @@ def replayed_heads(monkeypatch: pytest.MonkeyPatch) -> Captures:
     captures = Captures()
 
     def passes(target: HeadTarget, cache: HeadCache) -> HeadPasses:
-        steps = CapturingSteps(captures)
-        return HeadPasses(cache, HeadReplays(steps, cache, target.runner.dtype, target.runner.max_model_len))  # type: ignore[arg-type]
+        steps: Any = CapturingSteps(captures)
+        return HeadPasses(cache, steps, target.runner.dtype, target.runner.max_model_len)
 
     monkeypatch.setattr(HeadTarget, "passes", passes)
     return captures

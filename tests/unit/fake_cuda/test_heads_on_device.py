@@ -16,7 +16,6 @@ import torch
 from bench.launches import LaunchCounter
 from specdec.config.drafter_options import DFlashOptions, Eagle3Options, HeadOptions
 from specdec.drafting.heads.methods.registry import load_head
-from specdec.drafting.heads.replays import HeadReplays
 from specdec.drafting.heads.session import Features, Head, HeadAsk
 from specdec.drafting.heads.target import HeadTarget
 from specdec.drafting.interface import Context, Offer, Room
@@ -133,12 +132,11 @@ def test_captured_passes_offer_what_those_of_a_cpu_offer(
     expected = live(Life(load(name, tmp_path / "cpu", on_cpu), on_cpu))
     head: Any = load(name, tmp_path / "device", on_device)
     head.prepare()
-    replays = head.passes._replays
-    assert isinstance(replays, HeadReplays)
-    num_prepared = len(replays._passes.store)
+    replays = head.passes.replays
+    num_prepared = len(replays.store)
     assert num_prepared == 2 * len(head.kinds), "all in both buckets"
     found = live(Life(head, on_device))
-    assert not replays._passes.store.has_failed
+    assert not replays.store.has_failed
     check_same(found, expected)
 
 
@@ -171,8 +169,8 @@ def test_passes_that_are_too_large_and_captures_that_were_dropped_change_no_offe
     head: Any = load("eagle3", tmp_path / "device", on_device)
     head.prepare()
     found = live(Life(head, on_device, lengths=(30, 2)))
-    assert not head.passes._replays._passes.store.has_failed
-    assert len(head.passes._replays._passes.store) == 2
+    assert not head.passes.replays.store.has_failed
+    assert len(head.passes.replays.store) == 2
     check_same(found, expected)
 
 
@@ -190,7 +188,7 @@ def test_where_capturing_fails_a_heads_passes_run_as_they_are_and_steps_are_repl
     monkeypatch.setattr(CudaCapture, "__call__", failing)
     head.prepare()
     found = live(Life(head, on_device))
-    assert not head.passes._replays._passes.store
+    assert not head.passes.replays.store
     assert on_device.runner.row_edges
     check_same(found, expected)
 
