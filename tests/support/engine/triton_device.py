@@ -10,6 +10,8 @@ from triton.language.core import block_type
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from specdec.engine.cuda.launch import Launch
+
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
@@ -103,3 +105,19 @@ def _scaled_product(
 
 if DEVICE == "cpu" and torch.__version__.startswith(("2.11.", "2.12.")):
     vars(torch)["_scaled_mm"] = _scaled_product
+
+
+def specialization(launch: Launch) -> tuple[Any, ...]:
+    """What Triton compiles a kernel for: constants, options, and of arguments whether they are 1 or divisible by 16."""
+    parts: list[Any] = [launch.name, tuple(launch.constants.items()), tuple(launch.options.items())]
+    declared = launch.kernel.kwargs  # of `triton.jit`
+    of_any_value = declared.get("do_not_specialize") or ()
+    of_any_alignment = declared.get("do_not_specialize_on_alignment") or ()
+    names = [name for name in launch.kernel.arg_names if name not in launch.constants]
+    for name, value in zip(names, launch.arguments, strict=True):
+        if isinstance(value, torch.Tensor):
+            offset = value.storage_offset() * value.element_size()
+            parts.append((value.dtype, name in of_any_alignment or offset % 16 == 0))
+        elif isinstance(value, int) and name not in of_any_value:
+            parts.append((value == 1, value % 16 == 0))
+    return tuple(parts)

@@ -16,7 +16,7 @@ from specdec.engine.cuda.launch import Launch
 from specdec.engine.cuda.sampling import launch_top
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
-from tests.support.engine.triton_device import DEVICE
+from tests.support.engine.triton_device import DEVICE, specialization
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="what is interpreted keeps what `triton.jit` was told")
 
@@ -47,22 +47,6 @@ def packed_batch(num_rows: int, context_len: int) -> Batch:
         parts |= dict(zip(sizes, whole.split(list(sizes.values())), strict=True))
     parts["block_tables"] = parts["block_tables"].view(1, -1)
     return Batch(**parts, num_seqs=1)
-
-
-def specialization(launch: Launch) -> tuple[Any, ...]:
-    """What Triton compiles a kernel for: constants, options, and of arguments whether they are 1 or divisible by 16."""
-    parts: list[Any] = [launch.name, tuple(launch.constants.items()), tuple(launch.options.items())]
-    declared = launch.kernel.kwargs  # of `triton.jit`
-    of_any_value = declared.get("do_not_specialize") or ()
-    of_any_alignment = declared.get("do_not_specialize_on_alignment") or ()
-    names = [name for name in launch.kernel.arg_names if name not in launch.constants]
-    for name, value in zip(names, launch.arguments, strict=True):
-        if isinstance(value, torch.Tensor):
-            offset = value.storage_offset() * value.element_size()
-            parts.append((value.dtype, name in of_any_alignment or offset % 16 == 0))
-        elif isinstance(value, int) and name not in of_any_value:
-            parts.append((value == 1, value % 16 == 0))
-    return tuple(parts)
 
 
 def compiled(launches: list[Launch]) -> dict[str, int]:
