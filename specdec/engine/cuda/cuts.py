@@ -14,7 +14,6 @@ from specdec.engine.cuda.attention import power_of_two
 from specdec.engine.cuda.cut_kernels import CUT_NUMBERS, DIGITS, STATE_WORDS, cut_kernel
 from specdec.engine.cuda.launch import launch
 from specdec.engine.cuda.sampling import device_perturbed_top
-from specdec.engine.sampling.logit_processors import below_best
 
 NUM_CUT_NUMBERS = int(CUT_NUMBERS.value)
 """Number of float64 numbers of a row in the result of ``cut_parameters``."""
@@ -63,7 +62,10 @@ def launch_cuts(logits: torch.Tensor, cuts: torch.Tensor, kinds: CutKinds) -> to
     """
     num_rows, vocab_size = logits.shape
     temperature, _, _, least = cuts.float().unsqueeze(2).unbind(1)
-    scores = below_best(logits, temperature)
+    is_greedy = temperature == 0.0
+    best = logits.amax(dim=1, keepdim=True)
+    best = (best - best * 0.0).masked_fill_(is_greedy, 0.0)  # NaN where it is not finite
+    scores = (logits - best).div_(temperature.masked_fill(is_greedy, 1.0))
     num_chunks = -(-vocab_size // _BLOCK)
     states = torch.empty(_NUM_STEPS, num_rows, int(STATE_WORDS.value), dtype=torch.int64, device=logits.device)
     shape = (_NUM_STEPS, num_rows, num_chunks, int(DIGITS.value))

@@ -166,15 +166,9 @@ def temperature_scores(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
         dtype=torch.float32,
         device=logits.device,
     )
-    return below_best(logits, divisors)
-
-
-def below_best(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """`temperature_scores` for temperatures ``[R, 1]`` on the device; rows of temperature 0 are their logits."""
     best = logits.amax(dim=1, keepdim=True)
     best = best - best * 0.0  # itself if it is finite, else NaN
-    is_greedy = temperatures == 0.0
-    return (logits - best.masked_fill_(is_greedy, 0.0)).div_(temperatures.masked_fill(is_greedy, 1.0))
+    return (logits - best).div_(divisors)
 
 
 def cut_arguments(rows: Sequence[RowContext]) -> CutArguments:
