@@ -8,6 +8,7 @@ from dataclasses import replace
 from specdec.plan.deployment import CORE_PRICE, Question
 from specdec.plan.inputs import step_times
 from specdec.plan.inputs.traffic import Trace, Traffic
+from specdec.plan.proof import MOST_RUNS
 from specdec.plan.simulation.faults import SILENT_S
 from specdec.plan.simulation.pair import Speculation
 from specdec.plan.trial import MOST_SIMULATED, Trials
@@ -61,10 +62,12 @@ def assumptions_of(question: Question, trials: Trials, speculation: Speculation,
     found += [
         f"Prices in dollars per hour, of no seller: {text}; {CORE_PRICE:g} for a core.",
         "Coordinators and gateways are sized by their measured CPU time per verdict and token (docs/capacity.md).",
-        f"A lost node or zone is noticed after {SILENT_S:g} s and does not come back; sessions of lost drafts decode "
-        "plainly until others have them.",
+        f"A lost node or zone is noticed after {SILENT_S:g} s, in which its streams stand still, and does not come "
+        "back; figures are of what begins later. Sessions of lost drafts decode plainly until others have them.",
+        "Targets are spread over zones, and over two nodes at least.",
         f"Of more than {MOST_SIMULATED} targets as many are simulated, with their share of the traffic.",
         "All nodes of a draft's tree at one depth have one score: a real draft's scores let the target choose better.",
-        f"Runs with {len(seeds)} seeds from {seeds[0]}; intervals are 95 % confidence intervals over them.",
+        f"Runs with {len(seeds)} seeds from {seeds[0]}, and up to {MOST_RUNS} where an interval crosses an objective; "
+        "intervals are 95 % confidence intervals over them. An objective holds if the interval's worse end does.",
     ]
     return found

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from specdec.plan.estimate import gap_p99, prompt_s
+from specdec.plan.found import Found
 from specdec.plan.inputs.traffic import Traffic
-from specdec.plan.search import Found, gap_p99, least_targets, prompt_s
+from specdec.plan.search import least_targets
 from specdec.plan.simulation.autoscaler import ScalingRule
 from specdec.plan.simulation.flow import FlowFleet, FlowPlan, FlowRun
 from specdec.plan.simulation.tally import Interval
@@ -63,7 +65,7 @@ def days(
         for stable_s in _STABLE_S:
             tell(f"a day with {aim:.0%} of {load} sessions for each target, {stable_s:g} s until it shrinks")
             rule = ScalingRule(
-                min_replicas=min(most, least_targets(trials.scopes, kind, trials.num_zones)),
+                min_replicas=min(most, least_targets(trials.scopes)),
                 max_replicas=most,
                 sessions_per_replica=max(1.0, float(math.floor(aim * load))),
                 scale_down_stabilization_s=stable_s,

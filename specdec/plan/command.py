@@ -288,7 +288,7 @@ def _plan(
     scaled = days(found, trials, traffic, seeds, progress.tell) if autoscale else []
     tables = tables_of(found, points, parts, scaled)
     label = found.deployment.placement.label
-    reasons = [f"{found.deployment.num_targets} targets: {label}."]
+    reasons = [f"{found.deployment.num_targets} targets: {label}.", *found.warnings]
     rule = scaled[0].rule if scaled and scaled[0].holds else None
     values = values_file(found.deployment, mode, sources, reasons, rule)
     title = f"Plan for {traffic.per_s:.3g} requests per second"

@@ -83,9 +83,15 @@ class Placement:
         draft = 0.0 if self.draft_device is None else self.draft_device.price / self.targets_per_draft
         return self.device.price * self.num_ranks + draft
 
+    def price_of(self, num_targets: int, *, may_lose: bool) -> float:
+        """Dollars per hour of a number of targets and their drafts."""
+        drafts = num_drafts(self, num_targets, may_lose=may_lose)
+        draft_price = 0.0 if self.draft_device is None else self.draft_device.price
+        return num_targets * self.num_ranks * self.device.price + drafts * draft_price
+
     @property
     def per_node(self) -> int:
-        """Targets of a node."""
+        """Targets of a full node."""
         return max(1, self.device.per_node // self.num_ranks)
 
     def pair(self, question: Question) -> PairSettings:
@@ -236,7 +242,5 @@ class Deployment:
     @property
     def price(self) -> float:
         """Dollars per hour, with a core for each coordinator and gateway."""
-        targets = self.num_targets * self.placement.device.price * self.placement.num_ranks
-        draft = self.placement.draft_device
-        drafts = 0.0 if draft is None else self.num_drafts * draft.price
-        return targets + drafts + CORE_PRICE * (self.num_coordinators + self.num_gateways)
+        replicas = self.placement.price_of(self.num_targets, may_lose=self.spare > 0)
+        return replicas + CORE_PRICE * (self.num_coordinators + self.num_gateways)

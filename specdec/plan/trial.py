@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from specdec.coordinator.tenants.quotas import Allowance, QuotaRate
-from specdec.plan.deployment import BATCH_TOKENS, MOST_BATCH, Deployment, Placement, num_drafts
+from specdec.plan.deployment import Deployment
 from specdec.plan.inputs.traffic import Traffic
+from specdec.plan.kind import Kind
 from specdec.plan.simulation.coordinator import CoordinatorSettings
-from specdec.plan.simulation.curve import ReplicaCurve
-from specdec.plan.simulation.draft_pool import PoolSettings
 from specdec.plan.simulation.faults import Event, Loss, Rollout, Scope
 from specdec.plan.simulation.fleet import Clients, FleetPlan, FleetRun, FleetSimulation
 from specdec.plan.simulation.tally import Interval
-from specdec.plan.simulation.target import TargetSettings
 
 _LEAST_S, _MOST_S = 15.0, 900.0
-"""Shortest and longest traffic of a trial, in simulated seconds."""
-_REQUESTS, _ROUGH_REQUESTS = 1500, 500
-"""Requests of a trial, about: of the result, and of the search for it."""
+"""Shortest and longest measured traffic of a trial, in simulated seconds."""
+_REQUESTS, _ROUGH_REQUESTS, _LEAST_REQUESTS = 1500, 500, 100
+"""Requests of a trial, about: of the result, of the search for it, and at least, however long that takes."""
+_WARM_UP = 0.2
+"""Traffic before a loss, an update or the measured traffic, over the latter."""
 MOST_SIMULATED = 32
 """Targets that a trial simulates: a larger fleet is judged by such a slice of it, with its share of the traffic."""
 _PLACES = 1.25
@@ -31,9 +32,6 @@ _SERVED = 0.995
 """Share of the requests that must end well."""
 _RESTART_S = 120.0
 """Seconds until a lost part serves again: longer than a trial looks, so that it must do without."""
-
-_DRAFT_PARTS = 12
-"""Parts in which the share of drafts that are up is rounded down: each takes a curve."""
 _DRAIN_S = 60.0
 """Seconds that a target drains (the chart's `target.drainSeconds`), and that its successor takes to serve."""
 
@@ -47,49 +45,37 @@ class Objectives:
 
     def held_by(self, run: FleetRun) -> bool:
         """Whether a run held both, and served its requests."""
-        tally = run.tally
+        return not self.missed_by(Figures.of([run]))
+
+    def missed_by(self, figures: Figures) -> str:
+        """The first objective that is not held, in words: its interval's worse end counts; empty: all are held."""
+        for name, found, wanted_s in self._times(figures):
+            if found.high > wanted_s:
+                return f"{name} {found.text(1e3)} ms"
+        return "" if figures.served.low >= _SERVED else f"{figures.served.mean:.1%} served"
+
+    def crossed_by(self, figures: Figures) -> bool:
+        """Whether a mean holds whose interval does not, so that more runs may tell; a mean that misses is believed."""
+        held = [(found.mean <= wanted_s, found.high <= wanted_s) for _, found, wanted_s in self._times(figures)]
+        held.append((figures.served.mean >= _SERVED, figures.served.low >= _SERVED))
+        return all(by_mean for by_mean, _ in held) and not all(by_end for _, by_end in held)
+
+    def _times(self, figures: Figures) -> Sequence[tuple[str, Interval, float]]:
         return (
-            tally.served_share >= _SERVED
-            and tally.first_token.quantile(0.99) <= self.first_token_s
-            and tally.inter_token.quantile(0.99) <= self.inter_token_s
+            ("TTFT p99", figures.first_token_p99, self.first_token_s),
+            ("ITL p99", figures.inter_token_p99, self.inter_token_s),
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A placement with its curves."""
+class State(StrEnum):
+    """What a fleet may be in besides a loss."""
 
-    placement: Placement
-    curve: ReplicaCurve
-    plain: ReplicaCurve
-    crowded: Callable[[float], ReplicaCurve] | None = None
-    """Curve while this share of the drafts is up; None: targets have no drafts on other devices."""
+    UNDISTURBED = "undisturbed"
+    UPDATE = "rolling update"
+    """Targets, and drafts meanwhile, are replaced in place, one after the other, as the chart does."""
 
-    def curve_at(self, share: float) -> ReplicaCurve:
-        """What a target does while a share of the drafts, above 0, is up."""
-        if self.crowded is None or share >= 1:
-            return self.curve
-        return self.crowded(max(1, math.floor(share * _DRAFT_PARTS)) / _DRAFT_PARTS)
 
-    def pool(self, num_targets: int, num_zones: int, *, may_lose: bool) -> PoolSettings | None:
-        """The drafts of a number of targets; None: they have none on other devices."""
-        device = self.placement.draft_device
-        if device is None:
-            return None
-        num = num_drafts(self.placement, num_targets, may_lose=may_lose)
-        per_node = min(device.per_node, math.ceil(num / max(2, num_zones)))  # the chart spreads pods over nodes
-        return PoolSettings(num, per_node, num_zones, self.curve_at)
-
-    def settings(self) -> TargetSettings:
-        """Settings of a target of this kind."""
-        return TargetSettings(
-            curve=self.curve,
-            plain=self.plain,
-            steps=self.placement.steps,
-            kv_tokens=self.placement.kv_tokens,
-            max_batch_seqs=min(MOST_BATCH, self.curve.most_sessions),
-            max_batch_tokens=BATCH_TOKENS["gpu" if self.placement.device.flops else "cpu"],
-        )
+Situation = Scope | State
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,25 +145,21 @@ class Trials:
         kind: Kind,
         num_targets: int,
         seed: int,
-        scope: Scope | None = None,
+        situation: Situation = State.UNDISTURBED,
         factor: float = 1.0,
         *,
         is_rough: bool = False,
-        is_rolled: bool = False,
     ) -> tuple[FleetRun, float]:
         """Simulate a fleet, or a slice of it; returns the run, and the fleet over the slice.
 
-        `factor`: the traffic over what was asked; `is_rough`: with fewer requests; `is_rolled`: meanwhile targets are
-        replaced one after the other.
+        A loss is measured from when it is noticed, an update from its beginning. `factor`: the traffic over what was
+        asked; `is_rough`: with fewer requests.
         """
         self.num_runs += 1
         simulated = min(num_targets, MOST_SIMULATED)
         share = simulated / num_targets
         traffic = self.traffic.scaled(share * factor)
-        request_s = self.objectives.first_token_s + traffic.mean_tokens[1] * self.objectives.inter_token_s
-        seconds = min(
-            _MOST_S, max(_LEAST_S, _LIVES * request_s, (_ROUGH_REQUESTS if is_rough else _REQUESTS) / traffic.per_s)
-        )
+        seconds = self._seconds(traffic, is_rough=is_rough)
         most = simulated * kind.settings().max_sessions
         num_coordinators = 2 if simulated > 1 else 1
         plan = FleetPlan(
@@ -191,28 +173,44 @@ class Trials:
                 loss=self.loss,
                 allowances=self.allowances if share == 1 else _shares(self.allowances, share),
             ),
-            targets_per_node=kind.placement.per_node,
+            targets_per_node=_per_node(simulated, math.ceil(share * kind.placement.per_node), self.num_zones),
             num_zones=self.num_zones,
             drafts=kind.pool(simulated, self.num_zones, may_lose=bool(self.scopes)),
         )
         wanted = self.objectives
         clients = Clients(first_token_s=wanted.first_token_s, inter_token_s=wanted.inter_token_s)
-        events: list[Event] = []
-        if scope is not None:
-            events.append(Loss(scope=scope, at_s=seconds / 5, down_s=_RESTART_S + seconds))
-        if is_rolled:
-            part_s = min(_DRAIN_S, seconds / 5)
-            events.append(Rollout(at_s=part_s, drain_s=part_s, start_s=part_s))
+        from_s, events = _WARM_UP * seconds, list[Event]()
+        if situation is State.UPDATE:
+            part_s = min(_DRAIN_S, from_s)
+            events.append(Rollout(at_s=from_s, drain_s=part_s, start_s=part_s))
+        elif isinstance(situation, Scope):
+            loss = Loss(scope=situation, at_s=from_s, down_s=_RESTART_S + 2 * seconds)
+            events.append(loss)
+            from_s = loss.noticed_s
+        end_s = from_s + seconds
         simulation = FleetSimulation(plan, clients, seed)
-        return simulation.run(traffic.arrivals(seconds, seed), seconds, events), 1 / share
+        return simulation.run(traffic.arrivals(end_s, seed), end_s, events, from_s=from_s), 1 / share
+
+    def _seconds(self, traffic: Traffic, *, is_rough: bool) -> float:
+        request_s = self.objectives.first_token_s + traffic.mean_tokens[1] * self.objectives.inter_token_s
+        num = _ROUGH_REQUESTS if is_rough else _REQUESTS
+        seconds = min(_MOST_S, max(_LEAST_S, _LIVES * request_s, num / traffic.per_s))
+        return max(seconds, _LEAST_REQUESTS / traffic.per_s)
 
     def holds(self, kind: Kind, num_targets: int, seed: int) -> bool:
-        """Whether a number of targets holds the objectives undisturbed, and with each loss."""
-        for scope in (None, *self.scopes_of(kind)):
-            run, _ = self.run(kind, num_targets, seed, scope, is_rough=True)
+        """Whether a number of targets holds the objectives undisturbed, and with each loss, by rough trials."""
+        situations: list[Situation] = [State.UNDISTURBED, *self.scopes_of(kind)]
+        for situation in reversed(situations):
+            run, _ = self.run(kind, num_targets, seed, situation, is_rough=True)
             if not self.objectives.held_by(run):
                 return False
         return True
+
+    def situations(self, kind: Kind, num_targets: int) -> Sequence[Situation]:
+        """All in which the objectives must hold: with a loss to bear also an update, which takes a replica away."""
+        if not self.scopes:
+            return [State.UNDISTURBED]
+        return [State.UNDISTURBED, *self.scopes_of(kind), *([State.UPDATE] if num_targets > 1 else [])]
 
     def scopes_of(self, kind: Kind) -> Sequence[Scope]:
         """The losses that a kind can have."""
@@ -246,3 +244,10 @@ def _shares(allowances: Mapping[str, Allowance], share: float) -> dict[str, Allo
         )
         for tenant, allowance in allowances.items()
     }
+
+
+def _per_node(num_targets: int, most: int, num_zones: int) -> int:
+    """Targets of a node: the chart spreads them over zones and nodes, and so over two nodes at least."""
+    in_zone = math.ceil(num_targets / num_zones)
+    num_nodes = max(2 if num_zones == 1 else 1, math.ceil(in_zone / most))
+    return max(1, math.ceil(in_zone / num_nodes))

@@ -7,9 +7,8 @@ from html import escape
 
 from specdec.commands.measuring.tables import Table
 from specdec.plan.autoscaled import Day
+from specdec.plan.found import Found
 from specdec.plan.results.sweep import SweepPoint, Use
-from specdec.plan.search import Found
-from specdec.plan.simulation.tally import Interval
 from specdec.plan.trial import Figures
 
 _MOST_TENANTS, _MOST_RULES = 50, 6
@@ -61,6 +60,7 @@ def _deployment(found: Found) -> Table:
     table.add("gateways", deployment.num_gateways, "a core")
     table.add("Redis", 0 if deployment.redis == "none" else 1, deployment.redis)
     table.add("dollars per hour", round(deployment.price, 2), "assumed prices")
+    table.notes += found.notes
     return table
 
 
@@ -72,23 +72,18 @@ def _figures(found: Found) -> Table:
         table.add(f"{scope} gone", *_cells(figures))
     if found.rolled is not None:
         table.add("rolling update", *_cells(found.rolled))
-    table.notes.append("Means of runs with other seeds, and half widths of their 95 % confidence intervals.")
+    table.notes.append(
+        "Means of runs with other seeds, and half widths of their 95 % confidence intervals. An objective holds if the "
+        "interval's worse end does."
+    )
+    if found.with_loss:
+        table.notes.append("A loss is measured from when it is noticed: until then its streams stand still.")
     return table
 
 
 def _cells(figures: Figures) -> list[str]:
     times = (figures.first_token_p50, figures.first_token_p99, figures.inter_token_p50, figures.inter_token_p99)
-    return [*(_text(each, 1e3) for each in times), f"{figures.served.mean:.1%}", _text(figures.tokens_per_s, 1.0)]
-
-
-def _text(interval: Interval, unit: float) -> str:
-    mean, half = unit * interval.mean, unit * interval.half
-    return f"{_number(mean, 3)} ± {_number(half, 2)}" if half else _number(mean, 3)
-
-
-def _number(value: float, digits: int) -> str:
-    """A number with some significant digits, never with an exponent."""
-    return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+    return [*(each.text(1e3) for each in times), f"{figures.served.mean:.1%}", figures.tokens_per_s.text()]
 
 
 def _curves(points: Sequence[SweepPoint]) -> Table:
@@ -114,11 +109,11 @@ def _scaled(found: Found, scaled: Sequence[Day]) -> Table:
         table.add(
             f"{day.rule.sessions_per_replica:g}",
             f"{day.rule.scale_down_stabilization_s:g}",
-            _text(day.targets, 1.0),
+            day.targets.text(),
             round(day.price, 2),
             f"{day.good.mean:.1%}",
             f"{day.served.mean:.1%}",
-            _text(day.turns, 1.0),
+            day.turns.text(),
         )
     deployment, rule = found.deployment, scaled[0].rule
     fixed = deployment.num_targets * deployment.placement.price
@@ -135,7 +130,7 @@ def _scaled(found: Found, scaled: Sequence[Day]) -> Table:
 def _tenants(found: Found) -> Table:
     table = Table("Tenants, undisturbed", ("tenant", "tokens/s", "refused requests/s"))
     for tenant, (tokens, refused) in list(found.figures.tenants.items())[:_MOST_TENANTS]:
-        table.add(tenant or "(none)", _text(tokens, 1.0), _text(refused, 1.0))
+        table.add(tenant or "(none)", tokens.text(), refused.text())
     if (num := len(found.figures.tenants)) > _MOST_TENANTS:
         table.notes.append(f"The first {_MOST_TENANTS} of {num}.")
     return table
@@ -145,7 +140,10 @@ def _tried(found: Found) -> Table:
     table = Table("Kinds of replicas", ("kind", "targets at least", "targets that hold", "dollars per hour", "why not"))
     for each in found.tried:
         table.add(each.label, each.least or None, each.num_targets, each.price or None, each.why_not)
-    table.notes.append("At least: by throughput alone. Dollars: of targets and drafts, for the number to the left.")
+    table.notes.append(
+        "At least: by throughput alone, and two where a loss is to be borne. That hold: by rough trials, but for the "
+        "plan's kind. Dollars: of targets and drafts, for the number to the left."
+    )
     return table
 
 

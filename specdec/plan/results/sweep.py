@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from specdec.commands.measuring.svg import PlotPoint, lines
 from specdec.plan.deployment import Deployment, Question
-from specdec.plan.search import Found
+from specdec.plan.found import Found
+from specdec.plan.kind import Kind
 from specdec.plan.simulation.curve import measure_curve
 from specdec.plan.simulation.pair import Speculation
 from specdec.plan.simulation.tally import Interval
-from specdec.plan.trial import Figures, Kind, Trials
+from specdec.plan.trial import Figures, State, Trials
 
 FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 """Loads of the curves, over the traffic that was asked for."""
@@ -52,7 +53,7 @@ def sweep(
 
 
 def _at(trials: Trials, kind: Kind, deployment: Deployment, factor: float, seeds: Sequence[int]) -> Figures:
-    pairs = [trials.run(kind, deployment.num_targets, seed, None, factor, is_rough=True) for seed in seeds]
+    pairs = [trials.run(kind, deployment.num_targets, seed, State.UNDISTURBED, factor, is_rough=True) for seed in seeds]
     return Figures.of([run for run, _ in pairs], pairs[0][1])
 
 

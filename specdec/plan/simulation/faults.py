@@ -9,6 +9,7 @@ from typing import Any
 
 import simpy
 
+from specdec.coordinator.timings import Timings
 from specdec.plan.simulation.coordinator import SimulatedCoordinator
 from specdec.plan.simulation.draft_pool import DraftPool
 from specdec.plan.simulation.target import SimulatedTarget
@@ -42,10 +43,17 @@ class Loss:
     down_s: float
     """Seconds until it serves again."""
 
+    @property
+    def noticed_s(self) -> float:
+        """When others know of it and take its streams: a process ends at once, nodes and zones fall silent."""
+        if self.scope is Scope.DRAFT_NODE:
+            return self.at_s + Timings().draft_stall_s
+        return self.at_s + (SILENT_S if self.scope in (Scope.NODE, Scope.ZONE) else 0.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """Targets are replaced one after the other."""
+    """Targets are replaced one after the other, and so are drafts meanwhile."""
 
     at_s: float
     drain_s: float
@@ -67,6 +75,8 @@ def happen(
     """A SimPy process that lets an event happen to a fleet."""
     yield env.timeout(event.at_s)
     if isinstance(event, Rollout):
+        if drafts is not None:
+            env.process(_rolled_drafts(event, env, drafts))
         yield from _rolled(event, env, targets)
         return
     gone = hit(event.scope, targets)
@@ -95,7 +105,7 @@ def _lost(
 ) -> Generator[simpy.Event, Any, None]:
     zones = {target.zone for target in gone} if loss.scope is Scope.ZONE else set()
     ended = [each for each in coordinators if each.zone in zones]
-    silent_s = 0.0 if loss.scope is Scope.REPLICA else SILENT_S
+    silent_s = loss.noticed_s - loss.at_s
     for target in gone:
         target.freeze()
     yield env.timeout(silent_s)
@@ -139,3 +149,10 @@ def _rolled(
         target.end()
         yield env.timeout(rollout.start_s)
         target.begin()
+
+
+def _rolled_drafts(rollout: Rollout, env: simpy.Environment, drafts: DraftPool) -> Generator[simpy.Event, Any, None]:
+    for number in list(drafts.up):
+        env.process(drafts.lose([number], at_once=True))
+        yield env.timeout(rollout.start_s)
+        drafts.bring_back([number])

@@ -79,6 +79,7 @@ class FleetRun:
 
     tally: RunTally
     seconds: float
+    """Measured ones."""
     busy: float
     """Share of the time in which the targets compute, on average over those that are up at the end."""
     kv_share: float
@@ -112,19 +113,31 @@ class FleetSimulation:
         self.coordinators = [self._coordinator(number, seed) for number in range(plan.num_coordinators)]
         self._subsets = [Subset(plan.subset_size, lambda: float(self.env.now)) for _ in self.coordinators]
         self._looks: list[tuple[float, int, int]] = []
+        self._running: set[Stream] = set()
         self._next = 0
 
     def run(
-        self, arrivals: Sequence[Arrival], seconds: float, events: Sequence[Event] = (), tail_s: float = 0.0
+        self,
+        arrivals: Sequence[Arrival],
+        seconds: float,
+        events: Sequence[Event] = (),
+        tail_s: float = 0.0,
+        from_s: float = 0.0,
     ) -> FleetRun:
-        """Let the requests arrive, and events happen; `tail_s`: seconds after the last one in which streams may end."""
+        """Let the requests arrive, and events happen.
+
+        `tail_s`: seconds after the last arrival in which streams may end; `from_s`: when measuring begins. A request
+        that waits longer than the first token's objective when the run ends counts with that wait.
+        """
+        if from_s:
+            self.tally.from_s = from_s
         with self.loop.running():
             if self._plan.subset_size is not None:
                 self.env.process(self._discover())
             if self._prefixes is not None:
                 self.loop.start(self._prefixes.run())
             self.env.process(self._arrive(arrivals))
-            self.env.process(self._look(max(0.1, seconds / 200)))
+            self.env.process(self._look(from_s, max(0.1, (seconds - from_s) / 200)))
             for event in events:
                 self.env.process(happen(event, self.env, self.targets, self.coordinators, self.drafts))
             scaler = None
@@ -132,11 +145,15 @@ class FleetSimulation:
                 scaler = Autoscaler(self._plan.scaling, self.env, self.targets, self._observed)
                 self.env.process(scaler.run())
         self.loop.run(seconds + tail_s)
+        now_s = float(self.env.now)
+        for stream in self._running:
+            if stream.first_s is None and now_s - stream.arrived_s > self._clients.first_token_s:
+                self.tally.begun(stream.arrived_s, now_s)
         up = [target for target in self.targets if target.is_up]
         elapsed_s = seconds + tail_s
         found = FleetRun(
             tally=self.tally,
-            seconds=elapsed_s,
+            seconds=elapsed_s - from_s,
             busy=sum(target.busy_s for target in up) / (elapsed_s * max(1, len(up))),
             kv_share=max((share for share, _, _ in self._looks), default=0.0),
             most_sessions=max((most for _, most, _ in self._looks), default=0),
@@ -147,11 +164,11 @@ class FleetSimulation:
         return found
 
     def _target(self, number: int, seed: int) -> SimulatedTarget:
-        node = number // self._plan.targets_per_node
+        place, zone = divmod(number, self._plan.num_zones)
         return SimulatedTarget(
             name=f"t{number}",
-            node=f"n{node}",
-            zone=f"z{node % self._plan.num_zones}",
+            node=f"n{zone}-{place // self._plan.targets_per_node}",
+            zone=f"z{zone}",
             env=self.env,
             settings=self._plan.target,
             tally=self.tally,
@@ -194,8 +211,15 @@ class FleetSimulation:
 
     async def _request(self, request: Arrival) -> None:
         """A client's request with its retries: it ends, is refused or fails."""
-        clients, tally = self._clients, self.tally
-        stream = Stream(request, self.loop.time() - clients.way_s)
+        stream = Stream(request, self.loop.time() - self._clients.way_s)
+        self._running.add(stream)
+        try:
+            await self._serve(stream)
+        finally:
+            self._running.discard(stream)
+
+    async def _serve(self, stream: Stream) -> None:
+        clients, tally, request = self._clients, self.tally, stream.request
         num_tries = 0
         await asyncio.sleep(clients.way_s)
         while stream.left:
@@ -209,7 +233,7 @@ class FleetSimulation:
                 tally.num_refused_calls += 1
                 if num_tries == clients.retries:
                     tally.refusals[error.reason] += 1
-                    tally.refused_of[request.tenant] += 1
+                    tally.refused_of[request.tenant] += self.loop.time() >= tally.from_s
                     return
                 num_tries += 1
                 await asyncio.sleep(max(_LEAST_RETRY_S, told_wait_s(error.retry_after_s, self._rng.uniform)))
@@ -226,6 +250,8 @@ class FleetSimulation:
         tally, clients = self.tally, self._clients
         tally.num_ended += 1
         tally.last_end_s = self.loop.time()
+        if tally.last_end_s < tally.from_s:
+            return
         tally.tokens_of[stream.request.tenant] += stream.request.output_tokens
         if stream.first_s is None or stream.last_s is None:
             return
@@ -251,7 +277,8 @@ class FleetSimulation:
         kv_percents = sum(100 * target.kv_used / target.settings.kv_tokens for target in ready)
         return num_waiting + sum(target.num_sessions for target in ready), kv_percents
 
-    def _look(self, every_s: float) -> Generator[simpy.Event, Any, None]:
+    def _look(self, from_s: float, every_s: float) -> Generator[simpy.Event, Any, None]:
+        yield self.env.timeout(from_s)
         while True:
             yield self.env.timeout(every_s)
             up = [target for target in self.targets if target.is_up]

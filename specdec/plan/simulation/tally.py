@@ -64,6 +64,8 @@ class RunTally:
     first_token: TimeCounts = field(default_factory=TimeCounts)
     inter_token: TimeCounts = field(default_factory=TimeCounts)
     """Time between two commits of a stream over the tokens of the later one, once per token."""
+    from_s: float = -math.inf
+    """When measuring begins: times that began earlier, and tokens and ends before it, are not in the figures."""
     queued: TimeCounts = field(default_factory=TimeCounts)
     num_arrived: int = 0
     num_ended: int = 0
@@ -89,6 +91,19 @@ class RunTally:
     """Requests that ended within both objectives."""
     num_plain: int = 0
     """Requests opened without speculation because requests had queued."""
+
+    def begun(self, arrived_s: float, now_s: float) -> None:
+        """A request has its first token."""
+        if arrived_s >= self.from_s:
+            self.first_token.add_one(now_s - arrived_s)
+
+    def committed(self, last_s: np.ndarray, now_s: float, tokens: np.ndarray) -> None:
+        """Streams that had tokens at `last_s` have some more."""
+        if now_s < self.from_s:
+            return
+        self.num_tokens += int(tokens.sum())
+        is_measured = last_s >= self.from_s
+        self.inter_token.add((now_s - last_s) / tokens, tokens * is_measured)
 
     @property
     def num_running(self) -> int:
@@ -126,6 +141,11 @@ class Interval:
         t = _T95[len(values) - 2] if len(values) - 2 < len(_T95) else 1.96
         return cls(statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values)))
 
+    def text(self, unit: float = 1.0) -> str:
+        """Mean and half width in a unit, as `1304 ± 280`, never with an exponent."""
+        half = unit * self.half
+        return f"{_number(unit * self.mean, 3)} ± {_number(half, 2)}" if half else _number(unit * self.mean, 3)
+
     @property
     def low(self) -> float:
         """The lower bound, at least 0."""
@@ -135,3 +155,8 @@ class Interval:
     def high(self) -> float:
         """The upper bound."""
         return self.mean + self.half
+
+
+def _number(value: float, digits: int) -> str:
+    """A number with some significant digits."""
+    return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

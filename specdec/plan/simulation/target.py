@@ -276,9 +276,8 @@ class SimulatedTarget:
             tokens = np.where(self.rng.random(num) < self._undrafted, 1, tokens)
         tokens = np.minimum(tokens, self._left[rows])
         self._left[rows] -= tokens
-        self.tally.inter_token.add((now_s - self._last_s[rows]) / tokens, tokens)
+        self.tally.committed(self._last_s[rows], now_s, tokens)
         self._last_s[rows] = now_s
-        self.tally.num_tokens += int(tokens.sum())
         ended = np.nonzero(self._left[:held] == 0)[0]
         for index in ended[::-1]:
             self._finish(int(index))
@@ -316,12 +315,12 @@ class SimulatedTarget:
         for stream in streams:
             if stream.first_s is None:
                 stream.first_s = now_s
-                self.tally.first_token.add_one(now_s - stream.arrived_s)
+                self.tally.begun(stream.arrived_s, now_s)
+                self.tally.num_tokens += now_s >= self.tally.from_s
             else:
-                self.tally.inter_token.add_one(now_s - (stream.last_s or now_s))
+                self.tally.committed(np.array([stream.last_s or now_s]), now_s, np.ones(1, dtype=np.int64))
             stream.produced += 1
             stream.last_s = now_s
-            self.tally.num_tokens += 1
             if not stream.left:
                 self._close(stream)
                 continue

@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 
 from specdec.commands.app import app
 from specdec.plan.deployment import Question
+from specdec.plan.found import Found
 from specdec.plan.inputs.devices import PlanImpossible, devices_of
 from specdec.plan.inputs.models import model_of
 from specdec.plan.inputs.traffic import Lengths, Rate
 from specdec.plan.results.values_file import values_file
-from specdec.plan.search import Found, search
+from specdec.plan.search import search
 from specdec.plan.simulation.faults import Scope
 from specdec.plan.simulation.pair import Speculation
 from specdec.plan.trial import Objectives, Trials

@@ -257,8 +257,11 @@ FLOORS = {
         inputs
         simulation
         deployment
+        kind
         trial
-        assumptions search
+        estimate found proof
+        assumptions
+        search
         autoscaled
         results
         command
