@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from specdec.plan.deployment import Question, placements
+from specdec.plan.deployment import Placement, Question, placements
 from specdec.plan.estimate import Option, estimated, impossible
 from specdec.plan.found import Found, Tried, Update
 from specdec.plan.inputs.devices import PlanImpossible
@@ -39,36 +39,36 @@ def search(
 ) -> Found:
     """Raise the cheapest candidate's number of targets until it is the cheapest that holds by all figures.
 
-    A candidate is a kind of replica: at first with an estimated number, then with what holds in rough trials, at last
-    with what holds by the figures that the plan shows. Raises PlanImpossible, with what is possible.
+    A candidate is a kind of replica: first with as few targets as survive, then with an estimated number, with what
+    holds in rough trials, and with what holds by the figures that the plan shows. Raises PlanImpossible, with what is
+    possible.
     """
-    options = [estimated(question, trials, placement, speculation, tell) for placement in placements(question)]
-    possible = [option for option in options if option.least is not None]
-    if not possible:
-        raise impossible(options, trials)
-    least_of_all = min(option.least or 1 for option in possible)
-    if least_of_all > _MOST_TARGETS:
-        raise PlanImpossible(
-            f"this load takes about {least_of_all} targets, and {_MOST_TARGETS} are planned at most: plan a part of it"
-        )
     proofs = Proofs(trials, seeds, tell)
-    open_ = []
-    for number, option in enumerate(possible):
-        least = max(least_targets(trials.scopes), option.least or 1)
-        open_.append(_Candidate(option.price / _WORTH_TRYING, number, option, least, num=least))
+    least = least_targets(trials.scopes)
+    open_ = [
+        _Candidate(placement.price_of(least, may_lose=bool(trials.scopes)), number, placement, least, num=least)
+        for number, placement in enumerate(placements(question))
+    ]
     heapq.heapify(open_)
     given_up: list[_Candidate] = []
     while open_:
         candidate = heapq.heappop(open_)
-        if candidate.climb(proofs, open_[0].price if open_ else math.inf, tell):
+        if candidate.option is None:
+            candidate.take(estimated(question, trials, candidate.placement, speculation, tell), trials)
+        elif candidate.climb(proofs, open_[0].price if open_ else math.inf, tell):
             if candidate.is_proven:
-                tried = [each.tried for each in (candidate, *open_, *given_up)]
-                return _found(proofs, candidate, tried + [_unfit(each) for each in options if not each.least])
+                return _found(proofs, candidate, [each.tried for each in (candidate, *open_, *given_up)])
             candidate.is_rough = False
-        elif candidate.num > candidate.ceiling:
+        if candidate.num > candidate.ceiling:
             given_up.append(candidate)
-            continue
-        heapq.heappush(open_, candidate)
+        else:
+            heapq.heappush(open_, candidate)
+    options = [each.option for each in given_up if each.option is not None]
+    least_of_all = min((option.least for option in options if option.least is not None), default=0)
+    if least_of_all > _MOST_TARGETS:
+        raise PlanImpossible(
+            f"this load takes about {least_of_all} targets, and {_MOST_TARGETS} are planned at most: plan a part of it"
+        )
     raise impossible(options, trials)
 
 
@@ -78,11 +78,14 @@ class _Candidate:
 
     price: float
     number: int
-    """Its place among the options: of equal prices the first one is taken."""
-    option: Option = field(compare=False)
+    """Its place among the placements: of equal prices the first one is taken."""
+    placement: Placement = field(compare=False)
     least: int = field(compare=False)
     """Targets that the throughput and the losses to bear take."""
     num: int = field(compare=False)
+    """Targets that it takes by what is known of it."""
+    option: Option | None = field(default=None, compare=False)
+    """None: it is not estimated yet."""
     is_rough: bool = field(default=True, compare=False)
     """Whether rough trials are still to tell how many targets hold."""
     is_proven: bool = field(default=False, compare=False)
@@ -90,22 +93,33 @@ class _Candidate:
     @property
     def ceiling(self) -> int:
         """Targets beyond which it is given up."""
+        if self.option is not None and self.option.least is None:
+            return 0
         return min(_MOST_TARGETS, max(_FEW_TARGETS, _MOST_TIMES * self.least))
 
     @property
     def tried(self) -> Tried:
         """What became of it."""
-        label, least = self.option.kind.placement.label, self.least
+        label, why = self.placement.label, "" if self.is_proven else "costs more"
+        if self.option is not None and self.option.why_not:
+            return Tried(label, 0, None, 0.0, self.option.why_not)
         if self.num > self.ceiling:
-            return Tried(label, least, None, self.option.price, f"{self.ceiling} targets do not hold the objectives")
-        if self.is_rough and self.num > least:
-            return Tried(label, least, None, self.price, f"fewer than {self.num} do not hold, and these cost more")
-        if self.is_rough:
-            return Tried(label, least, None, self.option.price, "costs more")
-        return Tried(label, least, self.num, self.price, "" if self.is_proven else "costs more")
+            return Tried(label, self.least, None, 0.0, f"{self.ceiling} targets do not hold the objectives")
+        if self.is_rough and self.num > self.least:
+            why = f"fewer than {self.num} do not hold, and these cost more"
+        is_estimated = self.is_rough and self.option is not None and self.num == self.least
+        price = self.price * _WORTH_TRYING if is_estimated else self.price
+        return Tried(label, self.least, None if self.is_rough else self.num, price, why)
+
+    def take(self, option: Option, trials: Trials) -> None:
+        """Begin with what is estimated."""
+        self.option, self.least = option, max(self.least, option.least or 1)
+        self.num = self.least
+        self.price = self.placement.price_of(self.num, may_lose=bool(trials.scopes)) / _WORTH_TRYING
 
     def climb(self, proofs: Proofs, rival: float, tell: Callable[[str], None]) -> bool:
         """Look for the fewest targets that hold, as long as they cost less than the rival; False: they cost more."""
+        assert self.option is not None
         kind, trials = self.option.kind, proofs.trials
 
         def holds(num: int) -> bool:
@@ -123,7 +137,7 @@ class _Candidate:
 
     def _affordable(self, trials: Trials, price: float) -> int:
         """The most targets that cost at most `price`."""
-        placement = self.option.kind.placement
+        placement = self.placement
         num = math.floor(min(price / (placement.device.price * placement.num_ranks), self.ceiling))
         while num > self.num and placement.price_of(num, may_lose=bool(trials.scopes)) > price:
             num -= 1
@@ -162,6 +176,7 @@ def least_targets(scopes: Sequence[Scope]) -> int:
 
 
 def _found(proofs: Proofs, candidate: _Candidate, tried: Sequence[Tried]) -> Found:
+    assert candidate.option is not None
     kind, num, trials = candidate.option.kind, candidate.num, proofs.trials
     figures = proofs.figures(kind, num)
     return Found(
@@ -187,7 +202,3 @@ def _update(proofs: Proofs, kind: Kind, num: int) -> Update | None:
     more = fewest(lambda number: not missed(number), num + 1, _MORE_FOR_UPDATES * num + 1, num + 1)
     price = kind.placement.price_of(more, may_lose=bool(proofs.trials.scopes)) if more else 0.0
     return Update(missed=missed(num) if num > 1 else "", num_targets=more, price=price)
-
-
-def _unfit(option: Option) -> Tried:
-    return Tried(option.kind.placement.label, 0, None, 0.0, option.why_not)
