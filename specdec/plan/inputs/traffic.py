@@ -13,6 +13,7 @@ from specdec.plan.inputs.devices import PlanImpossible
 
 _MOST_TOKENS = 1_000_000
 _DRAWS = 20_000
+_PEAK_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,8 @@ class Trace:
     num_left_out: int = 0
     """Requests of the recording that are not here, as they have no lengths: they were refused or failed."""
     _factor: float = field(default=1.0)
+    _least_s: float = field(default=0.0)
+    """Seconds that it lasts at least, after its last request."""
 
     def arrivals(self, seconds: float, seed: int) -> list[Arrival]:
         """The trace's requests within `seconds`, again from its begin where it is shorter; `seed` shifts the begin."""
@@ -166,9 +169,9 @@ class Trace:
 
     @property
     def length_s(self) -> float:
-        """Seconds of the trace, a mean gap after its last request."""
+        """Seconds of the trace, at least to a mean gap after its last request."""
         last_s = self.requests[-1].at_s
-        return last_s + max(last_s / max(1, len(self.requests) - 1), 1e-3)
+        return max(self._least_s, last_s + max(last_s / max(1, len(self.requests) - 1), 1e-3))
 
     @property
     def per_s(self) -> float:
@@ -181,8 +184,16 @@ class Trace:
 
     @property
     def peak(self) -> Trace:
-        """The recording itself: it has its peaks."""
-        return self
+        """The quarter of an hour with the most tokens; a shorter recording itself. A trial may else see none of it."""
+        times_s = np.array([request.at_s for request in self.requests]) / self._factor
+        if times_s[-1] <= _PEAK_S:
+            return self
+        tokens = np.cumsum([0, *(request.prompt_tokens + request.output_tokens for request in self.requests)])
+        ends = np.searchsorted(times_s, times_s + _PEAK_S)
+        first = int(np.argmax(tokens[ends] - tokens[:-1]))
+        busiest, first_s = self.requests[first : ends[first]], self.requests[first].at_s
+        requests = [replace(request, at_s=request.at_s - first_s) for request in busiest]
+        return replace(self, requests=requests, _least_s=_PEAK_S * self._factor)
 
     def scaled(self, factor: float) -> Trace:
         """The same requests, `factor` times as often."""

@@ -62,9 +62,9 @@ def test_the_cheapest_device_that_holds_is_chosen_and_more_load_takes_more_targe
     assert many.deployment.num_targets > 2
     for one in (few, many):
         for figures in (one.figures, *one.with_loss.values()):
-            assert figures.first_token_p99.mean <= 2.0
-            assert figures.inter_token_p99.mean <= 0.1
-            assert figures.served.mean >= 0.995
+            assert figures.first_token_p99.high <= 2.0
+            assert figures.inter_token_p99.high <= 0.1
+            assert figures.served.low >= 0.995
 
 
 @pytest.mark.long
@@ -77,7 +77,7 @@ def test_a_tight_objective_takes_the_faster_device() -> None:
 def test_two_zones_of_which_one_may_be_gone_hold_twice_the_targets() -> None:
     one, two = found("A100", 40.0), found("A100", 40.0, zones=2)
     assert two.deployment.num_targets >= 1.5 * one.deployment.num_targets
-    assert Scope.ZONE in two.with_loss
+    assert two.with_loss[Scope.ZONE].first_token_p99.high <= 2.0, "it was 2.7 s in a plan for 2.0"
 
 
 def test_impossible_objectives_are_refused_with_the_possible_ones() -> None:

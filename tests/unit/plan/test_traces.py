@@ -45,6 +45,19 @@ def test_a_trace_of_mooncakes_has_its_times_lengths_and_prefixes(tmp_path: Path)
     assert trace.arrivals(30.0, 1) != trace.arrivals(30.0, 0)
 
 
+def test_a_long_trace_is_judged_by_its_busiest_quarter_of_an_hour(tmp_path: Path) -> None:
+    """Trials look at minutes: of a day with one busy hour most would see none of it."""
+    quiet = [{"timestamp": 20_000 * each, "input_length": 600, "output_length": 50} for each in range(4320)]
+    busy = [{"timestamp": 36_000_000 + 500 * each, "input_length": 600, "output_length": 50} for each in range(7200)]
+    trace = read_trace(trace_of(tmp_path, sorted(quiet + busy, key=lambda each: each["timestamp"])), None)
+    assert trace.per_s == pytest.approx(0.133, rel=0.01)
+    assert trace.peak.per_s == pytest.approx(2.05, rel=0.01)
+    assert trace.scaled(2.0).peak.per_s == pytest.approx(4.1, rel=0.01)
+    assert trace.peak.requests[0].at_s == 0.0
+    lonely = read_trace(trace_of(tmp_path, quiet[::180]), None, keep_gaps=True)
+    assert lonely.peak.per_s == pytest.approx(1 / 900), "one request in an hour"
+
+
 def test_a_dataset_without_times_arrives_at_a_rate(tmp_path: Path) -> None:
     file = trace_of(tmp_path, [{"prompt": "tell me " * 40, "output_tokens": 64} for _ in range(400)])
     trace = read_trace(file, 10.0)
