@@ -65,7 +65,7 @@ def assumptions_of(question: Question, trials: Trials, speculation: Speculation,
         f"A lost node or zone is noticed after {SILENT_S:g} s, in which its streams stand still, and does not come "
         "back; figures are of what begins later. Sessions of lost drafts decode plainly until others have them.",
         "Targets are spread over zones, and over two nodes at least.",
-        f"Of more than {MOST_SIMULATED} targets as many are simulated, with their share of the traffic.",
+        f"Of more than {MOST_SIMULATED} targets as many are simulated, with their share of the traffic and of a node.",
         "All nodes of a draft's tree at one depth have one score: a real draft's scores let the target choose better.",
         f"Runs with {len(seeds)} seeds from {seeds[0]}, and up to {MOST_RUNS} where an interval crosses an objective; "
         "intervals are 95 % confidence intervals over them. An objective holds if the interval's worse end does.",

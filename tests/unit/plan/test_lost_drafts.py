@@ -11,7 +11,7 @@ import simpy
 from specdec.plan.inputs.traffic import Arrival
 from specdec.plan.simulation.curve import ReplicaCurve
 from specdec.plan.simulation.draft_pool import PoolSettings
-from specdec.plan.simulation.faults import Loss, Scope
+from specdec.plan.simulation.faults import Loss, Rollout, Scope
 from specdec.plan.simulation.fleet import Clients, FleetSimulation
 from tests.support.plan import flat_curve, flat_plan, simulated
 
@@ -65,3 +65,21 @@ def test_without_any_draft_a_fleet_is_as_fast_as_without_speculation() -> None:
     lost = [Loss(scope=Scope.DRAFT_NODE, at_s=0.0, down_s=1000.0)]
     assert took_s(drafts, lost) == pytest.approx(took_s(None, []), rel=0.01)
     assert took_s(drafts, []) < 0.6 * took_s(drafts, lost)
+
+
+def test_an_update_replaces_drafts_beside_targets() -> None:
+    """One of two is away at a time: the other has its sessions; the only one is missed by all."""
+    asked: list[float] = []
+
+    def curve_at(share: float) -> ReplicaCurve:
+        asked.append(share)
+        return DRAFTED
+
+    arrivals = [Arrival(0.1, 10, 1000) for _ in range(10)]
+    for num, wanted in ((2, [1.0, 0.5, 1.0, 0.5, 1.0]), (1, [1.0, 1.0])):
+        asked.clear()
+        drafts = PoolSettings(num=num, per_node=1, num_zones=1, curve_at=curve_at)
+        plan = flat_plan(PLAIN_TURN_S, num_targets=3, drafts=drafts)
+        run = simulated(plan, arrivals, 1.0, [Rollout(at_s=1.0, drain_s=2.0, start_s=2.0)], 200.0)
+        assert asked == wanted
+        assert run.tally.num_ended == 10
