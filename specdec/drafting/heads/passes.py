@@ -15,8 +15,7 @@ from specdec.drafting.heads.cache import HeadCache, LaidOut
 from specdec.drafting.heads.parts import Attend
 from specdec.engine.batch import Batch
 from specdec.engine.cuda import buckets
-from specdec.engine.cuda.buckets import BucketedPasses, Forward, PassShape, table_blocks
-from specdec.engine.model.device_choice import ReplayingModel
+from specdec.engine.cuda.buckets import BucketedPasses, BucketedSteps, Forward, PassShape, table_blocks
 
 _NUM_PREPARED = 5
 """Row buckets captured at the start: one session's levels, or a few sessions' chains."""
@@ -56,7 +55,7 @@ class HeadPasses:
     so.
     """
 
-    def __init__(self, cache: HeadCache, steps: ReplayingModel | None, dtype: torch.dtype, max_len: int) -> None:
+    def __init__(self, cache: HeadCache, steps: BucketedSteps | None, dtype: torch.dtype, max_len: int) -> None:
         """`steps`: the target's replays, whose graph memory is shared; None: passes are plain calls; `dtype`: of the
         head's states; `max_len`: most tokens of a sequence.
         """

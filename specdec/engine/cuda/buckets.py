@@ -15,7 +15,7 @@ import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.passes import Capture, GraphCache, GraphStore
+from specdec.engine.cuda.passes import CudaCapture, GraphCache, GraphStore
 from specdec.engine.tap import HiddenTap
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -178,7 +178,7 @@ class BucketedSteps:
         self,
         forward: Callable[[Batch, KVCache], torch.Tensor],
         cache: KVCache,
-        capture: Capture,
+        capture: CudaCapture,
         max_len: int | None = None,
         *,
         is_alone: bool = True,

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -68,24 +68,8 @@ class EnqueuedPass:
         return float(self._end_before.elapsed_time(self._begin)) / 1e3
 
 
-class Capture(Protocol):
-    """Captures passes, and reports the memory they hold."""
-
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Capture a function of no arguments; returns a function that replays it, and the tensor that a replay fills.
-
-        The caller must keep the tensors that the function uses: the replay does not hold them.
-        """
-
-    def held_bytes(self) -> int:
-        """Bytes of memory that captured passes hold."""
-
-
 class CudaCapture:
-    """Captures CUDA graphs, which share their memory: a replay overwrites the results of other graphs.
-
-    It is a ``Capture``.
-    """
+    """Captures CUDA graphs, which share their memory: a replay overwrites the results of other graphs."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -93,11 +77,15 @@ class CudaCapture:
         self._held_bytes = 0
 
     def held_bytes(self) -> int:
-        """See ``Capture``."""
+        """Bytes of memory that captured passes hold."""
         return self._held_bytes
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """See ``Capture``. Two runs before the capture compile kernels and initialize libraries."""
+        """Capture a function of no arguments; returns a function that replays it, and the tensor that a replay fills.
+
+        The caller must keep the tensors that the function uses: the replay does not hold them. Two runs before the
+        capture compile kernels and initialize libraries.
+        """
         outer = torch.cuda.current_stream()
         stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(outer)
@@ -129,7 +117,7 @@ class CudaCapture:
 class GraphCache:
     """All captured graphs over one pool of memory: at most 96, the least recently used one is dropped first."""
 
-    def __init__(self, capture: Capture, *, is_alone: bool = True) -> None:
+    def __init__(self, capture: CudaCapture, *, is_alone: bool = True) -> None:
         """`is_alone`: no other rank captures. Ranks must capture the same passes, as a capture takes part in their
         collectives: no limit holds, and a failed capture raises."""
         self.capture = capture

@@ -14,7 +14,7 @@ import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.buckets import ROW_BUCKETS, PassShape, row_bucket
+from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, PassShape, row_bucket
 from specdec.engine.cuda.cuts import CutKinds, cut_parameters, launch_cuts
 from specdec.engine.cuda.passes import GraphStore
 from specdec.engine.cuda.sampling import MOST_TOP, ids_of, launch_top, read_top, scored
@@ -23,7 +23,6 @@ from specdec.engine.drawing.graph_parts import GraphParts, packed_call, scaling_
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, IdTables, OtherIds, pruned
 from specdec.engine.drawing.sparse import launch_sparse, read_sparse
 from specdec.engine.model.beside import PassRows
-from specdec.engine.model.device_choice import ReplayingModel
 from specdec.engine.sampling.logit_processors import RowContext, cut_arguments
 from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.sampler import Sampler
@@ -85,7 +84,7 @@ class DeviceDrawing:
 
     def __init__(
         self,
-        steps: ReplayingModel,
+        steps: BucketedSteps,
         cache: KVCache,
         vocab_size: int,
         max_len: int,
@@ -276,7 +275,6 @@ class DeviceDrawing:
         packed = torch.zeros(size, dtype=torch.int32, device=device)
         parts = GraphParts.of(packed, num_draws, num_rows)
         parts.slots.fill_(self._shape.spare_slot)  # where runs before the capture write
-        parts.contexts.fill_(1)
         zeros = torch.zeros(num_draws, num_rows, key.num_top, device=device)
         drawn = scored(zeros, zeros.to(torch.int64))
         if key.is_adjusted and self._adjustments is None:
@@ -289,6 +287,7 @@ class DeviceDrawing:
     def _rounds(self, graph: _Graph) -> torch.Tensor:
         """All passes and draws after the first draw: the part that is captured."""
         parts = GraphParts.of(graph.packed, graph.key.num_draws, graph.key.num_rows)
+        context_lens = (parts.positions + 1).to(torch.int32)
         for number in range(graph.key.num_draws - 1):
             token_ids = ids_of(graph.drawn[number, :, 0])
             if graph.adjustments is not None:
@@ -298,7 +297,7 @@ class DeviceDrawing:
                 input_ids=token_ids,
                 position_ids=parts.positions[number],
                 slot_mapping=parts.slots[number],
-                context_lens=parts.contexts[number],
+                context_lens=context_lens[number],
             )
             self._launch_draw(graph, parts, number + 1, self._by_drawn_ids(batch, self._steps.forward))
         return graph.drawn

@@ -28,8 +28,6 @@ class GraphParts(NamedTuple):
     """[rows] int64, rows of the logits for the first draw."""
     cuts: torch.Tensor
     """[rows, 4] float64, from `cut_parameters`."""
-    contexts: torch.Tensor
-    """[passes, rows] int32, positions that each row sees."""
     parameters: torch.Tensor
     """[draws, rows, 3] int32, as `launch_top` or `launch_sparse` takes them."""
     tables: torch.Tensor
@@ -38,22 +36,21 @@ class GraphParts(NamedTuple):
     @staticmethod
     def size(num_draws: int, num_rows: int, width: int) -> int:
         """Number of words of a packed call whose tables have `width` blocks."""
-        return num_rows * (5 * (num_draws - 1) + 2 + 2 * NUM_CUT_NUMBERS + 3 * num_draws + width)
+        return num_rows * (4 * (num_draws - 1) + 2 + 2 * NUM_CUT_NUMBERS + 3 * num_draws + width)
 
     @staticmethod
     def of(packed: torch.Tensor, num_draws: int, num_rows: int) -> GraphParts:
         """The parts of a call that `packed_call` has made."""
         of_passes, of_draws = (num_draws - 1) * num_rows, 3 * num_draws * num_rows
         rest = len(packed) - GraphParts.size(num_draws, num_rows, 0)
-        (positions, slots, logits_rows, cuts), (contexts, parameters, tables) = unpacked(
-            packed, [of_passes, of_passes, num_rows, NUM_CUT_NUMBERS * num_rows], [of_passes, of_draws, rest]
+        (positions, slots, logits_rows, cuts), (parameters, tables) = unpacked(
+            packed, [of_passes, of_passes, num_rows, NUM_CUT_NUMBERS * num_rows], [of_draws, rest]
         )
         return GraphParts(
             positions.view(-1, num_rows),
             slots.view(-1, num_rows),
             logits_rows,
             cuts.view(torch.float64).view(num_rows, NUM_CUT_NUMBERS),
-            contexts.view(-1, num_rows),
             parameters.view(num_draws, num_rows, 3),
             tables.view(num_rows, -1),
         )
@@ -104,9 +101,8 @@ def packed_call(
                 if is_sparse
                 else noise_key(params.seed, params.choice, Purpose.PLAIN, position)
             )
-    narrow = ((positions + 1).astype(np.int32), parameters.view(np.int32), tables)
-    parts = [*(each.view(np.int32) for each in (positions, slots, logits_rows, numbers)), *narrow]
-    return torch.from_numpy(np.concatenate([each.reshape(-1) for each in parts]))
+    parts = (positions, slots, logits_rows, numbers, parameters, tables)
+    return torch.from_numpy(np.concatenate([each.view(np.int32).reshape(-1) for each in parts]))
 
 
 def scaling_of(row: DrawRow) -> float:

@@ -13,10 +13,10 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.latent import LATENT_VERSION, HeadPacker, pack_latents
 from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
+from specdec.engine.cuda.buckets import BucketedSteps
 from specdec.engine.cuda.passes import CAPTURE_BYTES
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.device_choice import (
-    ReplayingModel,
     device_attention,
     device_decoder,
     is_kernels_fault,
@@ -70,7 +70,7 @@ class BuiltModel:
     cache: KVCache
     num_spare_blocks: int
     """Number of the cache's last blocks, which are for padding rows."""
-    replays: ReplayingModel | None
+    replays: BucketedSteps | None
     """Replays captured small steps; None: no step is captured."""
     kernels: NativeKernels | None
     """The CPU's kernels, if any."""

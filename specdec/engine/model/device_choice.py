@@ -3,9 +3,8 @@
 Triton is imported on use, as machines without a GPU lack it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from subprocess import SubprocessError
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -13,8 +12,8 @@ from transformers import PreTrainedModel
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionKernel, RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention
-from specdec.engine.batch import Batch
-from specdec.engine.cuda.passes import CudaCapture, GraphCache
+from specdec.engine.cuda.buckets import BucketedSteps
+from specdec.engine.cuda.passes import CudaCapture
 from specdec.engine.errors import is_out_of_memory
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.ragged import StepModel
@@ -100,35 +99,11 @@ def device_decoder(
     )
 
 
-class ReplayingModel(StepModel, Protocol):
-    """A step model that replays captured steps."""
-
-    @property
-    def row_edges(self) -> tuple[int, ...]:
-        """Numbers of rows to which steps are padded, ascending; a larger step is not replayed. Empty: no replays."""
-
-    @property
-    def forward(self) -> Callable[[Batch, KVCache], torch.Tensor]:
-        """Runs a step without a replay."""
-
-    @property
-    def graphs(self) -> GraphCache:
-        """The cache of captured graphs."""
-
-    def stop(self) -> None:
-        """Stop replaying."""
-
-    def prepare(self, *, tap_ids: tuple[int, ...] = ()) -> None:
-        """Capture steps with a tap of `tap_ids`, as time and memory allow."""
-
-
-def with_replays(step_model: StepModel, cache: KVCache, max_len: int, *, is_alone: bool) -> ReplayingModel | None:
+def with_replays(step_model: StepModel, cache: KVCache, max_len: int, *, is_alone: bool) -> BucketedSteps | None:
     """The model with small steps as CUDA graphs, which use the cache's last block; None on a CPU. ``max_len``: most
     tokens of a sequence; ``is_alone``: the model has no other ranks."""
     if cache.device.type != "cuda":
         return None
-    from specdec.engine.cuda.buckets import BucketedSteps
-
     return BucketedSteps(step_model, cache, CudaCapture(), max_len, is_alone=is_alone)
 
 

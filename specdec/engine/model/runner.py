@@ -10,11 +10,11 @@ import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
+from specdec.engine.cuda.buckets import BucketedSteps
 from specdec.engine.cuda.passes import EnqueuedPass
 from specdec.engine.errors import ModelLoadError, SequenceStateError
 from specdec.engine.model.beside import SkippingPass, prompt_rows
 from specdec.engine.model.building import BuiltModel, build_model
-from specdec.engine.model.device_choice import ReplayingModel
 from specdec.engine.model.fused import FusedDecoder
 from specdec.engine.model.kv_budget import NOTHING, Beside
 from specdec.engine.model.probe import SelfTest, tolerance
@@ -147,7 +147,7 @@ class ModelRunner:
         return (self._step_model, self._cache) if isinstance(self._step_model, FusedDecoder) else None
 
     @property
-    def replayed(self) -> tuple[ReplayingModel, KVCache] | None:
+    def replayed(self) -> tuple[BucketedSteps, KVCache] | None:
         """The replays and their cache, whose last block is theirs; None without replays."""
         return None if self.replays is None else (self.replays, self._cache)
 
@@ -217,7 +217,7 @@ class ModelRunner:
             self.replays.prepare(tap_ids=tap_ids)
             self._check_replays(self.replays, probe, tap_ids)
 
-    def _check_replays(self, replays: ReplayingModel, probe: SelfTest, tap_ids: tuple[int, ...]) -> None:
+    def _check_replays(self, replays: BucketedSteps, probe: SelfTest, tap_ids: tuple[int, ...]) -> None:
         """Stop replaying if a replay differs from an uncaptured step on new tokens, as modules may have kept values of
         the capture: steps of several buckets, and rows and a tree after contexts of several splits of attention. The
         cache must be empty.
