@@ -14,6 +14,7 @@ from specdec.plan.inputs.devices import PlanImpossible
 from specdec.plan.kind import Kind
 from specdec.plan.simulation.curve import ReplicaCurve, measure_curve
 from specdec.plan.simulation.pair import Speculation
+from specdec.plan.simulation.tally import Interval
 from specdec.plan.trial import Trials
 
 _DRAWS = 400
@@ -103,9 +104,10 @@ def impossible(options: Sequence[Option], trials: Trials) -> PlanImpossible:
         cause = f"this traffic at any tried number of targets{where}, though a target alone would"
     else:
         cause = "a single request"
+    first_ms, gap_ms = Interval(first.best_first_s, 0.0).text(1e3), Interval(gap.best_gap_s, 0.0).text(1e3)
     return PlanImpossible(
         f"no deployment holds {objectives.first_token_s * 1e3:g} ms to the first token and "
         f"{objectives.inter_token_s * 1e3:g} ms between tokens (p99) for {cause}: possible are at best "
-        f"{first.best_first_s * 1e3:.3g} ms ({first.kind.placement.label}) and {gap.best_gap_s * 1e3:.3g} ms "
-        f"({gap.kind.placement.label}), each alone and without load"
+        f"{first_ms} ms ({first.kind.placement.label}) and {gap_ms} ms ({gap.kind.placement.label}), each alone "
+        "and without load"
     )

@@ -33,8 +33,8 @@ class Update:
     """The objective that it misses, with the figure; empty: the only target is gone meanwhile."""
     num_targets: int | None
     """Targets that hold the objectives meanwhile; None: no tried number does."""
-    price: float
-    """Dollars per hour of these and their drafts."""
+    more: float
+    """Dollars per hour of these and their drafts above the plan's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Found:
         update, placement = self.update, self.deployment.placement
         harm = update.missed or "the only target is gone while it starts: requests wait up to 30 s, then fail"
         free = f"{placement.num_ranks} free {placement.device.name}"
-        instead = f" or deploy {update.num_targets} targets ({update.price:.2f} dollars per hour)"
+        instead = f" or deploy {update.num_targets} targets for {update.more:.2f} dollars per hour more"
         return [
             f"Rolling updates in place miss the objectives ({harm}): set target.updateStrategy to surge, which takes "
             f"{free} meanwhile,{instead if update.num_targets else ' as no tried number of targets holds them'}."

@@ -200,5 +200,5 @@ def _update(proofs: Proofs, kind: Kind, num: int) -> Update | None:
     if num > 1 and not missed(num):
         return None
     more = fewest(lambda number: not missed(number), num + 1, _MORE_FOR_UPDATES * num + 1, num + 1)
-    price = kind.placement.price_of(more, may_lose=bool(proofs.trials.scopes)) if more else 0.0
-    return Update(missed=missed(num) if num > 1 else "", num_targets=more, price=price)
+    prices = [kind.placement.price_of(each, may_lose=bool(proofs.trials.scopes)) for each in (num, more or num)]
+    return Update(missed=missed(num) if num > 1 else "", num_targets=more, more=prices[1] - prices[0])

@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec.plan.inputs.devices import PlanImpossible
 
+_CONFIG = "config.json"
 _BYTES = 2
 """Bytes of a weight and of an element of keys and values: bfloat16."""
 _DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -81,7 +82,7 @@ class ModelSizes:
 
 def read_model(path: Path) -> ModelSizes:
     """Sizes of a model's folder or of its config.json. Raises PlanImpossible, which names the field."""
-    file = path / "config.json" if path.is_dir() else path
+    file = path / _CONFIG if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -89,7 +90,8 @@ def read_model(path: Path) -> ModelSizes:
         raise PlanImpossible(f"{file} cannot be read ({why}): name a model's folder, or its config.json") from error
     if not isinstance(config, Mapping):
         raise PlanImpossible(f"{file} is no config of a model: it holds no object")
-    return model_of(config, path.name if path.is_dir() else path.parent.name or path.stem)
+    is_folders = path.name == _CONFIG and path.parent.name
+    return model_of(config, path.name if path.is_dir() else path.parent.name if is_folders else path.stem)
 
 
 def _check_kind(config: Mapping[str, Any], name: str) -> None:

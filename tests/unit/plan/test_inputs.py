@@ -224,3 +224,10 @@ def test_a_day_rises_and_falls() -> None:
     hours = np.histogram([a.at_s / 3600 for a in day.arrivals(86_400.0, 1)], bins=24, range=(0, 24))[0]
     assert hours[11:13].mean() > 5 * hours[[0, 23]].mean()
     assert sum(hours) == pytest.approx(0.2 * 86_400, rel=0.05)
+
+
+def test_a_model_is_named_by_its_folder_or_its_files_own_name(tmp_path: Path) -> None:
+    for name in ("config.json", "llama-405b.json"):
+        (tmp_path / name).write_text(json.dumps(LLAMA_8B))
+    assert read_model(tmp_path).name == read_model(tmp_path / "config.json").name == tmp_path.name
+    assert read_model(tmp_path / "llama-405b.json").name == "llama-405b"

@@ -155,7 +155,7 @@ def test_an_update_of_the_only_target_is_told_with_what_would_hold() -> None:
     assert found.update.num_targets == 2
     (warning,) = found.warnings
     assert "the only target is gone" in warning and "surge" in warning
-    assert "1 free L4" in warning and "deploy 2 targets (1.60 dollars per hour)" in warning
+    assert "1 free L4" in warning and "deploy 2 targets for 0.80 dollars per hour more" in warning
 
 
 def test_an_update_that_misses_is_told_with_its_figure() -> None:

@@ -38,7 +38,14 @@ def config(layers: int, hidden: int) -> dict[str, int]:
 
 
 def found(
-    devices: str, rate: float, *, itl_s: float = 0.1, ttft_s: float = 2.0, zones: int = 1, draft: bool = False
+    devices: str,
+    rate: float,
+    *,
+    itl_s: float = 0.1,
+    ttft_s: float = 2.0,
+    zones: int = 1,
+    draft: bool = False,
+    prompts: int = 400,
 ) -> Found:
     question = Question(
         target=model_of(config(32, 4096), "7B"),
@@ -48,7 +55,7 @@ def found(
         acceptance=[0.8],
         context=600,
     )
-    traffic = Rate(per_s=rate, prompts=Lengths(400), outputs=Lengths(100))
+    traffic = Rate(per_s=rate, prompts=Lengths(prompts), outputs=Lengths(100))
     scopes = [Scope.REPLICA, Scope.ZONE] if zones > 1 else [Scope.REPLICA]
     trials = Trials(traffic, Objectives(ttft_s, itl_s), zones, scopes)
     return search(question, trials, Speculation.ADAPTIVE, [1, 2])
@@ -85,6 +92,8 @@ def test_impossible_objectives_are_refused_with_the_possible_ones() -> None:
         found("L4,A100", 1.0, itl_s=0.001)
     message = str(caught.value)
     assert "1 ms between tokens" in message and "possible are at best" in message and "A100" in message
+    with pytest.raises(PlanImpossible, match=r"at best \d{4,} ms"):
+        found("RTX-3090", 1.0, prompts=40_000)
 
 
 def test_a_load_for_more_targets_than_are_planned_is_refused_with_their_number() -> None:
