@@ -97,7 +97,7 @@ class DeviceDecoder:
                 torch.cuda.empty_cache()  # of joined weights: the next layer's may not fit the hole
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """See ``StepModel``. Cost: ten launches per layer and seven per pass; with ranks, two collectives
+        """See ``StepModel``. Cost: ten launches per layer and six per pass; with ranks, two collectives
         per layer and two per pass.
         """
         plans: dict[str, Any] = {}
@@ -132,10 +132,12 @@ class DeviceDecoder:
     def _embed(self, input_ids: torch.Tensor, first_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings and their norms; a token id outside the model gives NaN, with ranks zeros."""
         weight, split = self._embedding, self._split_embedding
-        residual = torch.zeros(len(input_ids), weight.shape[1], dtype=weight.dtype, device=weight.device)
+        residual = torch.empty(len(input_ids), weight.shape[1], dtype=weight.dtype, device=weight.device)
         normed = torch.empty_like(residual)
-        added, ids = (weight, input_ids) if split is None else (split(input_ids), None)
-        add_norm(added, first_norm, residual, normed, self._epsilon, ids)
+        if split is None:
+            add_norm(weight, first_norm, residual, normed, self._epsilon, input_ids)
+        else:
+            add_norm(split(input_ids), first_norm, residual.zero_(), normed, self._epsilon)
         return residual, normed
 
     def _summed(self, partial: torch.Tensor) -> torch.Tensor:
