@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from specdec.coordinator.replicas.subset import Subset
 from tests.support.services.simulated_drafts import World
 
 STEP_S, STEPS_PER_REPORT = 0.010, 25
+SUBSET = 64
 PLACES = 32
 """Sessions of a draft, at most."""
 
@@ -34,8 +36,8 @@ def run(
     set_clock: Callable[[Callable[[], float]], None],
     share: float,
 ) -> Seen:
-    """Coordinators with six sessions for each draft, all drafts known to all. `answer_s`: of a draft's number and
-    sessions."""
+    """Coordinators with six sessions for each draft, and links to those of their subset (`subset_size`). `answer_s`: of
+    a draft's number and sessions."""
     worlds: list[World] = []
     current = 0
 
@@ -44,23 +46,28 @@ def run(
 
     worlds += [World(lambda _: None, share=share) for _ in range(num_coordinators)]
     set_clock(clock)
-    links = [world.drafts(*[0.0] * num_drafts) for world in worlds]
+    names, numbers = [f"c{number}" for number in range(num_coordinators)], {f"d{n}": n for n in range(num_drafts)}
+    known = [[numbers[name] for name in Subset(SUBSET).chosen(own, names, list(numbers))] for own in names]
+    links = [
+        dict(zip(own, world.drafts(*[0.0] * len(own)), strict=True)) for own, world in zip(known, worlds, strict=True)
+    ]
+    at = [[of_world[number] for of_world in links if number in of_world] for number in range(num_drafts)]
 
     def num_at(number: int) -> int:
-        return sum(len(of_world[number].sessions) for of_world in links)
+        return sum(len(draft.sessions) for draft in at[number])
 
     for of_world in links:
-        for number, draft in enumerate(of_world):
+        for number, draft in of_world.items():
             draft.delay_s = lambda number=number: answer_s(number, num_at(number))  # type: ignore[misc]
     for index, world in enumerate(worlds):
         for number in range(6 * num_drafts // num_coordinators):
-            world.open(links[index][(number + index) % num_drafts])
+            world.open(links[index][known[index][(number + index) % len(known[index])]])
     num_hit = num_counted = 0
     most_hedged = 0.0
     for step in range(num_steps):
         for current, world in enumerate(worlds):
             if not step % STEPS_PER_REPORT:
-                for number, draft in enumerate(links[current]):
+                for number, draft in links[current].items():
                     draft.tell_load(num_sessions=num_at(number), max_sessions=PLACES)
             world.run(1)
             num_hedged = sum(len(session.drafting.sides) > 1 for session in world.sessions)
