@@ -47,6 +47,7 @@ _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.float64: "fp64",
     torch.int64: "i64",
     torch.int32: "i32",
@@ -64,6 +65,8 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+    """None: `dtype`."""
 
 
 SHAPES = {
@@ -71,9 +74,12 @@ SHAPES = {
     "1B": AttentionShape(32, 8, 64),
     "0.5B": AttentionShape(14, 2, 64),
     "wide heads": AttentionShape(16, 8, 256),
+    "8B, keys of 8 bits": AttentionShape(32, 8, 128, kv_dtype=torch.float8_e4m3fn),
     "8B float32": AttentionShape(32, 8, 128, torch.float32),
     "wide heads float32": AttentionShape(16, 8, 256, torch.float32),
 }
+PAGE_SHAPES = [name for name, shape in SHAPES.items() if shape.kv_dtype is None]
+"""Shapes that every architecture takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +145,7 @@ def launches_of(shape: AttentionShape) -> dict[str, list[Launch]]:
     geometry = LayerGeometry(shape.num_kv_heads, dim, dim)
     model = random_model(config, shape.dtype, _META)
     decoder = DeviceDecoder(model, [AttentionOptions(dim**-0.5)], 8192)
-    cache = KVCache([geometry], 4, 16, shape.dtype, _META)
+    cache = KVCache([geometry], 4, 16, shape.kv_dtype or shape.dtype, _META)
     found = {}
     for num_rows in (8, 512):
         with torch.inference_mode(), LaunchCounter() as counter:
@@ -229,7 +235,8 @@ def markdown(rows: list[Compiled]) -> str:
         f"# GPU kernels as Triton {triton.__version__} compiles them",
         "",
         "Compiled without a GPU by `python -m bench.cubins`; nothing here has run on one. Each cell is the most that "
-        f"any of the shapes {', '.join(SHAPES)} needs: registers of a thread, spilled bytes, bytes of shared memory.",
+        f"any of the shapes {', '.join(PAGE_SHAPES)} needs: registers of a thread, spilled bytes, bytes of shared "
+        "memory.",
         "",
         f"| kernel | {' | '.join(architectures)} | products by |",
         "|---" * (len(architectures) + 2) + "|",
@@ -249,7 +256,7 @@ def main() -> int:
     """Compile all launches; the exit code is 1 where a kernel spills."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--architectures", type=int, nargs="*", default=list(ARCHITECTURES))
-    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=PAGE_SHAPES)
     parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args()
     rows = []

@@ -161,6 +161,12 @@ class TargetSettings(NodeSettings, ReplicaSettings):
         return DraftSettings.model_validate({**same, **own})
 
     @model_validator(mode="after")
+    def _check_kv_cache(self) -> Self:
+        if self.kv_cache_dtype != "auto":
+            raise ValueError("kv_cache_dtype changes a target's output: set it at drafts, or in own_draft, only")
+        return self
+
+    @model_validator(mode="after")
     def _check_api(self) -> Self:
         if self.api is not None and (self.own_draft is not None or self.drafters):
             raise ValueError("api: own_draft and drafters run beside a model, and there is none; unset them")

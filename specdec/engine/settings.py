@@ -40,6 +40,12 @@ class EngineSettings(BaseModel):
         "int8 and int4 need float32 on a CPU, native kernels and one rank; fp8 needs a GPU of compute capability 8.9, "
         "a model of Llama's shape and one rank. Changes the output at a target, not at a draft.",
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="Keys and values of a draft; auto: the model's dtype. fp8 (E4M3, without scales) takes half of "
+        "bfloat16's memory, a GPU of compute capability 8.9 or a CPU, where it is slower, and one rank. Refused at a "
+        "target, whose output it would change.",
+    )
     exit_layer: int | None = Field(
         default=None,
         ge=1,
@@ -126,6 +132,8 @@ class EngineSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:
+        if self.kv_cache_dtype == "fp8" and self.tensor_parallel_size > 1:
+            raise ValueError("kv_cache_dtype fp8 needs tensor_parallel_size 1")
         if self.weight_quantization == "none":
             return self
         if self.native == "off" and self.weight_quantization != "fp8":

@@ -7,6 +7,8 @@ import torch
 
 from specdec.engine.states.memory import StateMemory
 
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
@@ -22,6 +24,11 @@ class LayerGeometry:
     def num_elements(self) -> int:
         """Numbers stored per token."""
         return self.num_kv_heads * (self.key_dim + (0 if self.values_in_keys else self.value_dim))
+
+
+def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """Data type of keys and values by the setting and the model's data type."""
+    return torch.float8_e4m3fn if kv_cache_dtype == "fp8" else dtype
 
 
 class KVCache:
@@ -110,6 +117,11 @@ class KVCache:
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values ``[T, num_kv_heads, dim]`` at physical slots ``[T]`` of one layer."""
         blocks, offsets = slots // self.block_size, slots % self.block_size
-        self.keys[layer][blocks, :, offsets] = keys.to(self.dtype)
+        self.keys[layer][blocks, :, offsets] = self._stored(keys)
         if not self.geometries[layer].values_in_keys:
-            self.values[layer][blocks, :, offsets] = values.to(self.dtype)
+            self.values[layer][blocks, :, offsets] = self._stored(values)
+
+    def _stored(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self.dtype == torch.float8_e4m3fn:  # which has no infinity: larger numbers would become NaN
+            numbers = numbers.clamp(-LARGEST_FP8, LARGEST_FP8)
+        return numbers.to(self.dtype)

@@ -145,7 +145,8 @@ def attend(
     """
     num_rows, num_heads, _ = query.shape
     geometry, window = cache.geometries[layer], options.sliding_window or 0
-    shape = launch_shape(num_heads, geometry, cache.dtype, num_rows, row_invariant=row_invariant)
+    dtype = query.dtype if cache.dtype.itemsize == 1 else cache.dtype
+    shape = launch_shape(num_heads, geometry, dtype, num_rows, row_invariant=row_invariant)
     bytes_per_split = num_heads * (geometry.value_dim + 2) * 4
     key = f"attention of {shape} with a window of {window} and {bytes_per_split} bytes"
     if key not in plans:

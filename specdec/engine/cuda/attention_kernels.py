@@ -175,7 +175,8 @@ def attention_kernel(
         table = tl.load(row_seq + start).to(tl.int64) * table_stride
         query_lines = query + row.to(tl.int64) * query_row_stride + head * query_head_stride
         q = tl.load(query_lines[:, None] + k[None, :], mask=is_row[:, None] & (k[None, :] < KEY_DIM), other=0.0)
-        q = q.to(keys.dtype.element_ty)
+        if keys.dtype.element_ty.primitive_bitwidth > 8:  # products of 8 bits are computed in the query's type
+            q = q.to(keys.dtype.element_ty)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         result = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -187,13 +188,13 @@ def attention_kernel(
             lines = _lines(slots, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
             key_mask = is_read[None, :] & (k[:, None] < KEY_DIM)
             key_tile = tl.load(keys + lines[None, :] * KEY_DIM + k[:, None], mask=key_mask, other=0.0)
-            products = tl.dot(q, key_tile, input_precision="ieee")
+            products = tl.dot(q, key_tile.to(q.dtype), input_precision="ieee")
             scores = _scores(products, n, pos, first, scaling, softcap, HAS_SOFTCAP)
             weights, before, peak, total = _weights(scores, peak, total)
             value_mask = is_read[:, None] & (v[None, :] < VALUE_DIM)
             value_tile = tl.load(values + lines[:, None] * VALUE_DIM + v[None, :], mask=value_mask, other=0.0)
             result = result * before[:, None]
-            result = tl.dot(weights.to(value_tile.dtype), value_tile, acc=result, input_precision="ieee")
+            result = tl.dot(weights.to(q.dtype), value_tile.to(q.dtype), acc=result, input_precision="ieee")
         part = ((row - first_row).to(tl.int64) * NUM_HEADS + head) * num_splits + split
         tl.store(part_peak + part, peak, mask=is_row)
         tl.store(part_total + part, total, mask=is_row)

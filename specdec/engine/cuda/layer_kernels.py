@@ -4,6 +4,18 @@ whose bits therefore depend on no other row."""
 import triton
 import triton.language as tl
 
+LARGEST_FP8 = tl.constexpr(448.0)
+
+
+@triton.jit
+def _stored(numbers, pointer):
+    """Numbers in the type of the cache at ``pointer``; of 8 bits, limited to its range, with NaN kept."""
+    if pointer.dtype.element_ty.primitive_bitwidth == 8:
+        numbers = numbers.to(tl.float32)
+        limited = tl.minimum(tl.maximum(numbers, -LARGEST_FP8), LARGEST_FP8)
+        numbers = tl.where(numbers == numbers, limited, numbers)
+    return numbers.to(pointer.dtype.element_ty)
+
 
 # A batch's tensors are parts of one packed copy: a kernel is compiled once for all alignments.
 @triton.jit(do_not_specialize=["part_stride"], do_not_specialize_on_alignment=["input_ids"])
@@ -95,13 +107,12 @@ def rotate_write_kernel(
     else:
         slot = tl.load(slot_mapping + row)
         line = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + head - NUM_HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE
-        to = keys + line * DIM
-        tl.store(to + d, new_low.to(keys.dtype.element_ty), mask=is_dim)
-        tl.store(to + HALF + d, new_high.to(keys.dtype.element_ty), mask=is_dim)
+        to_key, to_value = keys + line * DIM, values + line * DIM
+        tl.store(to_key + d, _stored(new_low, keys), mask=is_dim)
+        tl.store(to_key + HALF + d, _stored(new_high, keys), mask=is_dim)
         value = own + NUM_KV_HEADS * DIM
-        to = values + line * DIM
-        tl.store(to + d, tl.load(value + d, mask=is_dim), mask=is_dim)
-        tl.store(to + HALF + d, tl.load(value + HALF + d, mask=is_dim), mask=is_dim)
+        tl.store(to_value + d, _stored(tl.load(value + d, mask=is_dim), values), mask=is_dim)
+        tl.store(to_value + HALF + d, _stored(tl.load(value + HALF + d, mask=is_dim), values), mask=is_dim)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry, stored_dtype
 from specdec.engine.attention.latent import LATENT_VERSION, HeadPacker, pack_latents
 from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
@@ -93,6 +93,10 @@ class _Builder:
         self._loaded = load_model(settings, group, rehearse)
         loaded = self._loaded
         self._is_quantized = settings.weight_quantization != "none"
+        self._kv_dtype = stored_dtype(settings.kv_cache_dtype, loaded.dtype)
+        self._most_error = tolerance(
+            loaded.dtype, is_fp8="fp8" in (settings.weight_quantization, settings.kv_cache_dtype)
+        )
         self._is_exact = not is_on_gpu(loaded.device) and loaded.dtype == torch.float32
         if settings.deterministic and not self._is_exact and not is_on_gpu(loaded.device):
             raise ModelLoadError("deterministic: needs dtype float32 on a CPU, or a GPU")
@@ -127,7 +131,7 @@ class _Builder:
         if is_on_gpu(loaded.device):
             ragged.kernel = device_attention(recorded.geometries, has_kernels=self._has_device_kernels)
         if expected:
-            self._far = FarProof(loaded, recorded, ragged.mask_windows, settings.block_size)
+            self._far = FarProof(loaded, recorded, ragged.mask_windows, settings.block_size, self._kv_dtype)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
         is_gathered = isinstance(step_model, RaggedModel) and isinstance(step_model.kernel, GatherAttention)
         has_spare = is_on_gpu(loaded.device) and not is_gathered  # block for padding rows
@@ -153,7 +157,6 @@ class _Builder:
         kernels, loaded = self._kernels, self._loaded
         on_device, is_ordered = None, bool(self._settings.deterministic)
         is_fp8 = self._settings.weight_quantization == "fp8"
-        most_error = tolerance(loaded.dtype, is_fp8=is_fp8)
         if self._has_device_kernels and self._settings.fused == "auto":
             on_device = device_decoder(
                 loaded.model,
@@ -166,7 +169,7 @@ class _Builder:
         if on_device is not None:
             error, row_invariant = self._tried(on_device, recorded.geometries, expected)
             row_invariant = is_ordered and (row_invariant or not expected)  # torch's products depend on the batch
-            if self._agreed(error <= most_error and row_invariant == is_ordered):
+            if self._agreed(error <= self._most_error and row_invariant == is_ordered):
                 loaded.release_model()
                 path = triton_path("ordered-decoder" if is_ordered else "decoder", loaded.device)
                 return on_device, path, row_invariant
@@ -185,6 +188,7 @@ class _Builder:
             raise ModelLoadError(f"weight_quantization: fp8 needs the GPU's own decoder: {why}")
         if (
             kernels is not None
+            and self._kv_dtype == loaded.dtype
             and self._group is None  # the fused decoder has no collectives
             and self._settings.fused == "auto"
             and is_fusable(
@@ -193,7 +197,7 @@ class _Builder:
         ):
             fused = FusedDecoder(loaded.model, kernels, recorded.geometries, recorded.options, loaded.max_model_len)
             error, row_invariant = self._test(fused, recorded.geometries, expected)
-            if error <= tolerance(loaded.dtype) and row_invariant:
+            if error <= self._most_error and row_invariant:
                 loaded.release_model()
                 path = f"fused-{KERNEL_VERSION}-{kernels.variant}"
                 return fused, f"{path}-experts-{EXPERTS_VERSION}" if fused.has_mixtures else path, row_invariant
@@ -206,7 +210,9 @@ class _Builder:
             ragged.kernel = GatherAttention()
             kernel_path = self._install_kernels(ragged)
             error, row_invariant = self._test(ragged, recorded.geometries, expected)
-        if not error <= tolerance(loaded.dtype):
+        if not error <= self._most_error:
+            if self._kv_dtype != loaded.dtype and math.isfinite(error):
+                raise ModelLoadError(f"kv_cache_dtype: fp8 changes the logits by {error:.2g} of their spread; set auto")
             raise ModelNotSupported(
                 loaded.model.config.model_type,
                 f"paged logits differ from dense ones by {error:.2g} of their spread: its attention depends on more "
@@ -233,7 +239,7 @@ class _Builder:
             recorded = ragged.record_attention(self._probe)
             self._cells = ragged.recurrent.shapes
             error, _ = self._test(ragged, recorded.geometries, expected, routes)
-        if not error <= tolerance(loaded.dtype):
+        if not error <= self._most_error:
             raise ModelNotSupported(
                 loaded.model.config.model_type,
                 f"beyond its windows or attention scales, paged logits differ from dense ones by "
@@ -298,7 +304,8 @@ class _Builder:
         else:
             path = f"native-{KERNEL_VERSION}-{self._kernels.variant}"
             packers = self._kernels.pack, partial(native_experts, self._kernels), partial(NativeHeads, self._kernels)
-            ragged.kernel = NativeAttention(self._kernels)
+            if self._kv_dtype == self._loaded.dtype:
+                ragged.kernel = NativeAttention(self._kernels)
             ragged.recurrent.recurrences = NativeRecurrences(self._kernels)
         pack, pack_experts, pack_heads = packers
         if pack_latents(ragged.model, pack_heads):
@@ -339,7 +346,7 @@ class _Builder:
             geometries,
             probe.num_blocks,
             self._settings.block_size,
-            loaded.dtype,
+            self._kv_dtype,
             loaded.device,
             probe.memory(self._cells, loaded.device),
         )
@@ -355,8 +362,7 @@ class _Builder:
                 f"in {routes.share_changed:.0%} of cases its routers choose other experts than in a dense pass",
             )
         near = log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences)
-        is_fp8 = self._settings.weight_quantization == "fp8"
-        return near if far <= tolerance(loaded.dtype, is_fp8=is_fp8) else far, log.row_invariant
+        return near if far <= self._most_error else far, log.row_invariant
 
     def _allocate(self, step_model: StepModel, geometries: list[LayerGeometry], num_spare_blocks: int) -> KVCache:
         settings, loaded = self._settings, self._loaded
@@ -377,7 +383,7 @@ class _Builder:
             geometries,
             num_blocks + num_spare_blocks,
             settings.block_size,
-            loaded.dtype,
+            self._kv_dtype,
             loaded.device,
             StateMemory(self._cells, sizes.num_slots, sizes.num_rows, loaded.device) if self._cells else None,
         )
@@ -386,7 +392,7 @@ class _Builder:
         self, step_model: StepModel, geometries: list[LayerGeometry], reserved_bytes: int, state_bytes: int
     ) -> int:
         settings, loaded = self._settings, self._loaded
-        block_bytes = sum(g.num_elements for g in geometries) * settings.block_size * loaded.dtype.itemsize
+        block_bytes = sum(g.num_elements for g in geometries) * settings.block_size * self._kv_dtype.itemsize
         budget = settings.kv_cache_memory_bytes
         if budget is None and loaded.device.type == "cuda":
             reserved_bytes += self._beside.weight_bytes(loaded.num_logits, loaded.hidden_size, loaded.dtype)
@@ -399,7 +405,7 @@ class _Builder:
                 max_model_len=loaded.max_model_len,
                 num_logits=loaded.num_logits,
                 block_size=settings.block_size,
-                dtype=loaded.dtype,
+                dtype=self._kv_dtype,
                 device=loaded.device,
                 memory_fraction=settings.gpu_memory_fraction,
                 reserved_bytes=reserved_bytes,

@@ -343,16 +343,21 @@ def _choose_device(name: str) -> torch.device:
 
 def _check_quantization(settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> None:
     name, place = settings.weight_quantization, f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    if settings.kv_cache_dtype == "fp8":
+        _check_fp8("kv_cache_dtype", device)
     if name in ("int8", "int4") and (device.type, dtype) != ("cpu", torch.float32):
         raise ModelLoadError(f"weight_quantization: {name} needs float32 on the CPU, not {place}")
     if name != "fp8":
         return
     if device.type != "cuda" or dtype == torch.float32:
         raise ModelLoadError(f"weight_quantization: fp8 needs bfloat16 or float16 on a GPU, not {place}")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _LEAST_FP8:
+    _check_fp8("weight_quantization", device)
+
+
+def _check_fp8(name: str, device: torch.device) -> None:
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _LEAST_FP8:
         needed, there = (".".join(map(str, each)) for each in (_LEAST_FP8, capability))
-        raise ModelLoadError(f"weight_quantization: fp8 needs a GPU of compute capability {needed}, this has {there}")
+        raise ModelLoadError(f"{name}: fp8 needs a GPU of compute capability {needed}, this has {there}")
 
 
 def _why_no_cuda() -> str:

@@ -92,6 +92,8 @@ class ModelRunner:
         parts = [self.identity.dtype, self.device.type, self._kernel_path]
         if self.settings.weight_quantization != "none":
             parts.append(f"{self.settings.weight_quantization}-weights")
+        if self.settings.kv_cache_dtype != "auto":
+            parts.append(f"{self.settings.kv_cache_dtype}-kv")
         if self._checkpoint_format:
             parts.append(f"{self._checkpoint_format}-weights")
         if self.device.type == "cuda":
@@ -130,7 +132,7 @@ class ModelRunner:
         if self.settings.tensor_parallel_size > 1:
             return  # a pass would need all ranks; their decoder has the config's layers
         probe = SelfTest(self.vocab_size, self.max_model_len, self.block_size, self.device)
-        cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
+        cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self._cache.dtype, self.device)
         batch = probe.batch(probe.prefix_rows(2))
         batch.tap = HiddenTap(tuple(layer_ids))
         with torch.inference_mode():
@@ -171,7 +173,7 @@ class ModelRunner:
         runner's.
         """
         rows = prompt_rows(token_ids, self.block_size)
-        cache = KVCache(self._cache.geometries, len(rows.tables[0]), self.block_size, self.dtype, self.device)
+        cache = KVCache(self._cache.geometries, len(rows.tables[0]), self.block_size, self._cache.dtype, self.device)
         with torch.inference_mode():
             logits = (step_model or self._step_model)(rows.batch(self.device), cache)
         return logits[:, : self.vocab_size].argmax(dim=1)
@@ -191,7 +193,7 @@ class ModelRunner:
         ``captures`` it captures steps for replay; otherwise call ``capture_steps`` later.
         """
         probe = SelfTest(self.vocab_size, self.max_model_len, self.block_size, self.device)
-        cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
+        cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self._cache.dtype, self.device)
         row_s = 0.0
         with torch.inference_mode():
             for num_rows in _WARMUP_ROWS:

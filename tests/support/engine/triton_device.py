@@ -121,3 +121,24 @@ def specialization(launch: Launch) -> tuple[Any, ...]:
         elif isinstance(value, int) and name not in of_any_value:
             parts.append((value == 1, value % 16 == 0))
     return tuple(parts)
+
+
+_TORCH_TYPES = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _rounded_as_by_a_gpu(convert: Any) -> Any:
+    """``_convert_float`` that rounds to 8 bits as GPUs do; the original drops a mantissa's carry: 1.99 becomes 1."""
+
+    @functools.wraps(convert)
+    def converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if "fp8e4nv" not in (source.name, target.name):
+            return convert(data, source, target, rounding)
+        numbers = torch.frombuffer(bytearray(data.tobytes()), dtype=_TORCH_TYPES[source.name])
+        bits = numbers.to(_TORCH_TYPES[target.name]).view(torch.uint8).numpy()
+        return bits.view(f"uint{target.primitive_bitwidth}").reshape(data.shape)
+
+    return converted
+
+
+if DEVICE == "cpu":
+    interpreter._convert_float = _rounded_as_by_a_gpu(interpreter._convert_float)

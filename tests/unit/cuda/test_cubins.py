@@ -68,6 +68,15 @@ def test_the_kernels_of_an_8b_model_fit_into_the_registers_of_hopper() -> None:
 
 
 @pytest.mark.long
+def test_kernels_over_keys_of_8_bits_compile_without_spills_and_multiply_in_the_queries_type() -> None:
+    rows = compiled("--architectures", "90", "100", "--shapes", "8B, keys of 8 bits")
+    assert [row for row in rows if row["spilled_bytes"]] == []
+    products = [str(row["instructions"]) for row in rows if row["kernel"] == "attention_kernel"]
+    assert products
+    assert not [each for each in products if "e4m3" in each or ("bf16" not in each and "kind::f16" not in each)]
+
+
+@pytest.mark.long
 def test_all_kernels_fit_into_the_registers_of_every_architecture() -> None:
     rows = compiled()
     assert {row["architecture"] for row in rows} == {"sm_80", "sm_90", "sm_100"}

@@ -14,6 +14,7 @@ from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.cuda import attention
 from specdec.engine.cuda.attention import LaunchShape, TritonAttention, launch_shape, plan_work
 from specdec.engine.cuda.buckets import PassShape
+from tests.support.engine.paged_attention import BLOCK_SIZE, Paged
 from tests.support.engine.ragged_rows import NUM_HEADS, RaggedRows, lay_out, ragged_rows
 from tests.support.engine.triton_device import DEVICE
 
@@ -48,6 +49,20 @@ def test_rows_attend_as_the_tiled_kernel_has_them(rows: RaggedRows, options: Att
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache.keys[0], expected_cache.keys[0], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(cache.values[0], expected_cache.values[0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_keys_and_values_of_8_bits_are_stored_and_read_as_the_tiled_kernel_has_them() -> None:
+    rows = Paged(LayerGeometry(NUM_HEADS // 3, 16, 24), NUM_HEADS)
+    rows.key[::7] *= 1000  # beyond what 8 bits hold
+    found = []
+    for kernel in (TiledAttention(), TritonAttention()):
+        cache = KVCache([rows.geometry], rows.num_blocks, BLOCK_SIZE, torch.float8_e4m3fn, torch.device(DEVICE))
+        out = rows.run_rows(kernel, OPTIONS[-1], range(len(rows.query)), cache)
+        found.append((out, *(store[0].view(torch.uint8) for store in (cache.keys, cache.values))))
+    (expected, *wanted), (got, *stored) = found
+    assert all(torch.equal(a, b) for a, b in zip(stored, wanted, strict=True))
+    assert stored[0].any()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

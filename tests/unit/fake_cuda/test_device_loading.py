@@ -23,7 +23,8 @@ from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.settings import EngineSettings
 from specdec.replica.worker.build import build_engine, most_rows
 from specdec.wire.sampling_params import SamplingParams
-from tests.support.engine.tiny_models import save_tiny_model
+from tests.support.engine import paged_scenarios as play
+from tests.support.engine.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.support.engine.triton_device import DEVICE
 from tests.support.fake_cuda.install import fake_cuda
 from tests.support.fake_cuda.runners import ROWS, warm_runner
@@ -63,6 +64,23 @@ def test_steps_with_weights_of_8_bits_are_captured(tmp_path: Path, monkeypatch: 
         attention_part, mlp = decoder._layers[0]
         assert attention_part.qkv[0].numbers.dtype == torch.float8_e4m3fn
         assert mlp.down[0].shape[1] % 16, "which scaled products do not take"
+
+
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma2", marks=pytest.mark.long)])
+def test_steps_over_keys_of_8_bits_are_captured_and_compute_the_cpus_logits(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = play.random_tokens(5, 2, VOCAB_SIZE)
+    settings = {"kv_cache_dtype": "fp8", "self_test": False}
+    with fake_cuda():
+        runner = warm_runner(architecture, tmp_path, monkeypatch, **settings)
+        assert runner.row_edges == ROWS
+        assert "fp8-kv" in runner.numerics_id
+        assert runner.replayed[1].dtype == torch.float8_e4m3fn  # type: ignore[index]
+        log = {path: rows[0].cpu() for path, rows in play.play_decodes(runner, tokens, 3).items()}
+    on_cpu = ModelRunner.load(EngineSettings(model=str(tmp_path), device="cpu", num_blocks=24, **settings))
+    for path, rows in play.play_decodes(on_cpu, tokens, 3).items():
+        torch.testing.assert_close(log[path], rows[0], rtol=0, atol=0.02 * float(rows[0].std()))
 
 
 @pytest.mark.parametrize(

@@ -165,10 +165,15 @@ class FarProof:
     """Both proofs for one model, before another decoder takes its weights."""
 
     def __init__(
-        self, loaded: LoadedModel, recorded: RecordingKernel, mask_windows: Sequence[int | None], block_size: int
+        self,
+        loaded: LoadedModel,
+        recorded: RecordingKernel,
+        mask_windows: Sequence[int | None],
+        block_size: int,
+        kv_dtype: torch.dtype,
     ) -> None:
         """Run the first proof, and plain attention's part of the second. Raises ``ModelNotSupported``."""
-        self._dtype, self._device = loaded.dtype, loaded.device
+        self._dtype, self._device, self._kv_dtype = loaded.dtype, loaded.device, kv_dtype
         num_positions, vocab_size = loaded.max_model_len, loaded.vocab_size
         config = loaded.model.config.get_text_config(decoder=True)
         at = switches(config, num_positions)
@@ -185,12 +190,12 @@ class FarProof:
                 )
             self._rows = LongRows(recorded.options, recorded.geometries, num_positions, vocab_size, block_size)
             with self._routes.recording(self._rows.keys):
-                self._wanted = self._rows.logits(plain, self._dtype, self._device)
+                self._wanted = self._rows.logits(plain, kv_dtype, self._device)
 
     def error(self, step_model: StepModel) -> float:
         """Difference of ``step_model`` from plain attention on long rows, as ``FarPlaces.difference``."""
         with self._routes.following(self._rows.keys):
-            found = self._rows.logits(step_model, self._dtype, self._device)
+            found = self._rows.logits(step_model, self._kv_dtype, self._device)
         return _difference(found, self._wanted)
 
 
