@@ -27,6 +27,8 @@ class Option:
     kind: Kind
     least: int | None
     """Targets by its throughput alone; None: it cannot hold the objectives."""
+    tokens_per_s: float
+    """Of one stream on an idle target."""
     why_not: str = ""
     best_gap_s: float = 0.0
     """99th percentile of the time between tokens with one session."""
@@ -62,19 +64,20 @@ def estimated(
     is_apart = placement.draft_device is not None
     kind = Kind(placement=placement, curve=curve, plain=plain, crowded=crowded if is_apart else None)
     gap_s, first_s = gap_p99(curve, 1), prompt_s(kind, long_prompt)
+    alone = curve.mean(1, lambda p: p.mean_tokens) / curve.mean(1, lambda p: p.mean_turn_s)
     objectives = trials.objectives
     if placement.kv_tokens < prompt + output:
-        return Option(kind, None, "its memory holds no request of the mean length", gap_s, first_s)
+        return Option(kind, None, alone, "its memory holds no request of the mean length", gap_s, first_s)
     if gap_s > objectives.inter_token_s or first_s > objectives.first_token_s:
         why = f"alone on a target, a long prompt takes {first_s * 1e3:.0f} ms and a token {gap_s * 1e3:.1f} ms"
-        return Option(kind, None, why, gap_s, first_s)
+        return Option(kind, None, alone, why, gap_s, first_s)
     loads = [load for load in range(1, most + 1) if gap_p99(curve, load) <= objectives.inter_token_s]
     rates = [
         load / curve.mean(load, lambda p: p.mean_turn_s) * curve.mean(load, lambda p: p.mean_tokens) for load in loads
     ]
     request_s = output / max(rates) + prompt_s(kind, prompt)
     least = max(1, math.ceil(trials.traffic.per_s * request_s))
-    return Option(kind, least, "", gap_s, first_s)
+    return Option(kind, least, alone, "", gap_s, first_s)
 
 
 def gap_p99(curve: ReplicaCurve, num_sessions: int) -> float:

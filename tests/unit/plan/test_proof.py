@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,6 +137,20 @@ def test_the_next_kind_is_taken_when_more_of_the_first_one_cost_more(monkeypatch
     assert found.deployment.placement.device.name == "A100"
     slow = next(each for each in found.tried if each.label == "L4, no draft")
     assert slow.why_not == "costs more" and slow.price > found.deployment.placement.price_of(2, may_lose=True)
+
+
+@pytest.mark.parametrize(("acceptance", "wanted"), [(0.8, "L4, draft in the target"), (0.0, "L4, no draft")])
+def test_of_equally_dear_kinds_the_fastest_is_taken(
+    acceptance: float, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft in the target costs nothing: it is taken where it makes streams faster, and only there."""
+    monkeypatch.setattr("specdec.plan.deployment._MOST_RANKS", 1)
+    monkeypatch.setattr("specdec.plan.deployment._SHARES", ())
+    question = asked_of("L4", True)
+    monkeypatch.setattr(f"{__name__}.asked_of", lambda *args: replace(question, acceptance=[acceptance]))
+    found, objectives = asked(1.0, draft=True)
+    check(found, objectives)
+    assert found.deployment.placement.label == wanted
 
 
 def test_objectives_that_no_number_holds_end_in_one_line() -> None:
