@@ -48,7 +48,7 @@ def search(
     open_ = []
     for number, placement in enumerate(placements(question)):
         price = placement.price_of(least, may_lose=bool(trials.scopes)) / _WORTH_TRYING
-        open_.append(_Candidate(price, (0, number), placement, least, num=least))
+        open_.append(_Candidate(price, (placement.num_ranks, 0, number), placement, least, num=least))
     heapq.heapify(open_)
     given_up: list[_Candidate] = []
     while open_:
@@ -77,8 +77,8 @@ class _Candidate:
     """A kind of replica, and the number of targets that it is known to need at least."""
 
     price: float
-    rank: tuple[int, int]
-    """Of equal prices the fastest is taken, by classes of 7 %, and the first of equally fast ones."""
+    rank: tuple[int, int, int]
+    """Of equal prices that with the most and smallest targets is taken, of these the fastest, by classes of 7 %."""
     placement: Placement = field(compare=False)
     least: int = field(compare=False)
     """Targets that the throughput and the losses to bear take."""
@@ -114,7 +114,8 @@ class _Candidate:
     def take(self, option: Option, trials: Trials) -> None:
         """Begin with what is estimated."""
         self.option, self.least = option, max(self.least, option.least or 1)
-        self.num, self.rank = self.least, (-round(math.log(max(option.tokens_per_s, 1e-9), 1.07)), self.rank[1])
+        num_ranks, _, number = self.rank
+        self.num, self.rank = self.least, (num_ranks, -round(math.log(option.tokens_per_s, 1.07)), number)
         self.price = self.placement.price_of(self.num, may_lose=bool(trials.scopes)) / _WORTH_TRYING
 
     def climb(self, proofs: Proofs, rival: float, tell: Callable[[str], None]) -> bool:
