@@ -20,8 +20,8 @@ _LEAST_S, _MOST_S = 15.0, 900.0
 """Shortest and longest measured traffic of a trial, in simulated seconds."""
 _REQUESTS, _ROUGH_REQUESTS, _LEAST_REQUESTS = 1500, 500, 100
 """Requests of a trial, about: of the result, of the search for it, and at least, however long that takes."""
-_MOST_REQUESTS = 6000
-"""Requests above which a trial lasts as long as lives on full targets take, not as the objectives allow."""
+_MOST_REQUESTS, _MOST_ROUGH_REQUESTS = 6000, 2000
+"""Requests of both above which a trial lasts as long as lives on full targets take, not as the objectives allow."""
 _WARM_UP = 0.2
 """Traffic before a loss, an update or the measured traffic, over the latter."""
 MOST_SIMULATED = 32
@@ -196,12 +196,12 @@ class Trials:
     def _seconds(self, kind: Kind, traffic: Traffic, *, is_rough: bool) -> float:
         output = traffic.mean_tokens[1]
         request_s = self.objectives.first_token_s + output * self.objectives.inter_token_s
-        num = _ROUGH_REQUESTS if is_rough else _REQUESTS
+        num, most = (_ROUGH_REQUESTS, _MOST_ROUGH_REQUESTS) if is_rough else (_REQUESTS, _MOST_REQUESTS)
         seconds = max(_LIVES * request_s, num / traffic.per_s)
-        if seconds * traffic.per_s > _MOST_REQUESTS:
+        if seconds * traffic.per_s > most:
             full, curve = kind.curve.most_sessions, kind.curve
             token_s = curve.mean(full, lambda p: p.mean_turn_s) / curve.mean(full, lambda p: p.mean_tokens)
-            seconds = min(seconds, max(_MOST_REQUESTS / traffic.per_s, _LIVES * output * token_s))
+            seconds = min(seconds, max(most / traffic.per_s, _LIVES * output * token_s))
         seconds = min(_MOST_S, max(_LEAST_S, seconds))
         return max(seconds, _LEAST_REQUESTS / traffic.per_s)
 
