@@ -54,6 +54,14 @@ async def knows(one: GatewayAtHand, *addresses: str) -> None:
     await eventually(does, f"the gateway knows {addresses}")
 
 
+async def are_connected(one: GatewayAtHand) -> None:
+    async def all_are() -> bool:
+        connected = [member.client.is_connected for member in one._coordinators._members()]
+        return all(connected)
+
+    await eventually(all_are, "all coordinators are connected")
+
+
 def socket_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host, int(port)
@@ -106,6 +114,31 @@ async def test_streams_go_on_at_a_coordinator_that_its_name_leaves(monkeypatch: 
     assert len(targets[0].opened) == len(targets[1].opened) == 1
 
 
+async def test_all_turns_of_a_chat_go_to_one_coordinator_and_other_chats_to_both() -> None:
+    targets = [ScriptedTarget() for _ in range(2)]
+    for target in targets:
+        target.tokenizer_config = json.dumps({"chat_template": "{{ messages[-1].content }}"})
+    async with (
+        running(targets[:1]) as first,
+        running(targets[1:], owner_id="coordinator-2") as second,
+        gateway(first.address, second.address) as one,
+        one.http() as client,
+    ):
+        await are_connected(one)
+        served = set()
+        for number in range(20):  # all at one of two: once in half a million runs
+            messages = [{"role": "system", "content": "one for all"}]
+            before = [len(target.opened) for target in targets]
+            for turn in range(2):
+                messages.append({"role": "user", "content": f"{number} {turn}"})
+                answer = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+                messages.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
+            opened = [len(target.opened) - former for target, former in zip(targets, before, strict=True)]
+            assert sorted(opened) == [0, 2]
+            served.add(opened.index(2))
+        assert served == {0, 1}
+
+
 @pytest.mark.parametrize(("names_of_certificate", "is_served"), [(["coordinators"], True), (["localhost"], False)])
 async def test_the_certificate_of_each_address_must_have_the_configured_name(
     names_of_certificate: list[str], is_served: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -138,12 +171,7 @@ async def test_a_coordinator_that_hears_nothing_is_left_although_something_still
         black_hole(first.address) as one_way,
         gateway(one_way.address, second.address) as one,
     ):
-
-        async def are_connected() -> bool:
-            connected = [member.client.is_connected for member in one._coordinators._members()]
-            return all(connected)
-
-        await eventually(are_connected, "both coordinators are connected")
+        await are_connected(one)
         body = {"max_tokens": 60, "seed": 11, "ignore_eos": True, "return_token_ids": True}
         prompts = [[5, 6, number] for number in range(12)]  # others, so that each coordinator gets some
         answers = [asyncio.create_task(completion(one, {**body, "prompt": prompt})) for prompt in prompts]
