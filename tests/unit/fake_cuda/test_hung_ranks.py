@@ -79,7 +79,7 @@ def test_a_rank_that_never_arrives_in_a_captured_all_reduce_is_named_with_the_st
     ours, theirs = socket.socketpair()
     with ours, theirs, fake_cuda() as device:
         monkeypatch.setattr(DeviceDecoder, "__call__", computed)
-        runner = warm_runner("llama", tmp_path, monkeypatch)
+        runner = warm_runner("llama", tmp_path, monkeypatch, self_test=False)
         assert runner.num_graphs
         is_led = True
         leading = LeadingRunner(runner, [ours], partial(pulse.mark_rank, 0))
