@@ -19,6 +19,7 @@ import pytest
 
 from specdec.commands.up.cluster import free_port
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from specdec.wire.discovery import ReplicaAddress
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import collect, expected_ids, request, running
 from tests.support.services.faults import another, eventually
@@ -190,7 +191,7 @@ async def test_a_gateways_reader_that_reads_nothing_gets_little_ahead_and_holds_
     target = ScriptedTarget()
     target.step_s = 0.0
     async with running([target], credit_window_tokens=16) as harness, gateway(harness.address) as one:
-        connection = one._connect(harness.address)  # all HTTP clients share it
+        connection = one._connect(ReplicaAddress(harness.address))  # all HTTP clients share it
         async with connection:
             unread = connection.generate(request(max_tokens=3000, logprobs=20, request_id="unread"))
             await anext(unread)

@@ -98,9 +98,9 @@ def test_replays_of_what_was_computed_at_the_capture_are_found_out(
     torch.testing.assert_close(runner.forward(batch), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("what", "buckets_of_rows"), [("sixteen rows", (1, 16)), ("a tree far away", (1, 64))])
+@pytest.mark.parametrize("what", ["sixteen rows", "a tree far away"])
 def test_replays_that_are_wrong_for_larger_steps_only_are_found_out(
-    what: str, buckets_of_rows: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Wrong(BucketedSteps):
         def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_replays_that_are_wrong_for_larger_steps_only_are_found_out(
         return Wrong(steps, cache, Captures(), max_len)
 
     monkeypatch.setattr(building, "with_replays", wrong_replays)
-    monkeypatch.setattr(buckets, "ROW_BUCKETS", buckets_of_rows)
+    monkeypatch.setattr(buckets, "ROW_BUCKETS", (1, 16))
     runner = load("gemma2", tmp_path, True, monkeypatch)
     runner.warmup()
     assert runner.row_edges == ()
