@@ -149,7 +149,7 @@ class Ranks:
         self._processes.stop(0.0 if self._lost.is_set() else _STOP_S)
         for connection in self.connections:
             connection.close()
-        if self._watching.is_alive() and not self._lost.is_set():
+        if self._watching.ident is not None and not self._lost.is_set():  # it was started
             self._watching.join()
             self._watch.close()
         if self._store_fd is not None:

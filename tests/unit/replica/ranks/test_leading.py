@@ -79,6 +79,9 @@ def test_a_node_whose_rank_computes_differently_is_told_why_the_group_ends(ours:
             ranks.confirm(ours)
             assert follower.told.get(timeout=PATIENCE_S) == (StepKind.READY, "")
         else:
+            # The watch may end before it has sent what it was told: then the stop sends it.
+            ranks._watch.stop()
+            ranks._watching.join(PATIENCE_S)
             with pytest.raises(EngineError, match="rank 1 computes as theirs and the leader as ours") as caught:
                 ranks.confirm(ours)
     finally:

@@ -90,7 +90,7 @@ def test_a_silent_node_is_a_loss_and_one_that_beats_is_none() -> None:
     assert receive_frame(there).kind is StepKind.BEAT
     ended = living()
     assert ended is not None
-    assert ended.reason == "its peer closed its connection"
+    assert ended.reason in ("its peer closed its connection", "its peer is not reached: [Errno 32] Broken pipe")
     there.close()
 
 
