@@ -102,7 +102,7 @@ class Ranks:
         self.connections += self._remote
         if shares is not None:
             os.sched_setaffinity(0, shares[0])
-        if not self._watching.is_alive():
+        if self._watching.ident is None:  # not started for nodes
             self._watching.start()
 
     def join(self) -> RankGroup:

@@ -62,6 +62,15 @@ class Follower(threading.Thread):
             self.may_go.wait(PATIENCE_S)
 
 
+class EndedWatch(Ranks):
+    """Ranks whose watch has ended as soon as the nodes are there, before it sends what it is told."""
+
+    def _await_nodes(self, store_port: int, wait_s: float) -> None:
+        super()._await_nodes(store_port, wait_s)
+        self._watch.stop()
+        self._watching.join(PATIENCE_S)
+
+
 @pytest.mark.parametrize("ours", ["ours", "theirs"])
 def test_a_node_whose_rank_computes_differently_is_told_why_the_group_ends(ours: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -70,7 +79,8 @@ def test_a_node_whose_rank_computes_differently_is_told_why_the_group_ends(ours:
     given = {"host": "127.0.0.1", "master_addr": "127.0.0.1", "nnodes": 2, "master_port": free_port()}
     nodes = NodeSettings.model_validate(given)
     before = signal.getsignal(signal.SIGUSR1)
-    ranks = Ranks(engine, "cpu", nodes, ("target", "info", "json"), lambda reason: None, Pulse())
+    kind = EndedWatch if ours == "ours" else Ranks
+    ranks = kind(engine, "cpu", nodes, ("target", "info", "json"), lambda reason: None, Pulse())
     follower = Follower(nodes, engine)
     follower.start()
     try:
@@ -79,9 +89,6 @@ def test_a_node_whose_rank_computes_differently_is_told_why_the_group_ends(ours:
             ranks.confirm(ours)
             assert follower.told.get(timeout=PATIENCE_S) == (StepKind.READY, "")
         else:
-            # The watch may end before it has sent what it was told: then the stop sends it.
-            ranks._watch.stop()
-            ranks._watching.join(PATIENCE_S)
             with pytest.raises(EngineError, match="rank 1 computes as theirs and the leader as ours") as caught:
                 ranks.confirm(ours)
     finally:
