@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 
 from specdec.client import Client
+from specdec.gateway.upstream.beginning import key_of
+from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.rendezvous import score, word
 from tests.support.releases import Build
 from tests.support.services.faults import make_request
 from tests.support.services.gateways import gateway
@@ -38,8 +42,8 @@ def body(**fields: Any) -> dict[str, Any]:
     return {**same, "return_token_ids": True, **fields}
 
 
-async def over_grpc(address: str) -> tuple[list[int], str]:
-    asked = make_request(prompt=PROMPT, max_tokens=NUM_TOKENS, temperature=1.0, seed=5)
+async def over_grpc(address: str, prompt: str = PROMPT) -> tuple[list[int], str]:
+    asked = make_request(prompt=prompt, max_tokens=NUM_TOKENS, temperature=1.0, seed=5)
     async with Client(address) as client:
         choice = (await client.complete(asked)).choices[0]
     return choice.token_ids, choice.text
@@ -60,15 +64,28 @@ async def test_the_last_releases_coordinator_serves_over_http_what_it_serves_ove
     assert all(value <= 0 for value in told["token_logprobs"][1:])
 
 
+def prompt_that_prefers(first: str, other: str) -> str:
+    """A prompt for which a gateway asks the first of two coordinators first."""
+
+    def is_preferred(prompt: str) -> bool:
+        key = key_of(api.GenerateRequest(prompt=prompt), ())
+        return score(word(first.encode()), key) > score(word(other.encode()), key)
+
+    return next(filter(is_preferred, (f"{PROMPT} {number}" for number in itertools.count())))
+
+
 @pytest.mark.parametrize("first", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.long)])
 async def test_a_stream_goes_on_at_a_coordinator_of_the_other_version(fleet: MixedFleet, first: str) -> None:
     (other,) = set(NAMES) - {first}
-    expected = await over_grpc(fleet.address(other))
+    addresses = fleet.address(first), fleet.address(other)
+    prompt = prompt_that_prefers(*addresses)
+    expected = await over_grpc(addresses[1], prompt)
     ids: list[int] = []
     text = ""
-    # Calls take turns: the prompt is tokenized at the other.
-    async with gateway(fleet.address(first), fleet.address(other)) as one, one.http() as client:
-        async with client.stream("POST", "/v1/completions", json=body(stream=True)) as response:
+    asked = body(stream=True, prompt=prompt)
+    async with gateway(*addresses) as one, one.http() as client:
+        assert (await client.get("/health")).status_code == 200  # which connects both
+        async with client.stream("POST", "/v1/completions", json=asked) as response:
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue

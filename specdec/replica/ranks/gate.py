@@ -65,6 +65,7 @@ class NodeGate:
             raise EngineError(str(error)) from error
         self._changed = threading.Condition()
         self._nodes: dict[int, str] = {}
+        self._joined: set[int] = set()  # those of the above whose connections `on_node` has got
         self._ranks: dict[int, socket.socket | None] = {}  # None: being welcomed
         self._greetings: deque[socket.socket] = deque()
         self._last_refusal = ""
@@ -84,15 +85,14 @@ class NodeGate:
             threading.Thread(target=self._accept, args=(listener,), name="node-gate", daemon=True).start()
 
     def wait(self, timeout_s: float) -> list[socket.socket]:
-        """Wait for all ranks of the other nodes; returns their connections in the order of ranks.
+        """Wait for the other nodes and all their ranks; returns the ranks' connections in the order of ranks.
 
         Raises NodesMissing, which names them.
         """
         deadline_s = time.monotonic() + timeout_s
-        wanted = range(self._ranks_per_node, self._ranks_per_node * self._settings.nnodes)
         report_at_s = time.monotonic() + _REPORT_S
         with self._changed:
-            while any(self._ranks.get(rank) is None for rank in wanted):
+            while self._lacking():
                 now_s = time.monotonic()
                 if now_s >= deadline_s:
                     raise NodesMissing(self._missing("within load_timeout_s"))
@@ -112,11 +112,21 @@ class NodeGate:
             for greeting in self._greetings:
                 _shut(greeting)
 
+    def _lacking(self) -> list[int]:
+        """Nodes that have not joined, or not with all their ranks."""
+        count = self._ranks_per_node
+
+        def is_here(node: int) -> bool:
+            ranks = range(node * count, (node + 1) * count)
+            return node in self._joined and all(self._ranks.get(rank) is not None for rank in ranks)
+
+        return [node for node in range(1, self._settings.nnodes) if not is_here(node)]
+
     def _missing(self, when: str) -> str:
-        here = {rank // self._ranks_per_node for rank, connection in self._ranks.items() if connection is not None}
-        lacking = [str(node) for node in range(1, self._settings.nnodes) if node not in here]
+        lacking = self._lacking()
         refusal = f"; the last refusal: {self._last_refusal}" if self._last_refusal else ""
-        return f"nnodes: {'node' if len(lacking) == 1 else 'nodes'} {', '.join(lacking)} did not join {when}{refusal}"
+        noun = "node" if len(lacking) == 1 else "nodes"
+        return f"nnodes: {noun} {', '.join(map(str, lacking))} did not join {when}{refusal}"
 
     def _accept(self, listener: socket.socket) -> None:
         while self._is_open:
@@ -190,10 +200,13 @@ class NodeGate:
             outlast(connection, limit_s, limit_s)
             _log.info("node_joined", node=hello.node_rank, peer=peer)
             self._on_node(f"node {hello.node_rank} ({peer})", connection)
-            return
-        outlast(connection, limit_s, self._step_timeout_s)
+        else:
+            outlast(connection, limit_s, self._step_timeout_s)
         with self._changed:
-            self._ranks[hello.rank] = connection
+            if hello.rank is None:
+                self._joined.add(hello.node_rank)
+            else:
+                self._ranks[hello.rank] = connection
             self._changed.notify_all()
 
     def _tell_refusal(self, peer: str, reason: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import socket
 import struct
+import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,14 +61,20 @@ class Open:
 
     def __init__(self, settings: NodeSettings) -> None:
         self.nodes: queue.Queue[tuple[str, socket.socket]] = queue.Queue()
+        self.may_watch = threading.Event()
+        self.may_watch.set()
         self.gate = NodeGate(
             settings.model_copy(update={"master_port": 0}),
             OURS,
             4321,
             2,
             PATIENCE_S,
-            lambda name, connection: self.nodes.put((name, connection)),
+            self._watch,
         )
+
+    def _watch(self, name: str, connection: socket.socket) -> None:
+        assert self.may_watch.wait(PATIENCE_S)
+        self.nodes.put((name, connection))
 
     def call(self, settings: NodeSettings, hello: Hello) -> tuple[socket.socket, Welcome]:
         connection = NodeConnections(settings).call("127.0.0.1", self.gate.port)
@@ -122,6 +129,23 @@ def test_ranks_are_handed_over_in_their_order_once_all_have_come(
             door.call(settings, node(1))
         for one in (*callers, *ranks):
             one.close()
+
+
+def test_a_node_is_not_there_before_it_is_watched() -> None:
+    settings = NodeSettings(host="127.0.0.1", nnodes=3)
+    with opened(settings) as door, ExitStack() as stack:
+        door.may_watch.clear()
+        for number in (1, 2):
+            connection, welcome = door.call(settings, node(number))
+            stack.enter_context(connection)
+            for rank in (2 * number, 2 * number + 1):
+                stack.enter_context(door.call(settings, node(number, rank=rank, token=welcome.token))[0])
+        with pytest.raises(NodesMissing, match="nnodes: nodes 1, 2 did not join"):
+            door.gate.wait(0.1)
+        door.may_watch.set()
+        for connection in door.gate.wait(PATIENCE_S):
+            connection.close()
+        assert door.nodes.qsize() == 2
 
 
 @for_each(
@@ -226,12 +250,13 @@ def _header(kind: int, num_bytes: int) -> bytes:
 def test_noise_ends_its_own_connection_only(data: bytes) -> None:
     settings = NodeSettings(host="127.0.0.1", nnodes=3)
     with opened(settings) as door:
-        with closing(socket.create_connection(("127.0.0.1", door.gate.port), PATIENCE_S)) as noise:
+        noise = socket.create_connection(("127.0.0.1", door.gate.port), PATIENCE_S)
+        with closing(noise), suppress(ConnectionError):  # it may be closed with bytes unread
             noise.sendall(data)
-            noise.shutdown(socket.SHUT_WR)
-            with suppress(ConnectionResetError):  # it was closed with bytes unread
-                while noise.recv(4096):
-                    pass
+            with suppress(OSError):  # not connected any more
+                noise.shutdown(socket.SHUT_WR)
+            while noise.recv(4096):
+                pass
         connection, _ = door.call(settings, node(1))
         connection.close()
 
