@@ -1,17 +1,20 @@
-"""uvicorn's protocol, with limits for clients that send headers slowly or too large."""
+"""uvicorn's protocol, with limits for clients that send headers slowly or too large, and answers that arrive."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MOST_HEADER_BYTES = 64 * 1024
 _BYTES_PER_HEADER = 128
 """Bytes that a header costs besides its text."""
+_UPGRADE = b"upgrade"
 _FRAMING_PER_BYTE = 8
 """Bytes of framing per byte of body, at most: for chunks of one byte, with a margin."""
 _SEND_BYTES = 128 * 1024
@@ -19,6 +22,8 @@ _SEND_BYTES = 128 * 1024
 _UNSENT_BYTES = 16 * 1024
 """Bytes that wait in the kernel for a connection's reader, at most, about: the time-out for readers does not see them,
 and for a client that reads nothing each byte is made in vain."""
+_MOST_DROPPED_BYTES = 64 * 1024 * 1024
+"""Bytes read and dropped of a client that sends on after its answer, at most."""
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _NOT_HTTP_BODY = (
     b'{"error":{"message":"this is not valid HTTP","type":"invalid_request_error","param":null,"code":"invalid_http"}}'
@@ -48,6 +53,23 @@ def _end_by_closing(cycle: RequestResponseCycle) -> None:
     cycle.send = send_plain  # type: ignore[method-assign]
 
 
+def _leave_if_unread(cycle: RequestResponseCycle, leave: Callable[[], None]) -> None:
+    """Leave the connection after an answer to a request whose body has not ended, such as one that is too large."""
+    send = cycle.send
+
+    async def send_and_leave(message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.start" and cycle.more_body:
+            cycle.keep_alive = False  # the client is told to send its next request elsewhere
+        leaves = message["type"] == "http.response.body" and not message.get("more_body", False) and cycle.more_body
+        if leaves:
+            cycle.keep_alive = True  # the headers are sent, and `leave` ends the connection
+        await send(message)
+        if leaves:
+            leave()
+
+    cycle.send = send_and_leave  # type: ignore[method-assign]
+
+
 def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProtocol]:
     """A protocol that closes connections whose headers are not complete within `header_s`.
 
@@ -64,6 +86,8 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             self._num_unread = 0
             self._num_bytes = 0
             self._in_headers = True
+            self._num_dropped: int | None = None
+            """Bytes that came after the last answer; None: the connection is not left."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -86,10 +110,45 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
+            if self._num_dropped is not None:
+                self._num_dropped += len(data)
+                if self._num_dropped > _MOST_DROPPED_BYTES:
+                    self.transport.abort()
+                return
             self._num_bytes += len(data)
-            super().data_received(data)
-            if self._num_bytes > MOST_HEADER_BYTES and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            try:
+                self._feed(data)
+            except httptools.HttpParserError:
+                self.send_400_response("")
+            if self._num_bytes > MOST_HEADER_BYTES and not self._is_ending:
                 self._refuse()
+            if self._header_timer is None and not self._is_answering:
+                self._arm()  # line breaks begin no request, and end the time of an idle connection
+
+        def _feed(self, data: bytes) -> None:
+            """Parse. Offers of other protocols (Java's client offers HTTP/2 with each request) are not taken.
+
+            The parser leaves out the body of a request with an offer, so it reads the request again without.
+            """
+            while True:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as offer:
+                    if not self._has_offer:
+                        return
+                    version = self.parser.get_http_version().encode()
+                    head = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+                    head += [name + b": " + value for name, value in self.headers if name != _UPGRADE]
+                    data = b"\r\n".join([*head, b"", data[offer.args[0] :]])
+                    self.parser = httptools.HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+        @property
+        def _has_offer(self) -> bool:
+            """Whether the request is read again."""
+            return self.parser.should_upgrade() and any(name == _UPGRADE for name, _ in self.headers)
 
         def on_header(self, name: bytes, value: bytes) -> None:
             self._num_bytes += _BYTES_PER_HEADER
@@ -100,6 +159,8 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             super().on_body(body)
 
         def on_message_complete(self) -> None:
+            if self._has_offer:
+                return
             self._num_bytes = 0
             super().on_message_complete()
 
@@ -114,20 +175,45 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             if sum(len(name) + len(value) + _BYTES_PER_HEADER for name, value in self.headers) > MOST_HEADER_BYTES:
                 self._refuse()
                 raise _TooManyHeaders
+            if self._has_offer:
+                return
             self._in_headers, self._num_bytes = False, 0
             super().on_headers_complete()
+            _leave_if_unread(self.cycle, self._leave)
             if self.scope["http_version"] == "1.0":
                 _end_by_closing(self.cycle)
 
         def send_400_response(self, msg: str) -> None:
-            if not self.transport.is_closing():
+            if not self._is_ending:
                 self.transport.write(_NOT_HTTP)
-                self.transport.close()
+                self._leave()
 
         def _refuse(self) -> None:
             if self._in_headers:
                 self.transport.write(_REFUSAL)
-            self.transport.close()
+            self._leave()
+
+        @property
+        def _is_answering(self) -> bool:
+            return bool(self.cycle) and not self.cycle.response_complete
+
+        @property
+        def _is_ending(self) -> bool:
+            return self._num_dropped is not None or self.transport.is_closing()
+
+        def _leave(self) -> None:
+            """End a connection so that the client has its answer: closing while bytes arrive would reset it.
+
+            What still arrives is dropped, until the client closes too, for `header_s` at most.
+            """
+            self._unset_keepalive_if_required()
+            if self._is_answering or not self.transport.can_write_eof():  # TLS says by itself that it ends
+                self.transport.close()
+            elif not self._is_ending:
+                self._num_dropped = 0
+                self.transport.write_eof()
+                self._disarm()
+                self._arm()
 
         def _watch_reader(self) -> None:
             self._num_unread = self.transport.get_write_buffer_size()
