@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,17 @@ from specdec.wire.sampling_limits import RANGES
 FILE = "generation_config.json"
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """Fields that are taken; all others, do_sample among them, are not: vLLM takes the same."""
+_NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(
+        ("bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias",
+         "suppress_tokens", "exponential_decay_length_penalty", "min_new_tokens", "penalty_alpha", "stop_strings")
+    ),
+    "guidance_scale": 1.0, "min_length": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "typical_p": 1.0,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+}  # fmt: skip
+"""Fields by which transformers' `generate` chooses other tokens, with the values that change nothing beside null."""
 _MOST_COUNT = 2**32 - 1
+_logger = logging.getLogger(__name__)
 _LEAST_COUNT = {"top_k": 0, "max_new_tokens": 1}
 
 
@@ -34,6 +45,7 @@ def sampling_defaults(choice: str, own: Mapping[str, Any], directory: Path) -> p
         file = (directory if choice == "auto" else Path(choice).expanduser()) / FILE
         if file.is_file():
             told = _read(file)
+            _tell_ignored(file, told)
         elif choice != "auto":
             raise ValueError(f"generation_config: {file} does not exist")
     values = {**{name: told.get(name) for name in FIELDS}, **own}
@@ -80,3 +92,10 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(told, dict):
         raise ValueError(f"{file} is not a JSON object; correct it, or set generation_config to none")
     return told
+
+
+def _tell_ignored(file: Path, told: Mapping[str, Any]) -> None:
+    ignored = sorted(name for name in _NEUTRAL if told.get(name) not in (None, [], {}, _NEUTRAL[name]))
+    if ignored:
+        names = ", ".join(ignored)
+        _logger.warning(f"{file} has {names}, which requests must ask for; the file's are not taken")

@@ -138,9 +138,10 @@ def read_eos_token_ids(directory: Path, config_eos: int | list[int] | None) -> t
     eos = read_json(file).get("eos_token_id") if file.is_file() else None
     if eos is None:
         eos = config_eos
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    found = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    if not all(type(token_id) is int for token_id in found):
+        raise ModelLoadError(f"model: {file} has eos_token_id {eos!r:.50}, which is neither an id nor a list of ids")
+    return tuple(token_id for token_id in found if token_id >= 0)  # -1: none
 
 
 def parallel_mask(model: str, revision: str | None, wanted: bool | None, num_ids: int) -> int | None:

@@ -76,7 +76,23 @@ def check_weights(path: Path) -> None:
 
 def tensor_bytes(file: Path) -> dict[str, int]:
     """Bytes of each tensor of a safetensors file, from its header. Raises ``ModelLoadError`` as `check_weights`."""
-    return {name: int(last) - int(first) for name, (first, last) in _offsets(file)}
+    return {name: last - first for name, (first, last), _ in _tensors(file)}
+
+
+def tensor_types(file: Path) -> dict[str, str]:
+    """Type of each tensor of a safetensors file, such as BF16, from its header. Raises ``ModelLoadError`` as
+    `check_weights`.
+    """
+    return {name: dtype for name, _, dtype in _tensors(file)}
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of a folder that hold its weights, as it may hold them in its author's own form as well."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return [path / name for name in sorted(set(map(str, read_json(index).get("weight_map", {}).values())))]
+    whole = path / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -106,7 +122,7 @@ def _check_file(file: Path) -> None:
         _start_of(file, 1)
     except OSError as error:  # a link to nothing, no permission
         raise ModelLoadError(f"model: {file} cannot be read: {error.strerror}; download it again") from error
-    length, ends = _header_bytes(file, size), [last for _, (_, last) in _offsets(file)]
+    length, ends = _header_bytes(file, size), [last for _, (_, last), _ in _tensors(file)]
     wanted = 8 + length + max(ends, default=0)
     if size < wanted:
         raise ModelLoadError(f"model: {file} is cut off: {size} of {wanted} bytes; download it again")
@@ -122,7 +138,8 @@ def _header_bytes(file: Path, size: int) -> int:
     return length
 
 
-def _offsets(file: Path) -> Iterator[tuple[str, tuple[int, int]]]:
+def _tensors(file: Path) -> Iterator[tuple[str, tuple[int, int], str]]:
+    """Name, first and last byte, and type of each tensor."""
     length = _header_bytes(file, file.stat().st_size)
     with file.open("rb") as stream:
         stream.seek(8)
@@ -131,7 +148,7 @@ def _offsets(file: Path) -> Iterator[tuple[str, tuple[int, int]]]:
             for name, entry in header.items():
                 if name != "__metadata__":
                     first, last = entry["data_offsets"]
-                    yield name, (int(first), int(last))
+                    yield name, (int(first), int(last)), str(entry["dtype"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelLoadError(f"model: {file} is no safetensors file: {error}; download it again") from error
 

@@ -8,7 +8,7 @@ activations are not used, as activations stay in the model's dtype.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
-from specdec.engine.checkpoints.folder import read_json
+from specdec.engine.checkpoints.folder import tensor_types, weight_files
 from specdec.engine.errors import ModelLoadError
 
 _NUMBERS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("_scale_inv", "_scale")
+_INTEGERS = ("I8", "U8")
 
 
 def fp8_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, tuple[int, int]] | None:
@@ -39,6 +40,11 @@ def fp8_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, tuple[int, i
     }
     if not is_fp8.get(method, False):
         return None
+    if (described.get("transform_config") or {}).get("config_groups"):
+        raise ModelLoadError(
+            "model: its quantization_config has a transform_config: rotations of activations are not implemented; "
+            "give the original model"
+        )
     plain = copy.deepcopy(config)
     del plain.quantization_config
     sizes = [described.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
@@ -54,7 +60,7 @@ def read_fp8(directory: Path, block: tuple[int, int], dtype: torch.dtype) -> dic
     Raises ``ModelLoadError`` for a weight without scales, or with scales that do not fit it.
     """
     found: dict[str, torch.Tensor] = {}
-    for file in _files(directory):
+    for file in weight_files(directory):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
                 found[name] = tensors.get_tensor(name)
@@ -66,20 +72,26 @@ def read_fp8(directory: Path, block: tuple[int, int], dtype: torch.dtype) -> dic
     return found
 
 
+def check_plain(directory: Path) -> None:
+    """Check that a folder whose config.json names no format has plain weights. Raises ``ModelLoadError``.
+
+    transformers takes numbers without their scales for the weights, without a word.
+    """
+    kinds = {name: kind for file in weight_files(directory) for name, kind in tensor_types(file).items()}
+    for name, kind in kinds.items():
+        has_scales = any(name + end in kinds for end in _SCALES)
+        if name.endswith("weight") and (kind in _INTEGERS or (kind.startswith("F8_") and has_scales)):
+            raise ModelLoadError(
+                f"model: {directory} has {name} in 8 bits ({kind}), and its config.json has no quantization_config, "
+                "which says how they are meant; add it"
+            )
+
+
 def _described(config: PreTrainedConfig) -> Mapping[str, Any]:
     described: Any = getattr(config, "quantization_config", None)
     if described is not None and not isinstance(described, dict):
         described = described.to_dict()
     return described or {}
-
-
-def _files(directory: Path) -> Iterable[Path]:
-    """The folder's weights: those of its index, as a folder may hold them in its author's own form as well."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return [directory / name for name in sorted(set(map(str, read_json(index).get("weight_map", {}).values())))]
-    whole = directory / "model.safetensors"
-    return [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
 
 
 def _plain(name: str, numbers: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

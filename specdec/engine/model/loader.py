@@ -26,12 +26,12 @@ from specdec.engine.checkpoints.files import (
 )
 from specdec.engine.checkpoints.folder import check_weights
 from specdec.engine.checkpoints.formats import check_format
-from specdec.engine.checkpoints.fp8_files import fp8_config, read_fp8
+from specdec.engine.checkpoints.fp8_files import check_plain, fp8_config, read_fp8
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
 from specdec.engine.checkpoints.wrappers import own_class, text_model, without_encoders
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.kv_budget import allocated_one_by_one
-from specdec.engine.model.model_check import check_config, check_place, read_config
+from specdec.engine.model.model_check import check_config, check_place, read_config, told
 from specdec.engine.model.skipping import (
     LEAST_AGREEMENT,
     agreement,
@@ -48,7 +48,6 @@ from specdec.engine.sublayers import skipped_sublayers
 
 _DUMMY_SEED = 0
 _LEAST_FP8 = (8, 9)
-_MOST_REASON = 300  # characters of transformers' errors
 _MOST_NAMED = 5
 """Weights that a message names."""
 _logger = logging.getLogger(__name__)
@@ -133,6 +132,8 @@ def load_model(
         model = random_model(config, dtype, device, settings.trust_remote_code, group)
     else:
         check_weights(directory)
+        if block is None and not checkpoint_format:
+            check_plain(directory)
         digest = weights_digest(directory)
         weights = None if block is None else read_fp8(directory, block, dtype)
         model = _read_model(directory, config, settings, dtype, device, group, weights)
@@ -261,8 +262,7 @@ def _read_model(
                 **placed,
             )
     except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:  # a format's package may be missing
-        reason = " ".join(str(error).split())[:_MOST_REASON]
-        raise ModelLoadError(f"model: {settings.model} could not be loaded: {reason}") from error
+        raise ModelLoadError(f"model: {settings.model} could not be loaded: {told(error, config)}") from error
     model: PreTrainedModel = read[0]
     for name, stored, wanted in sorted(read[1]["mismatched_keys"]):
         raise ModelLoadError(

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
@@ -27,6 +28,7 @@ from specdec.engine.checkpoints.folder import read_json
 from specdec.engine.checkpoints.wrappers import own_class
 from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.engine.model.skipping import NoAttention
+from specdec.engine.model.switches import rope_parameter_sets
 from specdec.engine.recurrent.layers import RecurrenceError, has_served_recurrence
 from specdec.engine.settings import EngineSettings
 
@@ -81,11 +83,25 @@ def read_config(directory: Path, settings: EngineSettings) -> PreTrainedConfig:
                 f"model: {settings.model} is of model_type {kind}, which transformers {transformers.__version__} does "
                 f"not know; {own_code}install a transformers that knows it"
             ) from error
-        reason = " ".join(str(error).split())[:_MOST_REASON]
-        raise ModelLoadError(f"model: {settings.model} has no usable config.json: {reason}") from error
+        dtype = written.get("dtype") or written.get("torch_dtype")
+        if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ModelLoadError(
+                f"model: {settings.model} has dtype {dtype} in its config.json, which torch does not know; write "
+                "bfloat16, float16 or float32"
+            ) from error
+        raise ModelLoadError(f"model: {settings.model} has no usable config.json: {told(error)}") from error
     check_config(config)
     own_class(config)  # raises if there is none
     return config
+
+
+def told(error: Exception, config: PreTrainedConfig | None = None) -> str:
+    """An error of transformers as one line."""
+    if config is not None and isinstance(error, KeyError):  # it has the key alone
+        ropes = rope_parameter_sets(config.get_text_config(decoder=True))
+        if error.args[0] in [rope.get("rope_type") for rope in ropes]:
+            return f"it does not know the rope_type {error}"
+    return " ".join(str(error).split())[:_MOST_REASON]
 
 
 def check_config(config: PreTrainedConfig) -> None:

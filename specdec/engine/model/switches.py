@@ -39,7 +39,7 @@ def length_limits(config: PreTrainedConfig) -> dict[str, int]:
     """Tokens up to which a model of this text config is served exactly, by the cause of the limit."""
     shared = getattr(config, _SCALE_FROM, 0)
     longrope = [
-        int(rope.get(_SCALE_FROM) or shared or 0)
+        int(shared or rope.get(_SCALE_FROM) or 0)  # the shared one rules at transformers, too
         for rope in rope_parameter_sets(config)
         if rope.get("rope_type") == "longrope"
     ]

@@ -150,6 +150,15 @@ def test_longrope_is_pinned_to_lengths_that_do_not_depend_on_the_batch(tmp_path:
         load(directory, load_format="dummy", max_model_len=65)
 
 
+def test_longropes_switch_stands_beside_its_parameters_in_some_configs(tmp_path: Path) -> None:
+    directory = longrope_model(tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    rope = {key: value for key, value in config["rope_parameters"].items() if "original" not in key}
+    changes = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_parameters": rope}
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+    assert load(directory, load_format="dummy").max_model_len == 64
+
+
 def test_dynamic_rope_is_pinned_to_lengths_that_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     config = SUPPORTED["llama"]()
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}

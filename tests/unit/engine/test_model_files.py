@@ -92,9 +92,11 @@ def missing_shard(folder: Path) -> Path:
 
 
 def other_shape(folder: Path) -> Path:
-    tensors = load_file(folder / WEIGHTS)
-    tensors["model.norm.weight"] = torch.ones(7)
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    return with_tensors(folder, {"model.norm.weight": torch.ones(7)})
+
+
+def with_tensors(folder: Path, others: dict[str, torch.Tensor]) -> Path:
+    save_file({**load_file(folder / WEIGHTS), **others}, folder / WEIGHTS, {"format": "pt"})
     return folder
 
 
@@ -116,6 +118,30 @@ def no_object(folder: Path) -> Path:
 def cut_generation_config(folder: Path) -> Path:
     (folder / "generation_config.json").write_text("{")
     return folder
+
+
+def named_end(folder: Path) -> Path:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    return folder
+
+
+def scaled_weights(folder: Path) -> Path:
+    scaled = {"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn), "model.norm.weight_scale": torch.ones(1)}
+    return with_tensors(folder, scaled)
+
+
+def whole_numbers(folder: Path) -> Path:
+    return with_tensors(folder, {"model.norm.weight": torch.ones(64, dtype=torch.int8)})
+
+
+def rotated(folder: Path) -> Path:
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    described = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": []}}},
+    }
+    return configured(quantization_config=described)(folder)
 
 
 def gguf_beside_config(folder: Path) -> Path:
@@ -214,6 +240,12 @@ FAULTS: list[tuple[Callable[[Path], Path], str]] = [
     (configured(hidden_size="64"), r"has no usable config.json: .*hidden_size"),
     (configured(num_attention_heads=0), r"transformers cannot build it from its config|no usable config.json"),
     (configured(dtype=[]), r"has no usable config.json"),
+    (configured(dtype="torch.bfloat16"), r"dtype torch.bfloat16 in its config.json, which torch does not know; write"),
+    (configured(rope_parameters={"rope_type": "ntk", "rope_theta": 1e4}), r"does not know the rope_type 'ntk'"),
+    (named_end, r"generation_config.json has eos_token_id '</s>', which is neither an id nor a list of ids"),
+    (scaled_weights, r"has model.norm.weight in 8 bits \(F8_E4M3\), and its config.json has no quantization_config"),
+    (whole_numbers, r"has model.norm.weight in 8 bits \(I8\), and its config.json has no quantization_config"),
+    (rotated, r"quantization_config has a transform_config: rotations of activations are not implemented"),
     (configured(vocab_size=0), r"its config's vocab_size is 0; sizes from 1 to"),
     (other_shape, r"has model.norm.weight of shape \[7\], and its config.json means \[64\]"),
 ]

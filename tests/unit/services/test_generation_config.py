@@ -46,6 +46,16 @@ def test_the_models_own_parameters_are_the_defaults_unless_the_operator_chooses(
         sampling_defaults(str(tmp_path / "nowhere"), {}, model)
 
 
+def test_fields_that_choose_other_tokens_at_transformers_are_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampling_defaults("auto", {}, folder(tmp_path, {**QWEN, "no_repeat_ngram_size": 0, "num_beams": 1}))
+    assert not caplog.messages
+    sampling_defaults("auto", {}, folder(tmp_path, {"suppress_tokens": [7], "no_repeat_ngram_size": 3}))
+    (message,) = caplog.messages
+    assert "generation_config.json has no_repeat_ngram_size, suppress_tokens" in message
+
+
 @for_each(
     "config, told",
     [

@@ -16,6 +16,7 @@ from specdec.engine.attention.paged import AttentionError
 from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.checkpoints.wrappers import own_class, text_model, without_encoders
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
+from specdec.engine.model.model_check import told
 from specdec.engine.model.probe import SelfTest
 from specdec.engine.model.ragged import RaggedModel
 
@@ -54,7 +55,8 @@ def _without_weights(config: PreTrainedConfig, device: torch.device) -> PreTrain
     except RuntimeError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
-        raise ModelNotSupported(config.model_type, f"transformers cannot build it from its config: {error}") from error
+        reason = told(error, config)
+        raise ModelNotSupported(config.model_type, f"transformers cannot build it from its config: {reason}") from error
     except ImportError as error:
         missing = ", ".join(re.findall(r"pip install ([\w-]+)", str(error))) or str(error)
         raise ModelLoadError(f"model: transformers needs more packages for {config.model_type}: {missing}") from error
