@@ -141,7 +141,7 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
     )
     max_tokens = _count(params, "max_tokens", _MOST_COUNT, lowest=1)
     if max_tokens is not None and params.min_tokens > max_tokens:
-        message = f"{params.min_tokens} exceeds sampling.max_tokens ({max_tokens})"
+        message = f"{params.min_tokens} exceeds max_tokens ({max_tokens})"
         raise InvalidRequest("sampling.min_tokens", message)
     if params.min_tokens > limits.max_tokens:
         raise InvalidRequest("sampling.min_tokens", f"must be at most {limits.max_tokens}")

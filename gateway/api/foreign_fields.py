@@ -64,6 +64,10 @@ def adapted(model: type[RequestModel], body: dict[str, Any]) -> dict[str, Any]:
         fields[name] = value
     if fields.get("top_p") == 0 and not isinstance(fields["top_p"], bool):
         fields["top_p"] = _LEAST_TOP_P
+    wanted = fields.get("response_format")
+    if isinstance(wanted, dict) and wanted.get("type") == "json_object" and isinstance(wanted.get("schema"), dict):
+        others = {name: value for name, value in wanted.items() if name != "schema"}  # llama.cpp's form
+        fields["response_format"] = {**others, "type": "json_schema", "json_schema": {"schema": wanted["schema"]}}
     for name in [name for name in fields if name not in known]:
         _rename(name, fields, known)
     return fields

@@ -14,6 +14,8 @@ from specdec.gateway.api.foreign_fields import adapted
 M = TypeVar("M", bound=RequestModel)
 _MOST_INNER = 16
 """Unknown fields inside of others that are ignored, at most: each costs one more validation of the body."""
+_OF_KINDS = ("union_tag_invalid", "union_tag_not_found")
+"""Errors of an object whose type is unknown or absent."""
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = MOST_SHOWN_CHARS
 
@@ -39,7 +41,7 @@ def validated(model: type[M], body: Any, ignored: list[str] | None = None) -> M:
         try:
             return model.model_validate(body)
         except pydantic.ValidationError as error:
-            problem = _first(body, error.errors(include_url=False, include_context=False))
+            problem = _first(body, error.errors(include_url=False))
         path = _path(body, problem)
         if ignored is None or problem["type"] != "extra_forbidden" or not num_left:
             raise _error_of(model, problem, path)
@@ -64,13 +66,17 @@ def _error_of(model: type[RequestModel], problem: Any, path: list[str | int]) ->
     head, name = str(problem["loc"][0]), _written(path)
     if problem["type"] == "extra_forbidden":
         return invalid_argument(name)
-    if problem["type"] == "missing":
+    if problem["type"] in _OF_KINDS:
+        name = f"{name}.type"
+    if problem["type"] in ("missing", "union_tag_not_found"):
         return ApiError(400, f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
     if head in model.unsupported:
         return unsupported(name, "this value is not supported by this server")
     is_type = problem["type"].endswith("_type")
-    shown = short(problem["input"])
-    message = f"Invalid {'type' if is_type else 'value'} for '{name}': {cut(problem['msg'])}, got {shown}."
+    told, what = problem["input"], cut(problem["msg"])
+    if problem["type"] in _OF_KINDS:
+        told, what = told["type"], f"Input should be one of {problem['ctx']['expected_tags']}"
+    message = f"Invalid {'type' if is_type else 'value'} for '{name}': {what}, got {short(told)}."
     return ApiError(400, message, param=name, code="invalid_type" if is_type else "invalid_value")
 
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec.gateway.api.errors import SERVER_ERROR, ApiError, cut
 from specdec.gateway.http.places import Places, address_of, client_of
-from specdec.gateway.http.sent import Sent
+from specdec.gateway.http.sent import ANTHROPIC_PATHS, Sent
 from specdec.gateway.upstream.caller import Metadata
 from specdec.gateway.upstream.coordinators import Health
 from specdec.service.byte_budget import ByteBudget
@@ -26,6 +26,8 @@ from specdec.telemetry import GatewayMetrics
 from specdec.telemetry.tracing import Tracing, traceparent_of
 
 _ID_HEADER = "x-request-id"
+_ANTHROPIC_ID_HEADER = "request-id"
+"""The same for Anthropic's clients, which put it into their errors."""
 IGNORED = "specdec-ignored-fields"
 """Fields that the gateway does not know."""
 NOT_ENFORCED = "specdec-not-enforced"
@@ -106,7 +108,10 @@ class Edge:
         headers = Headers(scope=scope)
         wanted = headers.get(_ID_HEADER, "")
         request_id = wanted if _ID.fullmatch(wanted) else uuid.uuid4().hex
-        began_s, sent = time.perf_counter(), Sent(send, {_ID_HEADER: request_id}, scope["path"])
+        ids = {_ID_HEADER: request_id}
+        if scope["path"].startswith(ANTHROPIC_PATHS):
+            ids[_ANTHROPIC_ID_HEADER] = request_id
+        began_s, sent = time.perf_counter(), Sent(send, ids, scope["path"])
         state = scope.setdefault("state", {})
         with self._span(scope, headers) as span:
             state.update(request_id=request_id, is_client_gone=False, metadata=self._metadata(headers, span))

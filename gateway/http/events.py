@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -49,9 +50,17 @@ async def _left(receive: Receive) -> None:
         pass
 
 
+def encoded(value: Any) -> bytes:
+    """A value as JSON. Integers that a client or a model writes may have more than 64 bits."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
 def framed(event: Event) -> bytes:
     """One event as bytes. JSON has no line breaks."""
-    return b"data: " + orjson.dumps(event) + b"\n\n"
+    return b"data: " + encoded(event) + b"\n\n"
 
 
 def framed_by_name(event: Event) -> bytes:

@@ -98,6 +98,8 @@ class _Reader:
         if found is None or found.end() == self._at + _MOST_NUMBER_CHARS:
             raise self._no_json("a value is expected")
         value = self._loaded(found[0])
+        if isinstance(value, float) and found[0].lstrip(b"-").isdigit():
+            value = int(found[0])  # beyond 64 bits orjson reads the nearest float
         self._at = found.end()
         return value
 

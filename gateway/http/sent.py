@@ -13,6 +13,8 @@ from starlette.types import Message, Send
 
 from specdec.gateway.http.events import DONE, KEPT_ALIVE, PATIENCE_S, STREAM_HEADERS, framed, framed_by_name
 
+ANTHROPIC_PATHS = "/v1/messages"
+"""Beginning of the paths of Anthropic's API."""
 _STREAM = "text/event-stream"
 
 
@@ -80,7 +82,7 @@ class Sent:
 
 def _event_of(answer: dict[str, Any], path: str) -> bytes:
     """The end of a stream for the answer to an error, in the form of the API that the path belongs to."""
-    if path == "/v1/messages":
+    if path == ANTHROPIC_PATHS:
         return framed_by_name(answer)
     if path == "/v1/responses":
         return framed_by_name({**answer["error"], "type": "error", "sequence_number": 0})

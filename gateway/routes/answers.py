@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from specdec.gateway.api.errors import ApiError, ErrorAnswer
+from specdec.gateway.http.events import encoded
+from specdec.gateway.http.sent import ANTHROPIC_PATHS
 
 
 class JsonResponse(Response):
@@ -18,14 +18,10 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Encode the body. Integers that a model writes in a call's arguments may have more than 64 bits."""
-        try:
-            return orjson.dumps(content)
-        except orjson.JSONEncodeError:
-            return json.dumps(content, separators=(",", ":")).encode()
+        """Encode the body."""
+        return encoded(content)
 
 
-_ANTHROPIC_PATHS = "/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -48,7 +44,7 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None, *, path: str = "") -> JsonResponse:
     """The answer for an error, in the form of the API that the path belongs to."""
-    body = anthropic_error(error) if path.startswith(_ANTHROPIC_PATHS) else error.body
+    body = anthropic_error(error) if path.startswith(ANTHROPIC_PATHS) else error.body
     return JsonResponse(body, status_code=error.status, headers={**(headers or {}), **error.headers})
 
 

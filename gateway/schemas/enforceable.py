@@ -7,6 +7,7 @@ records, pydantic for sets. Some of them say nothing, some can be written in oth
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from itertools import permutations
 from typing import Any
@@ -42,6 +43,10 @@ _LACKING = (
 )
 """Keywords that the compiler lacks."""
 _OF_SETS = frozenset({"type", "items", "uniqueItems", "minItems", "maxItems"})
+_BOUNDS = (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1))
+"""Keywords of bounds, with the sign of those that allow more the farther they are from 0."""
+_MOST_BOUND = 2**63 - 1024
+"""Bound of numbers, at most: the compiler rounds to doubles and computes with 64 bits."""
 _MOST_PERMUTED = 4
 """Values of a set whose permutations are written out."""
 _MOST_TOLD = 1024
@@ -59,9 +64,21 @@ def enforceable(schema: Any, path: str, *, strict: bool, unenforced: list[str]) 
         unenforced: gets the paths of the keywords that were left out.
 
     Raises:
-        InvalidRequest: names the path of a keyword that cannot be enforced.
+        InvalidRequest: names the path of a keyword that cannot be enforced, or of a schema that the compiler cannot read.
     """
-    return _Reader(strict, unenforced).schema(path, schema)
+    try:
+        read = _Reader(strict, unenforced).schema(path, schema)
+        orjson.dumps(read)  # the compiler reads no more than 64 bits
+    except (RecursionError, orjson.JSONEncodeError) as error:
+        raise InvalidRequest(path, unreadable(error)) from None
+    return read
+
+
+def unreadable(error: Exception) -> str:
+    """Why a value is too deep, or has numbers or texts, for the compiler."""
+    if isinstance(error, RecursionError) or "ecursion" in str(error):
+        return "is nested too deeply"
+    return f"cannot be written as JSON: {error}"
 
 
 class _Reader:
@@ -88,6 +105,7 @@ class _Reader:
             else:
                 read[keyword] = self._inner(f"{path}.{cut(keyword)}", keyword, value)
         self._format(path, read)
+        self._bounds(path, read)
         self._pattern(path, read)
         self._names(path, read)
         self._unique(path, read)
@@ -146,6 +164,24 @@ class _Reader:
             _also(read, f"^(?:{PATTERNS[name]})$")
         else:
             self._leave_out(path, read, "format", f"the format {name[:40]!r}")
+
+    def _bounds(self, path: str, read: dict[str, Any]) -> None:
+        """Leave out, or narrow, bounds that are too far from 0 for the compiler."""
+        types = read.get("type", "number")
+        is_whole = "integer" in types and "number" not in types if isinstance(types, list) else types == "integer"
+        for keyword, sign in _BOUNDS:
+            bound = read.get(keyword)
+            if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) <= _MOST_BOUND:
+                continue
+            if sign * bound < 0:
+                problem = f"cannot be enforced here: {keyword} is at most {_MOST_BOUND}, and at least its negative"
+                raise InvalidRequest(f"{path}.{keyword}", problem)
+            if is_whole:
+                read[keyword] = -_MOST_BOUND if sign < 0 else min(bound, 2**63 - 1)
+            elif abs(bound) >= sys.float_info.max:
+                del read[keyword]
+            else:
+                self._leave_out(path, read, keyword)
 
     def _pattern(self, path: str, read: dict[str, Any]) -> None:
         pattern = read.get("pattern")
@@ -291,5 +327,5 @@ def _values(schema: Any) -> list[Any] | None:
 
 def _bound(value: Any, default: int) -> int:
     """A bound as a number; the default if it is absent or none."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     return int(value) if is_number else default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +18,9 @@ from specdec.gateway.api.fields import (
     StructuralTagFormat,
     StructuredOutputs,
 )
-from specdec.gateway.schemas.enforceable import enforceable
+from specdec.gateway.schemas.enforceable import enforceable, unreadable
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.errors import InvalidRequest
 
 _FORMS = ("json_schema", "regex", "choice", "grammar", "json_object", "structural_tag")
 _OF_ALL_FORMS = ("constraint", "constraint.after_token")
@@ -38,7 +40,7 @@ def constraint_of(request: SamplingFields, after_token: str, unenforced: list[st
 
     Raises:
         ApiError: the fields contradict each other or themselves.
-        InvalidRequest: a strict schema has a keyword that cannot be enforced.
+        InvalidRequest: a schema is no JSON, or a strict one has a keyword that cannot be enforced.
     """
     of_format = _of_format(request, unenforced)
     of_outputs = _of_outputs(request.structured_outputs, unenforced)
@@ -78,10 +80,10 @@ def _of_format(request: SamplingFields, unenforced: list[str]) -> pb.Constraint 
             return pb.Constraint(json_object=True)
         strict = told.strict is True
         schema = enforceable(told.schema_, SCHEMA_FIELD, strict=strict, unenforced=unenforced)
-        return pb.Constraint(json_schema=_written(schema))
+        return pb.Constraint(json_schema=_written(schema, SCHEMA_FIELD))
     if isinstance(wanted, StructuralTagFormat):
         tag = {name: value for name, value in wanted if value is not None}
-        return pb.Constraint(structural_tag=_written(_with_schemas(tag, _FORMAT_FIELD, unenforced)))
+        return pb.Constraint(structural_tag=_written(_with_schemas(tag, _FORMAT_FIELD, unenforced), _FORMAT_FIELD))
     return None
 
 
@@ -97,16 +99,15 @@ def _of_outputs(wanted: StructuredOutputs | None, unenforced: list[str]) -> pb.C
     if form == "choice":
         return pb.Constraint(choice=pb.TextChoices(texts=value))
     path = f"{_OUTPUTS_FIELD}.{_WRITTEN.get(form, form)}"
-    try:
-        if form == "json_schema":
-            value = enforceable(_parsed(value), path, strict=False, unenforced=unenforced)
-        elif form == "structural_tag":
-            value = _with_schemas(_parsed(value), path, unenforced)
-        if form in ("json_schema", "structural_tag") and not isinstance(value, str):
-            value = _written(value)
-    except (RecursionError, orjson.JSONEncodeError) as error:
-        is_deep = isinstance(error, RecursionError) or "ecursion" in str(error)
-        raise invalid(path, "is nested too deeply" if is_deep else f"cannot be written as JSON: {error}") from None
+    if form == "json_schema":
+        value = enforceable(_parsed(value, path), path, strict=False, unenforced=unenforced)
+    elif form == "structural_tag":
+        try:
+            value = _with_schemas(_parsed(value, path), path, unenforced)
+        except RecursionError as error:
+            raise InvalidRequest(path, unreadable(error)) from None
+    if form in ("json_schema", "structural_tag") and not isinstance(value, str):
+        value = _written(value, path)
     return pb.Constraint(**{form: value})
 
 
@@ -131,16 +132,26 @@ def _with_schemas(tag: Any, path: str, unenforced: list[str]) -> Any:
     return changed
 
 
-def _parsed(schema: Any) -> Any:
-    """A schema that may be written as a text; what is none, or is too long, is left to others."""
+def _parsed(schema: Any, path: str) -> Any:
+    """A schema that may be written as a text; what is too long is left to others. Raises InvalidRequest."""
     if not isinstance(schema, str) or len(schema) > MAX_CONSTRAINT_BYTES:
         return schema
     try:
-        written = json.loads(schema)
-    except (ValueError, RecursionError):
-        return schema
+        written = json.loads(schema, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(path, f"is not JSON: {error}") from None
     return schema if isinstance(written, str) else written
 
 
-def _written(schema: object) -> str:
-    return orjson.dumps(schema).decode()
+def _finite(written: str) -> float:
+    value = float(written)
+    if not math.isfinite(value):
+        raise ValueError(f"{written} is no number")
+    return value
+
+
+def _written(schema: object, path: str) -> str:
+    try:
+        return orjson.dumps(schema).decode()
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequest(path, unreadable(error)) from None

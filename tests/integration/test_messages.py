@@ -144,4 +144,5 @@ async def test_errors_have_anthropics_form_and_classes(tmp_path: Path) -> None:
     ):
         body: Any = caught.value.body
         assert (body["type"], body["error"]["type"]) == ("error", kind)
+        assert caught.value.request_id == caught.value.response.headers["x-request-id"]
         assert words in body["error"]["message"]

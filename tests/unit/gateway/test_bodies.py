@@ -153,6 +153,15 @@ def test_a_missing_field_is_named() -> None:
         validated(CompletionRequest, {})
 
 
+def test_an_object_of_an_unknown_type_is_told_the_known_ones() -> None:
+    error = refusal(ChatRequest, response_format={"type": "json" * 50_000})
+    assert (error.param, error.code) == ("response_format.type", "invalid_value")
+    assert "'text', 'json_object', 'json_schema', 'structural_tag'" in error.message
+    assert len(error.message) < 300
+    error = refusal(ChatRequest, response_format={"json_schema": {}})
+    assert (error.param, error.code) == ("response_format.type", "missing_required_parameter")
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [

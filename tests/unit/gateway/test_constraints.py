@@ -102,7 +102,7 @@ def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},

@@ -88,6 +88,10 @@ def test_a_completion_without_an_end_takes_what_fits_and_its_own_fields_keep_the
         ({"guided_regex": "a+"}, {"structured_outputs": {"regex": "a+"}}),
         ({"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
         ({"guided_grammar": 'start: "a"'}, {"structured_outputs": {"grammar": 'start: "a"'}}),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "integer"}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}},
+        ),
         ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
         (
             {"reasoning": {"enabled": False}},

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from specdec.constraints.limits import MAX_CONSTRAINT_BYTES
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.problems import validated
 from specdec.gateway.chat.parsing import make_message_parser
@@ -199,9 +200,10 @@ def test_the_format_alone_holds_where_no_call_can_be_told_from_it(tool_parser: s
     assert json.loads(constraint(tool_parser, **fields).json_schema) == SCHEMA
 
 
-def test_a_schema_that_is_no_json_is_left_for_the_coordinator_to_refuse() -> None:
-    held = constraint("harmony", "harmony", response_format=None, structured_outputs={"json": "{"})
-    assert held.json_schema == "{"
+def test_a_text_that_is_too_long_to_be_read_is_left_for_the_coordinator_to_refuse() -> None:
+    long = "{" * (MAX_CONSTRAINT_BYTES + 1)
+    held = constraint("harmony", "harmony", response_format=None, structured_outputs={"json": long})
+    assert held.json_schema == long
 
 
 def test_a_forced_call_and_other_constraints_are_as_before() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -63,6 +64,11 @@ def read(schema: Any, *, strict: bool = False) -> tuple[pb.Constraint, list[str]
         ({"type": "string", "format": "password"}, ['"any"'], ["1"]),
         ({"type": "integer", "format": "int32"}, ["2147483647"], ["2147483648"]),
         ({"type": "integer", "format": "uint8", "maximum": 9}, ["9"], ["10", "-1"]),
+        ({"type": "integer", "format": "int64"}, [str(2**63 - 1), str(2**10 - 2**63)], [str(2**63), str(-(2**63) - 1)]),
+        ({"type": "integer", "format": "uint64"}, ["0", str(2**63 - 1)], ["-1", str(2**64)]),
+        ({"type": "integer", "minimum": -(2**63), "exclusiveMaximum": 2**63}, ["-5", str(2**62)], ["0.5"]),
+        ({"type": ["integer", "null"], "minimum": -1e30, "maximum": 1e30}, ["null", "-7", "7"], ["1e5"]),
+        ({"type": "number", "minimum": -sys.float_info.max, "maximum": sys.float_info.max}, ["-1.5", "1e30"], ["null"]),
         ({"type": "object", "properties": {}, "unevaluatedProperties": False}, ["{}"], ['{"a": 1}']),
         ({"type": "object", "properties": {"a": {}}, "required": ["a"], "minProperties": 1}, ['{"a": 1}'], ["{}"]),
         (
@@ -94,6 +100,8 @@ def test_it_is_enforced_strict_or_not(schema: Any, right: list[str], wrong: list
         (SET, "uniqueItems"),
         ({**SET, "items": {"enum": [*"abcdefgh"]}}, "uniqueItems"),
         ({"type": "string", "format": "regex"}, "format"),
+        ({"type": "number", "minimum": -3.4e38}, "minimum"),
+        ({"exclusiveMaximum": 1e19}, "exclusiveMaximum"),
         ({"type": "string", "format": "of-nobody"}, "format"),
         ({"type": "string", "pattern": "^(?!a)b$"}, "pattern"),
         ({"type": "string", "pattern": r"\bb"}, "pattern"),
@@ -151,6 +159,7 @@ def test_values_that_look_like_schemas_stay_as_they_are() -> None:
         {"minProperties": float("inf"), "required": []},
         {"type": "string", "format": "byte", "pattern": "a", "allOf": 5},
         {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": -1},
+        {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 10**400},
     ],
 )
 def test_values_of_wrong_kinds_are_left_to_the_compiler(schema: Any) -> None:
@@ -261,20 +270,39 @@ def test_texts_that_are_nested_too_deeply_are_refused(name: str, depth: int) -> 
         return
     try:
         fault = fault_of(chat_to_generate(asked).sampling.constraint)
-    except ApiError as error:
-        fault = str(error.param), error.message
+    except InvalidRequest as error:
+        fault = error.field, error.description
     assert fault is not None
     assert name in fault[0]
 
 
-def test_schemas_as_texts_that_cannot_be_written_again_are_refused_or_left() -> None:
-    half = '"\\ud800"'
-    body = chat_to_generate(chat(structured_outputs={"json": half}))
-    assert body.sampling.constraint.json_schema == half
-    for schema in ('{"const": "\\ud800"}', f'{{"const": {"9" * 30}}}'):
-        with pytest.raises(ApiError, match="cannot be written as JSON") as caught:
-            chat_to_generate(chat(structured_outputs={"json": schema}))
-        assert caught.value.param == "structured_outputs.json"
+@pytest.mark.parametrize("name", ["json", "structural_tag"])
+def test_schemas_as_texts_that_are_no_json_are_refused(name: str) -> None:
+    for value in ('"\\ud800"', "NaN", "Infinity", "1e999", "9" * 5000):
+        schema = f'{{"type": "array", "items": {{"enum": [1, 2]}}, "uniqueItems": true, "maxItems": {value}}}'
+        with pytest.raises(InvalidRequest, match=r"is not JSON|cannot be written as JSON") as caught:
+            chat_to_generate(chat(structured_outputs={name: schema}))
+        assert caught.value.field == f"structured_outputs.{name}"
+
+
+def test_numbers_that_the_compiler_would_round_are_refused_wherever_they_are_sent() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 10**30 + 1}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    tag = {"type": "structural_tag", "format": {"type": "repeat", "min": 10**30}}
+    formats = ({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, tag)
+    asked = [*({"response_format": each} for each in formats), {"tools": [tool], "tool_choice": "required"}]
+    for fields in asked:
+        with pytest.raises(InvalidRequest, match="64-bit"):
+            chat_to_generate(chat(**fields), "hermes")
+
+
+@pytest.mark.parametrize("keyword", ["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"])
+@pytest.mark.parametrize("kind", ["integer", "number", ["integer", "null"]])
+def test_bounds_that_the_compiler_would_round_towards_0_are_refused(keyword: str, kind: Any) -> None:
+    bound = 2**63 if "in" in keyword else -(2.0**63)
+    with pytest.raises(InvalidRequest) as refused:
+        read({"anyOf": [{"type": kind, keyword: bound}]})
+    assert refused.value.field == f"s.anyOf[0].{keyword}"
 
 
 def test_strict_schemas_are_refused_where_they_were_sent() -> None:

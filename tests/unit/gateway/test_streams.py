@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.http.events import KEPT_ALIVE, Event, EventStream, begun, framed, while_connected
+from specdec.gateway.routes.answers import JsonResponse
 from specdec.gateway.routes.merging import all_of, merged
 from specdec.gateway.routes.output import kept
 from specdec.gateway.upstream.coordinators import Coordinators
@@ -257,3 +258,8 @@ def test_each_chunk_of_an_answer_that_is_kept_whole_holds_bytes() -> None:
         with pytest.raises(Overloaded):
             add(delta("x" * 100), texts_of([]))
     assert (len(told), budget.num_bytes) == (1, 0)
+
+
+def test_integers_of_any_size_are_written_in_events_and_answers() -> None:
+    told = {"metadata": {"a": 10**30 + 1, "b": "é"}}
+    assert json.loads(framed(told).removeprefix(b"data: ")) == told == json.loads(JsonResponse(told).body)

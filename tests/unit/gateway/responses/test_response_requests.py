@@ -195,7 +195,7 @@ def test_each_tool_choice(choice: Any, shown: list[str] | None, forced: list[str
     [
         ({"previous_response_id": "resp_0"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         (
             {"text": {"format": {"type": "json_schema", "strict": True, "schema": {"not": {"type": "string"}}}}},
             "text.format.schema.not",
