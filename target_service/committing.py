@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from specdec.config.drafter_options import DRAFT_MODEL
@@ -20,8 +21,8 @@ from specdec.v1 import common_pb2 as pb
 
 
 class Commits:
-    """Commits decisions in two parts: a session takes its tokens, so that the next step can be chosen; later, while a
-    device computes that step, its owner is told, and pacing and metrics learn."""
+    """Commits decisions in three parts: a session takes its tokens, so that the next step can be chosen; its owner is
+    told; pacing and metrics learn, on a GPU while it computes that step."""
 
     def __init__(
         self,
@@ -45,6 +46,9 @@ class Commits:
         self._close = close
         self._on_fault = on_fault
         self._untold: dict[TargetSession, tuple[Decision, Taken, Pacing]] = {}
+        self._unlearnt: deque[tuple[Decision, Taken, Pacing, pb.Verdict]] = deque()
+        self.has_ended = False
+        """Whether a choice has ended of which nobody has learnt."""
 
     def take(self, decision: Decision, pacing: Pacing, started_s: float, elapsed_s: float, due_at_s: float) -> None:
         """Give a session its tokens. The order matters, as each part reads the session's state:
@@ -88,6 +92,7 @@ class Commits:
         self._append(decision)
         self._untold[session] = decision, taken, pacing
         if walk.finish_reason:
+            self.has_ended = True
             self.tell_all()
             if session.state is not SessionState.ENDED:
                 reason = pb.FinishReason.Name(walk.finish_reason).removeprefix("FINISH_REASON_").lower()
@@ -108,7 +113,32 @@ class Commits:
                 self._on_fault(session, error)
 
     def _tell(self, decision: Decision, taken: Taken, pacing: Pacing) -> None:
-        candidate, walk, nodes = decision.candidate, decision.walk, taken.tree.nodes
+        candidate, nodes = decision.candidate, taken.tree.nodes
+        session = candidate.session
+        accepted = [nodes[candidate.chosen[node]] for node in decision.walk.path]
+        verdict = make_verdict(decision, taken)
+        accepted_by = [node.origin for node in accepted if not node.is_forced]
+        if self._local_drafters.has_drafters or any(name != DRAFT_MODEL for name in accepted_by):
+            describe_drafters(verdict, accepted_by, taken.drafters)
+        self._unlearnt.append((decision, taken, pacing, verdict))
+        if session.trace is not None:
+            trace_verdict(session.trace, verdict)
+        for piece in pieces_of(verdict, self._host.piece_bytes(session.owner)):
+            session.sent.append(piece)
+            self._host.emit(session, verdict=piece)
+
+    def learn_all(self) -> None:
+        """Let pacing and metrics learn of what owners have been told."""
+        self.has_ended = False
+        while self._unlearnt:
+            decision, taken, pacing, verdict = self._unlearnt.popleft()
+            try:
+                self._learn(decision, taken, pacing, verdict)
+            except Exception as error:
+                self._on_fault(decision.candidate.session, error)
+
+    def _learn(self, decision: Decision, taken: Taken, pacing: Pacing, verdict: pb.Verdict) -> None:
+        candidate, walk = decision.candidate, decision.walk
         session = candidate.session
         verified = candidate.chosen[: candidate.num_nodes]
         accepted = [candidate.chosen[node] for node in walk.path]
@@ -116,16 +146,7 @@ class Commits:
         draft_s = 0.0 if self._own_draft.is_there else taken.tree.draft_us * 1e-6
         self._recorder.drafts(taken.tree, verified, accepted, draft_s)
         pacing.expectations.observe_walk(session, taken.tree, verified, walk)
-        verdict = make_verdict(decision, taken)
-        accepted_by = [nodes[node].origin for node in accepted if not nodes[node].is_forced]
-        if self._local_drafters.has_drafters or any(name != DRAFT_MODEL for name in accepted_by):
-            describe_drafters(verdict, accepted_by, taken.drafters)
         self._recorder.verdict(session, verdict, taken.tree.num_stale, taken.last_at_s, taken.decided_at_s)
-        if session.trace is not None:
-            trace_verdict(session.trace, verdict)
-        for piece in pieces_of(verdict, self._host.piece_bytes(session.owner)):
-            session.sent.append(piece)
-            self._host.emit(session, verdict=piece)
 
     def _append(self, decision: Decision) -> None:
         candidate, walk = decision.candidate, decision.walk

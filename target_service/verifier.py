@@ -12,7 +12,8 @@ A turn, as `specdec/replica/worker/loop.py` calls it:
         decisions = decide(candidates)           # sample, walk the trees
         local drafters get drawn tokens and hidden states
         each session takes its tokens            # KV cache, tree
-    tell_results                                 # verdicts, metrics, what pacing learns; on a GPU during the next pass
+    tell_results                                 # verdicts; on a GPU during the next pass, if nothing waits for them
+    metrics and pacing learn                     # on a GPU during the next pass
 """
 
 from __future__ import annotations
@@ -199,7 +200,9 @@ class Verifier(Role[TargetSession], PassObserver):
                 self._host.emit(session, verdict=verdict)
 
     def load(self) -> pb.LoadReport:
-        """The engine's load; also exports gauges, and sends progress messages that are due."""
+        """The engine's load; also exports metrics, and sends progress messages that are due."""
+        self._learn()
+        self._recorder.write()
         stats = self._engine.stats()
         credit = self.pacing.draft_credit(self._settings.max_draft_tokens)
         num_suspended = sum(
@@ -224,13 +227,14 @@ class Verifier(Role[TargetSession], PassObserver):
         )
 
     def tell_results(self) -> None:
-        """Emit the verdicts of the last step, and learn from it."""
+        """Emit the verdicts of the last step."""
         self._commits.tell_all()
-        self._turn_times.learn(self.pacing)
 
     def before_send(self) -> None:
-        """Write the last step's metrics: a token is counted before its owner sees it."""
-        self._recording.write()
+        """Write all metrics if a choice has ended: its tokens are counted before its owner sees the end."""
+        if self._commits.has_ended:
+            self._learn()
+            self._recorder.write()
 
     # --- steps
 
@@ -238,6 +242,8 @@ class Verifier(Role[TargetSession], PassObserver):
         """Begin a turn: merge proposals into their sessions' trees, and plan the next step's hold-offs."""
         self._turn_times.due_at_s = now_s
         self._swap.poll()
+        if not self._works_behind:
+            self._learn()
         self._admission.poll()
         if self._own_draft.is_there:
             self._proposals.draft(self._admission.ready(), self.pacing)
@@ -331,17 +337,15 @@ class Verifier(Role[TargetSession], PassObserver):
             self._commits.tell_all()
         record.turn_s = time.monotonic() - self._turn_times.began_s
         trace_preemptions(record)
-        self._recording.observe(record, self.pacing.clock)
+        self._recording.observe(record)
         self._turn_times.ended(record)
-        if not self._host.defer_results:
-            self._turn_times.learn(self.pacing)
 
     def _during_pass(self, during: DuringPass, started_s: float) -> None:
         """Work while a GPU computes the pass, independent of the pass's inputs and results.
 
-        Owners are told of the step before; pacing and metrics learn from it. The masks of this step are filled. Frames
-        are read for the next step: proposals are parsed, and merged after this step's commits. Sessions may be opened
-        and closed.
+        Owners are told of the step before, if they were not; pacing and metrics learn from it. The masks of this step
+        are filled. Frames are read for the next step: proposals are parsed, and merged after this step's commits.
+        Sessions may be opened and closed.
         """
         flight, self._drawn = self._engine.launched, None
         try:
@@ -350,6 +354,7 @@ class Verifier(Role[TargetSession], PassObserver):
         except Exception as error:
             self._sampling_failed(error)
         during.send_results()
+        self._learn()
         self._masks.fill(self._engine.is_done)
         until_s = started_s + _DURING_SHARE * self.pacing.clock.rows.predict(self._engine.num_launched_rows)
         during.take_frames(until_s, self._engine.is_done)
@@ -369,12 +374,24 @@ class Verifier(Role[TargetSession], PassObserver):
             raise error
         self._host.faults.note(error)
 
+    @property
+    def _works_behind(self) -> bool:
+        """Whether a device computes the next step while the last one is told and learnt: no source of this process
+        drafts first."""
+        return not (self._engine.launch_pass is None or self._own_draft.is_there or self.local_drafters.has_drafters)
+
     def _steps_at_once(self) -> bool:
-        """Whether the next step can be launched before this one's results are sent: no source of this process drafts
-        first."""
-        if self._engine.launch_pass is None or self._own_draft.is_there or self.local_drafters.has_drafters:
+        """Whether the next step can be launched before this one's results are sent."""
+        if not self._works_behind:
             return False
-        return any(session.seq.is_ready for session in self._admission.by_seq.values())
+        ready = [session for session in self._admission.by_seq.values() if session.seq.is_ready]
+        return bool(ready) and not self.pacing.will_wait(ready)
+
+    def _learn(self) -> None:
+        """Let metrics and pacing learn of the last step, if they have not."""
+        self._commits.learn_all()
+        self._recording.write(self.pacing.clock)
+        self._turn_times.learn(self.pacing)
 
     def _fail_undecided(self, undecided: Undecided) -> None:
         """End a session that cannot be decided on; after NaN its KV is never shared."""

@@ -99,6 +99,15 @@ class Pacing:
                 until_s = max(until_s, session.hold_off.until_s - now_s)
         return until_s
 
+    def will_wait(self, ready: Sequence[TargetSession]) -> bool:
+        """Whether the next step will be held off, as far as that is known before proposals are merged."""
+        without = [session for session in ready if not session.tree.nodes]
+        return (
+            bool(without)
+            and all(self._may_wait(s) and not self._is_silent(s) for s in without)
+            and self._may_keep_waiting(ready)
+        )
+
     def count_vain_waits(self, ready: Sequence[TargetSession], now_s: float) -> None:
         """Learn from the waits in vain when a step begins: those that ran out. A wait that ended sooner, for
         the sake of another session, tells nothing of the draft.
@@ -195,18 +204,26 @@ class Pacing:
         expected = self.expectations
         return pays_for_all(num_waiting, expected.acceptance.depth_rate, expected.tokens_per_s, self.draft_latency)
 
+    def _may_wait(self, session: TargetSession) -> bool:
+        """Whether the session's next step may wait for a proposal, which may come and be accepted."""
+        if self._hold_off_ms == 0 or session.state is SessionState.PREFILL or session.is_answered:
+            return False
+        return session.has_draft and self.may_verify(session) and most_accepted(session) > 0
+
+    def _is_silent(self, session: TargetSession) -> bool:
+        is_learnt = self._hold_off_ms is None
+        return session.misses.num_unanswered >= _MAX_UNANSWERED or (is_learnt and self._num_vain >= _MAX_VAIN)
+
     def _plan_hold_off(self, session: TargetSession, now_s: float, num_ready: int) -> HoldOff | None:
-        if not (session.has_draft and self.may_verify(session)):
-            return None
         max_depth = most_accepted(session)
-        if max_depth == 0 or session.is_answered or self._has_enough(session):
+        if not self._may_wait(session) or self._has_enough(session):
             return None
         choice, misses = self._hold_off[kind_of(session.params.temperature)], session.misses
         if misses.episode is not None:
             last, misses.episode = misses.episode, None
             choice.observe(last.depth, session.num_tokens - last.num_tokens, now_s - last.began_s)
         is_learnt = self._hold_off_ms is None
-        is_silent = misses.num_unanswered >= _MAX_UNANSWERED or (is_learnt and self._num_vain >= _MAX_VAIN)
+        is_silent = self._is_silent(session)
         if self._hold_off_ms is not None:
             wanted, hold_s = max_depth, self._hold_off_ms / 1e3
         else:

@@ -43,12 +43,12 @@ class TargetRecorder:
         self._metrics = metrics
         self._engine = EngineGauges(metrics)
         self._tallies = Tallies()
-        """Counts of a step and its verdicts, written together before the verdicts are sent."""
+        """Counts since the last `write`."""
         self._tokens = _Labelled[int](metrics.tokens, lambda origin: (_ORIGINS[origin],))
         self._proposed_at = _Labelled[int](metrics.proposed_tokens, lambda depth: (str(depth),))
         self._accepted_at = _Labelled[int](metrics.accepted_tokens, lambda depth: (str(depth),))
         self._proposed_down_to, self._accepted_down_to = Counter[int](), Counter[int]()
-        """Number of verdicts since the last turn, by the depth they verified, and by the depth they accepted."""
+        """Number of verdicts since the last `write`, by the depth they verified, and by the depth they accepted."""
         self._proposed_by = _Labelled[str](metrics.drafter_proposed, _alone)
         self._verified_of = _Labelled[str](metrics.drafter_verified, _alone)
         self._seconds_of = _Labelled[str](metrics.drafter_seconds, _alone)
@@ -155,15 +155,18 @@ class TargetRecorder:
             self._tallies.observe(self._metrics.device_gap_seconds, gap_s)
 
     def turn(self, outside_s: float, payoff: Payoff | None) -> None:
-        """Write a finished turn: `outside_s` seconds besides the step, and the payoff of speculation."""
+        """Count a finished turn: `outside_s` seconds besides the step, and the payoff of speculation."""
         metrics, tallies = self._metrics, self._tallies
         tallies.observe(metrics.loop_seconds, outside_s)
         if payoff is not None:
             tallies.count(metrics.decode_seconds, payoff.decode_s)
             tallies.count(metrics.plain_equivalent_seconds, payoff.plain_s)
+
+    def write(self) -> None:
+        """Export all counts; called a few times a second, and before the owner of an ended choice is told."""
         self._count_depths(self._proposed_at, self._proposed_down_to)
         self._count_depths(self._accepted_at, self._accepted_down_to)
-        tallies.write()
+        self._tallies.write()
 
     def verdict(
         self,
@@ -218,16 +221,16 @@ class DeferredStepMetrics:
 
     def __init__(self, recorder: TargetRecorder) -> None:
         self._recorder = recorder
-        self._waiting: tuple[StepRecord, Payoff | None] | None = None
+        self._waiting: StepRecord | None = None
 
-    def observe(self, step: StepRecord, clock: StepClock) -> None:
-        """Keep the record of a finished turn; `clock` predicts a plain step's time."""
-        self.write()
-        self._waiting = step, step.payoff(clock.expected_plain_s(len(step.num_committed)))
+    def observe(self, step: StepRecord) -> None:
+        """Keep the record of a finished turn, whose predecessor was written."""
+        self._waiting = step
 
-    def write(self) -> None:
-        """Write the kept record, if there is one."""
-        if self._waiting is not None:
-            (step, payoff), self._waiting = self._waiting, None
+    def write(self, clock: StepClock) -> None:
+        """Count the kept record, if there is one; `clock` predicts a plain step's time."""
+        step, self._waiting = self._waiting, None
+        if step is not None:
             self._recorder.step(step)
+            payoff = step.payoff(clock.expected_plain_s(len(step.num_committed)))
             self._recorder.turn(step.turn_s - step.elapsed_s, payoff)

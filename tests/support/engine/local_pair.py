@@ -113,8 +113,8 @@ class LocalPair:
         self.drafter: Any = self._make_drafter(draft_recorder)
         info = self.draft_built.info
         self.draft = EngineWorker(self.draft_port, DRAFT_WIRE, info, self.draft_host, self.drafter)  # type: ignore[arg-type]
-        self.target_registry = CollectorRegistry()
-        recorder = TargetRecorder(TargetMetrics(self.target_registry))
+        self._registry = CollectorRegistry()
+        recorder = TargetRecorder(TargetMetrics(self._registry))
         self.target_host: SessionHost[TargetSession] = self._host(self.target_port, TARGET_WIRE, self.target_built)
         own = None
         self.own_draft: LocalDraft | None = None
@@ -149,6 +149,12 @@ class LocalPair:
         attach = pb.Attach(owner_id="test")
         self.send_target(target_pb2.VerifyRequest(attach=attach))
         self.send_draft(draft_pb2.DraftRequest(attach=attach))
+
+    @property
+    def target_registry(self) -> CollectorRegistry:
+        """The target's metrics, as after its next report of its load."""
+        self.verifier.load()
+        return self._registry
 
     def _make_drafter(self, recorder: DraftRecorder) -> ModelDrafter | TextDrafter:
         if self.translated is not None and self.translated.method == "text":

@@ -15,9 +15,10 @@ from specdec.v1 import target_pb2
 from tests.support.engine.constrained import SCHEMAS, constrained
 from tests.support.engine.grammars import json_schema
 from tests.support.engine.late_device import LateDevice
-from tests.support.engine.local_pair import chain
+from tests.support.engine.local_pair import chain, open_session
 from tests.support.engine.overlapping import (
     OTHER,
+    PROMPT,
     a_session,
     once,
     tokens_of,
@@ -124,7 +125,6 @@ def test_verdicts_are_sent_where_the_next_step_is_held_off(client: WorkerClient,
     client.pair.verifier.pacing._hold_off_ms = 60_000.0
     client.entry("s", open=a_session())
     client.turn()
-    client.turn()
     assert client.session().num_tokens == 21
     assert tokens_of(client) == truth["s"][20:21]
 
@@ -140,26 +140,30 @@ def test_the_last_verdicts_are_sent_before_the_engine_stops(
     client.worker._stopping = False
 
 
-def test_metrics_know_a_steps_tokens_before_anybody_is_told_of_them(
+def test_metrics_know_a_choices_tokens_before_its_owner_sees_the_end(
     client: WorkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, told = client.port.send, 0
+    send, registry, told = client.port.send, client.pair.target_registry, 0
 
     def check(kind: FrameKind, stream_id: int = 0, payload: bytes = b"") -> None:
         nonlocal told
         if kind is FrameKind.MESSAGE:
-            results = target_pb2.VerifyResponse.FromString(payload).results
-            told += sum(len(result.verdict.token_ids) for result in results)
-            origins = ("prefill", "draft", "bonus", "decode")
-            get = client.pair.target_registry.get_sample_value
-            counted = sum(get("specdec_target_tokens_total", {"origin": origin}) or 0 for origin in origins)
-            assert counted >= told
+            verdicts = [result.verdict for result in target_pb2.VerifyResponse.FromString(payload).results]
+            told += sum(len(verdict.token_ids) for verdict in verdicts)
+            if any(verdict.finish_reason for verdict in verdicts):
+                origins = ("prefill", "draft", "bonus", "decode")
+                get = registry.get_sample_value
+                counted = sum(get("specdec_target_tokens_total", {"origin": origin}) or 0 for origin in origins)
+                assert counted == told
+                ended.append(get("specdec_target_step_seconds_count", {"kind": "plain"}))
         send(kind, stream_id, payload)
 
+    ended: list[float | None] = []
     monkeypatch.setattr(client.port, "send", check)
-    client.entry("s", open=a_session())
+    client.entry("s", open=open_session(PROMPT, max_tokens=10, ignore_eos=True))
     client.turn(12)
-    assert told >= 10
+    assert told == 10
+    assert ended == [9]
 
 
 def test_gaps_between_passes_that_decode_are_told_of(client: WorkerClient) -> None:
@@ -168,6 +172,7 @@ def test_gaps_between_passes_that_decode_are_told_of(client: WorkerClient) -> No
     before, num_before = get(f"{name}_sum") or 0, get(f"{name}_count") or 0
     client.entry("s", open=a_session())
     client.turn(12)
+    client.pair.verifier.load()
     num_gaps = (get(f"{name}_count") or 0) - num_before
     assert num_gaps >= 9  # all but the prompt's, and one that may not have been written yet
     assert (get(f"{name}_sum") or 0) - before == pytest.approx(num_gaps * 1e-3)

@@ -33,6 +33,7 @@ from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
 from specdec.target_service.proposals.session_drafters import DrafterInSession
 from specdec.target_service.proposals.swap import DrafterSwap
+from specdec.target_service.session import SessionState
 from specdec.target_service.turn_times import TurnTimes
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
@@ -313,7 +314,7 @@ def waits_after(own: int, all_sessions: int) -> bool:
     choice = pacing._hold_off["greedy"]
     choice._current, choice._num_left = DEPTHS[-1], 10
     session: Any = SimpleNamespace(
-        has_draft=True, max_nodes=8, gate=None, is_answered=False, tree=[], num_tokens=5,
+        has_draft=True, max_nodes=8, gate=None, is_answered=False, tree=[], num_tokens=5, state=SessionState.DECIDED,
         params=SimpleNamespace(temperature=0.0), misses=SimpleNamespace(num_unanswered=own, episode=None),
         end=SimpleNamespace(max_depth=lambda _: 8),
     )  # fmt: skip
