@@ -366,16 +366,17 @@ class Engine:
 
     def _move_nodes(self, seq: Sequence, nodes: Ids[int]) -> bool:
         """Move the path's keys and values behind the tokens. Returns False if a fork shares the destination."""
+        if not nodes or nodes[-1] == len(nodes) - 1:  # the leading chain, as nodes ascend
+            return True
         length = len(seq.token_ids)
         moves = [(node, place) for place, node in enumerate(nodes) if node != place]
-        if moves:
-            first, last = length + moves[0][1], length + moves[-1][1]
-            if self.block_pool.num_blocks_to_write(seq.block_ids, first, last - first + 1):
-                return False
-            self.runner.copy_slots(
-                [self._physical_slot(seq, length + node) for node, _ in moves],
-                [self._physical_slot(seq, length + place) for _, place in moves],
-            )
+        first, last = length + moves[0][1], length + moves[-1][1]
+        if self.block_pool.num_blocks_to_write(seq.block_ids, first, last - first + 1):
+            return False
+        self.runner.copy_slots(
+            [self._physical_slot(seq, length + node) for node, _ in moves],
+            [self._physical_slot(seq, length + place) for _, place in moves],
+        )
         return True
 
     def _physical_slot(self, seq: Sequence, logical_slot: int) -> int:

@@ -119,7 +119,9 @@ class TokenTree:
     @property
     def is_set(self) -> bool:
         """Whether children of one parent have different tokens."""
-        return len(set(zip(self.parents, self.token_ids, strict=True))) == len(self.token_ids)
+        # Numbers, unlike pairs, are no objects that garbage collections walk.
+        pairs = {parent << 32 | token for parent, token in zip(self.parents, self.token_ids, strict=True)}
+        return len(pairs) == len(self.token_ids)
 
     def subtree(self, root: int) -> tuple[TokenTree, list[int]]:
         """The tree below `root`, with `ROOT` in its place, and the index in this one of each of its nodes."""

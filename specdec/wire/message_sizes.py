@@ -6,7 +6,6 @@ their limits, and the sender cuts its messages. All sizes here are upper bounds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 
 MIN_MESSAGE_BYTES = 64 * 1024
@@ -99,9 +98,9 @@ def text_pieces(text: str, most: int) -> Iterator[str]:
 
 def uint32(value: float) -> int:
     """The nearest value of a uint32 field; 0 for NaN. Protobuf raises for others."""
-    if math.isnan(value):
-        return 0
-    return int(min(max(value, 0), UINT32_MAX))
+    if 0 <= value <= UINT32_MAX:
+        return int(value)
+    return UINT32_MAX if value > 0 else 0
 
 
 def microseconds(seconds: float) -> int:

@@ -86,27 +86,24 @@ def walk_tree(
         plain_origin: origin of the token when the step verified nothing.
     """
     walk = Walk()
-    children: dict[int, list[int]] = {}
-    for child, parent in enumerate(tree.parents[:num_verified]):
-        if parent in children:
-            children[parent].append(child)
-        else:
-            children[parent] = [child]
-    node, token_ids = ROOT, tree.token_ids
+    above, node = tree.parents[:num_verified], ROOT
     while True:
-        below = children.get(node, ())
-        token = decide(node, below[0] if len(below) == 1 else None)
+        num_below = above.count(node)
+        token = decide(node, above.index(node) if num_below == 1 else None)
         num_tokens += 1
         walk.token_ids.append(token)
         walk.rows.append(node)
-        node = next((child for child in below if token_ids[child] == token), ROOT) if below else ROOT
+        child = tree.child(node, token) if num_below else None
+        node = child if child is not None and child < num_verified else ROOT
         if node != ROOT:
             walk.origins.append(pb.ORIGIN_DRAFT)
             walk.path.append(node)
-        elif below:
+        elif num_below:
             walk.origins.append(pb.ORIGIN_RECOVERED)
         else:
             walk.origins.append(pb.ORIGIN_BONUS if num_verified else plain_origin)
-        walk.finish_reason, walk.stop_token_id = end.check(token, num_tokens)
-        if node == ROOT or walk.finish_reason:
+        if token in end.token_ids or num_tokens >= end.most_tokens:
+            walk.finish_reason, walk.stop_token_id = end.check(token, num_tokens)
+            return walk
+        if node == ROOT:
             return walk
