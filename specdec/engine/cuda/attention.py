@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton import next_power_of_2
 
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cache_of
@@ -56,10 +57,10 @@ def launch_shape(
     is_wide_float = dtype == torch.float32 and widest > 64  # without matrix instructions products take more registers
     return LaunchShape(
         rows_per_tile=rows,
-        block_m=max(_MIN_DOT, power_of_two(rows * group)),
+        block_m=max(_MIN_DOT, next_power_of_2(rows * group)),
         block_n=64 if is_narrow and not is_large else 16 if is_wide_float else 32,
-        block_k=max(_MIN_DOT, power_of_two(geometry.key_dim)),
-        block_v=max(_MIN_DOT, power_of_two(geometry.value_dim)),
+        block_k=max(_MIN_DOT, next_power_of_2(geometry.key_dim)),
+        block_v=max(_MIN_DOT, next_power_of_2(geometry.value_dim)),
         split=_PREFILL_SPLIT if is_large else SPLIT,
         num_warps=8 if is_large or widest > 128 else 4,
         num_stages=5,  # the block table's loads take some: two tiles of keys are held, one of them being loaded
@@ -75,9 +76,11 @@ class Work:
     most: int
     """Most entries; the device knows their number."""
     first_row: int
-    num_rows: int
+    end_row: int
     num_splits: int
     """Number of splits that cover every row's positions."""
+    window: int
+    """Most positions that a row reads; 0: all."""
 
 
 def plan_work(batch: Batch, shape: LaunchShape, block_size: int, window: int, bytes_per_split: int) -> list[Work]:
@@ -97,24 +100,10 @@ def plan_work(batch: Batch, shape: LaunchShape, block_size: int, window: int, by
         most = num_tiles * num_splits + (2 * rows + num_slots // shape.split if num_slots else 0)
         entries = torch.empty(1 + 3 * most, dtype=torch.int32, device=device)
         entries[:1].zero_()
-        launch(
-            plan_kernel,
-            (rows,),
-            entries,
-            batch.row_seq,
-            batch.position_ids,
-            batch.context_lens,
-            first_row,
-            first_row + rows,
-            most,
-            window,
-            ROWS=shape.rows_per_tile,
-            BLOCK_ROWS=power_of_two(shape.rows_per_tile),
-            SPLIT=shape.split,
-            BLOCK=_PLANNED_AT_ONCE,
-            options={"num_warps": 1},
-        )
-        works.append(Work(entries, most, first_row, rows, num_splits))
+        works.append(Work(entries, most, first_row, first_row + rows, num_splits, window))
+        block_rows = next_power_of_2(shape.rows_per_tile)
+        named = {"BLOCK_ROWS": block_rows, "BLOCK": _PLANNED_AT_ONCE}
+        launch(plan_kernel, (rows,), works[-1], batch, shape, options={"num_warps": 1}, **named)
     return works
 
 
@@ -152,45 +141,29 @@ def attend(
     if key not in plans:
         plans[key] = plan_work(batch, shape, cache.block_size, window, bytes_per_split)
     out = query.new_empty(num_rows, num_heads, geometry.value_dim)
-    common: dict[str, Any] = {"NUM_HEADS": num_heads, "VALUE_DIM": geometry.value_dim, "SPLIT": shape.split}
+    caches = cache.keys[layer], cache.values[layer]
     block_v = min(shape.block_v, _FOLDED_DIM)
+    sources = batch, shape, geometry, options
     for work in plans[key]:
-        num_parts = work.num_rows * num_heads * work.num_splits
+        num_lines = (work.end_row - work.first_row) * num_heads
+        num_parts = num_lines * work.num_splits
         # Padded to 16 bytes: with another alignment of the second tensor, Triton would compile the kernels again.
         peaks, totals = torch.empty(2, -(-num_parts // 4) * 4, dtype=torch.float32, device=query.device).unbind(0)
         parts = torch.empty(num_parts, geometry.value_dim, dtype=torch.float32, device=query.device)
+        named = {"part_peak": peaks, "part_total": totals, "part_out": parts, "NUM_HEADS": num_heads}
         launch(
             attention_kernel,
             (max(1, min(work.most, _PROGRAMS // geometry.num_kv_heads)), geometry.num_kv_heads),
-            query,
-            cache.keys[layer],
-            cache.values[layer],
-            peaks,
-            totals,
-            parts,
-            work.entries,
-            batch.row_seq,
-            batch.position_ids,
-            batch.context_lens,
-            batch.path_offsets,
-            batch.path_slots,
-            batch.block_tables,
-            batch.block_tables.stride(0),
-            query.stride(0),
-            query.stride(1),
-            work.first_row,
-            work.most,
-            work.num_splits,
-            window,
-            options.scaling,
-            options.softcap or 1.0,
-            NUM_KV_HEADS=geometry.num_kv_heads,
-            KEY_DIM=geometry.key_dim,
+            work,
+            *sources,
+            query=query,
+            query_row_stride=query.stride(0),
+            query_head_stride=query.stride(1),
+            keys=caches[0],
+            values=caches[1],
+            table_stride=batch.block_tables.stride(0),
+            softcap=options.softcap or 1.0,
             BLOCK_SIZE=cache.block_size,
-            BLOCK_M=shape.block_m,
-            BLOCK_N=shape.block_n,
-            BLOCK_K=shape.block_k,
-            BLOCK_V=shape.block_v,
             HAS_WINDOW=window > 0,
             HAS_SOFTCAP=options.softcap is not None,
             options={
@@ -198,26 +171,21 @@ def attend(
                 "num_stages": shape.num_stages,
                 "maxnreg": 255,  # else ptxas limits programs to 168 registers and spills, for an occupancy not reached
             },
-            cached=(cache.keys[layer], cache.values[layer], peaks, parts),
-            **common,
+            cached=(*caches, peaks, parts),
+            **named,
         )
         launch(
             fold_kernel,
-            (work.num_rows, num_heads, -(-geometry.value_dim // block_v)),
-            out if options.sinks is None else options.sinks,
-            out,
-            peaks,
-            totals,
-            parts,
-            batch.position_ids,
-            work.first_row,
-            work.num_splits,
-            window,
+            (num_lines // num_heads, num_heads, -(-geometry.value_dim // block_v)),
+            work,
+            *sources,
+            sinks=out if options.sinks is None else options.sinks,
+            out=out,
             BLOCK_V=block_v,
             HAS_SINKS=options.sinks is not None,
             options={"num_warps": 1},
             cached=(peaks, parts),
-            **common,
+            **named,
         )
     return out
 
@@ -242,8 +210,3 @@ class TritonAttention:
         query = query if query.stride(2) == 1 else query.contiguous()
         cache.write(layer, batch.slot_mapping, key, value)
         return attend(query, layer, batch, cache, options, context.scratch)
-
-
-def power_of_two(number: int) -> int:
-    """The least power of two that is at least ``number``."""
-    return 1 << (number - 1).bit_length()

@@ -15,7 +15,7 @@ import triton.language as tl
 NO_LIMIT = tl.constexpr(2147483647)
 FOLDED_AT_ONCE = tl.constexpr(16)
 # Parts of one packed copy, and sizes of a batch: a kernel is compiled once for all alignments and values of these.
-_OF_BATCH = ["row_seq", "positions", "context_lens", "path_offsets", "path_slots", "block_tables"]
+_OF_BATCH = ["row_seq", "position_ids", "context_lens", "path_offsets", "path_slots", "block_tables"]
 _SIZES = ["table_stride", "first_row", "end_row", "most", "num_splits", "window"]
 
 
@@ -34,43 +34,33 @@ def _append(work, most, row, end, split, end_split, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_BATCH)
 def plan_kernel(
-    work,
-    row_seq,
-    positions,
-    context_lens,
-    first_row,
-    end_row,
-    most,
-    window,
-    ROWS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    entries, row_seq, position_ids, context_lens, first_row, end_row, most, window,
+    ROWS_PER_TILE: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """List the work of the tile that begins with a row, and of the row alone if it has a path; grid (rows,).
 
-    ``work`` is the number of entries, at first 0, then their first rows, their end rows and their splits, ``most`` of
+    ``entries`` is their number, at first 0, then their first rows, their end rows and their splits, ``most`` of
     each. A row alone ends where it begins. Entries are in any order, on which no result depends.
     """
     row = first_row + tl.program_id(0)
     seq = tl.load(row_seq + row)
-    left = ROWS - tl.program_id(0) % ROWS
+    left = ROWS_PER_TILE - tl.program_id(0) % ROWS_PER_TILE
     before = tl.load(row_seq + row - 1, mask=row > first_row, other=-1)
     m = tl.arange(0, BLOCK_ROWS)
     is_own = (m < left) & (row + m < end_row)
     is_own &= tl.load(row_seq + row + m, mask=is_own, other=-1) == seq
-    pos = tl.load(positions + row + m, mask=is_own, other=0).to(tl.int32)
+    pos = tl.load(position_ids + row + m, mask=is_own, other=0).to(tl.int32)
     context = tl.load(context_lens + row + m, mask=is_own, other=0)
     lowest = tl.where(window > 0, tl.maximum(pos - window + 1, 0), 0) // SPLIT
     # A row with a path shares the splits that end before the path begins.
     ends = tl.where(context > pos, pos // SPLIT + 1, context // SPLIT)
-    if (left == ROWS) | (before != seq):
+    if (left == ROWS_PER_TILE) | (before != seq):
         low = tl.min(tl.where(is_own, lowest, NO_LIMIT), 0)
-        _append(work, most, row, row + tl.sum(is_own.to(tl.int32), 0), low, tl.max(ends, 0), BLOCK)
-    own_pos, own_context = tl.load(positions + row).to(tl.int32), tl.load(context_lens + row)
+        _append(entries, most, row, row + tl.sum(is_own.to(tl.int32), 0), low, tl.max(ends, 0), BLOCK)
+    own_pos, own_context = tl.load(position_ids + row).to(tl.int32), tl.load(context_lens + row)
     if own_context <= own_pos:
         own_low = tl.sum(tl.where(m == 0, lowest, 0), 0)
-        _append(work, most, row, row, tl.maximum(own_low, own_context // SPLIT), own_pos // SPLIT + 1, BLOCK)
+        _append(entries, most, row, row, tl.maximum(own_low, own_context // SPLIT), own_pos // SPLIT + 1, BLOCK)
 
 
 @triton.jit
@@ -114,41 +104,14 @@ def _slots(n, last, context, path, table, path_slots, block_tables, BLOCK_SIZE: 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_BATCH)
 def attention_kernel(
-    query,
-    keys,
-    values,
-    part_peak,
-    part_total,
-    part_out,
-    work,
-    row_seq,
-    positions,
-    context_lens,
-    path_offsets,
-    path_slots,
-    block_tables,
-    table_stride,
-    query_row_stride,
-    query_head_stride,
-    first_row,
-    most,
-    num_splits,
-    window,
-    scaling,
-    softcap,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
+    query, query_row_stride, query_head_stride, keys, values, part_peak, part_total, part_out,
+    row_seq, position_ids, context_lens, path_offsets, path_slots, block_tables, table_stride,
+    entries, most, first_row, num_splits, window, scaling, softcap,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """Parts of the listed work for one KV head; grid (any number of programs, KV heads).
 
     Parts are [rows, heads, splits], with rows from ``first_row`` on.
@@ -157,8 +120,8 @@ def attention_kernel(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     m, k, v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     head = kv_head * GROUP + m % GROUP
-    for i in range(tl.program_id(0), tl.load(work), tl.num_programs(0)):
-        entry = work + 1 + i
+    for i in range(tl.program_id(0), tl.load(entries), tl.num_programs(0)):
+        entry = entries + 1 + i
         start, end, split = tl.load(entry), tl.load(entry + most), tl.load(entry + 2 * most)
         # Chosen without a branch: after a branch, Triton does not recognize contiguous loads.
         is_alone = start == end
@@ -166,7 +129,7 @@ def attention_kernel(
         own_path = tl.load(path_offsets + start, mask=is_alone, other=0)
         row = start + m // GROUP
         is_row = row < tl.where(is_alone, start + 1, end)
-        pos = tl.load(positions + row, mask=is_row, other=-1).to(tl.int32)
+        pos = tl.load(position_ids + row, mask=is_row, other=-1).to(tl.int32)
         context = tl.load(context_lens + row, mask=is_row, other=0)
         is_row = is_row & (is_alone | (context > pos) | (context // SPLIT > split))
         last = tl.max(tl.where(is_row, pos, -1), 0)
@@ -204,27 +167,16 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_BATCH)
 def fold_kernel(
-    sinks,
-    out,
-    part_peak,
-    part_total,
-    part_out,
-    positions,
-    first_row,
-    num_splits,
-    window,
-    NUM_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SPLIT: tl.constexpr,
+    sinks, out, part_peak, part_total, part_out, position_ids, first_row, num_splits, window,
+    NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-):
+):  # fmt: skip
     """Sum the parts of one row and head for some of the head's dimensions; grid (rows, heads, dimensions / BLOCK_V).
 
     Parts are summed 16 at once, counted from split 0, so that their loads overlap.
     """
     row, head = first_row + tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pos = tl.load(positions + row).to(tl.int32)
+    pos = tl.load(position_ids + row).to(tl.int32)
     first = tl.where(window > 0, tl.maximum(pos - window + 1, 0), 0) // SPLIT
     begin, end = first // FOLDED_AT_ONCE * FOLDED_AT_ONCE, pos // SPLIT + 1
     i = tl.arange(0, FOLDED_AT_ONCE)

@@ -1,4 +1,11 @@
-"""Top-k, top-p and min-p on the device: ``logit_processors.cut_`` to the bit, without a sort and without waiting."""
+"""Top-k, top-p and min-p on the device: ``logit_processors.cut_`` to the bit, without a sort and without waiting.
+
+The kept tokens are found digit by digit, by sums of integers. Scores are at most 0, so a score's bits without its sign,
+its *rank*, rise as the score falls. A search finds the least rank up to which tokens reach a goal: their number for
+top-k, their weight for top-p. Each of its eight steps sums the tokens that match the bits found so far, by chunk and by
+their next four bits; the next step adds up the chunks and picks the digit. Sums of integers have the same bits in any
+order, and weights are those of ``logit_processors.integer_weights``.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +16,103 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
-from specdec.engine.cuda.attention import power_of_two
-from specdec.engine.cuda.cut_kernels import CUT_NUMBERS, DIGITS, STATE_WORDS, cut_kernel
 from specdec.engine.cuda.launch import launch
 from specdec.engine.cuda.sampling import device_perturbed_top
 
+NO_LIMIT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+CUT_NUMBERS = tl.constexpr(4)
+STATE_WORDS = tl.constexpr(3)
+DIGITS = tl.constexpr(16)
 NUM_CUT_NUMBERS = int(CUT_NUMBERS.value)
 """Number of float64 numbers of a row in the result of ``cut_parameters``."""
 CutArguments = tuple[Sequence[int], Sequence[float], Sequence[float]]
 """Rows' top-k, top-p and lowest score that min-p allows, from ``logit_processors.cut_arguments``."""
 _BLOCK = 2048
 _NUM_STEPS = 8
+
+
+@triton.jit
+def _weight(score):
+    """exp(score) in units of 2^-42, to the bit that of ``integer_weights``."""
+    x = tl.where(score > -64.0, score, -64.0).to(tl.float64)
+    n = (x * 1.4426950408889634 - 0.5).to(tl.int64)
+    r = x - n.to(tl.float64) * 0.6931471805599453
+    y = tl.zeros_like(r) + 2.505210838544172e-08
+    y = y * r + 2.755731922398589e-07
+    y = y * r + 2.7557319223985893e-06
+    y = y * r + 2.48015873015873e-05
+    y = y * r + 0.0001984126984126984
+    y = y * r + 0.001388888888888889
+    y = y * r + 0.008333333333333333
+    y = y * r + 0.041666666666666664
+    y = y * r + 0.16666666666666666
+    y = y * r + 0.5
+    y = y * r + 1.0
+    y = y * r + 1.0
+    return (y * 4398046511104.0).to(tl.int64) >> tl.minimum(-n, 63)  # a shift by 64 or more is undefined in LLVM
+
+
+# Rows' parameters are a part of a packed copy: the kernel is compiled once for all alignments.
+@triton.jit(do_not_specialize=["step", "num_rows"], do_not_specialize_on_alignment=["cuts"])
+def cut_kernel(
+    scores, cuts, states, partials, step, num_rows,
+    VOCAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+    BY_WEIGHT: tl.constexpr, IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
+):  # fmt: skip
+    """One step of the search for top-p if ``BY_WEIGHT``, else for top-k; grid (rows, chunks). The last one, after those
+    that sum, sets the scores of cut tokens to minus infinity, in place.
+
+    ``cuts`` [R, 4] float64: the second is top-k, the third top-p. ``states`` [steps, R, 3]: the rank found before a
+    step, the sum below that rank, the goal (0: not known yet). ``partials`` [steps, R, chunks, 16]: a step's sums.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    c, digits = tl.arange(0, BLOCK_CHUNKS), tl.arange(0, DIGITS)
+    rank, below, goal = row * 0, row * 0, row * 0
+    shift = 28 - 4 * step
+    before = partials + ((step - 1) * num_rows + row) * NUM_CHUNKS * DIGITS
+    digit = step * 0
+    if IS_FIRST:
+        if not BY_WEIGHT:
+            goal = tl.load(cuts + row * CUT_NUMBERS + 1).to(tl.int64)
+    else:
+        state = states + ((step - 1) * num_rows + row) * STATE_WORDS
+        rank, below, goal = tl.load(state), tl.load(state + 1), tl.load(state + 2)
+        places = before + c[:, None] * DIGITS + digits[None, :]
+        totals = tl.sum(tl.load(places, mask=c[:, None] < NUM_CHUNKS, other=0), 0)
+        if BY_WEIGHT:
+            # Limit of the summed weight before a token, below which the token is kept; at least 1, for the best token.
+            top_p = tl.load(cuts + row * CUT_NUMBERS + 2)
+            limit = tl.maximum(tl.ceil(tl.sum(totals, 0).to(tl.float64) * top_p).to(tl.int64), 1)
+            goal = tl.where(goal == 0, tl.where(top_p < 1.0, limit, NO_LIMIT), goal)
+        is_before = tl.cumsum(totals, 0) + below < goal
+        digit = tl.minimum(tl.sum(is_before.to(tl.int32), 0), DIGITS - 1)
+        below += tl.sum(tl.where(digits < digit, totals, 0), 0)
+        rank |= digit.to(tl.int64) << (shift + 4)
+    ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(scores + row * VOCAB + ids, mask=ids < VOCAB, other=0.0)
+    ranks = (score.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
+    if IS_LAST:
+        stays = ranks <= rank
+        if BY_WEIGHT:
+            # Tokens of one rank have equal weights; the lowest ids are kept.
+            earlier = below + tl.sum(tl.load(before + c * DIGITS + digit, mask=c < chunk, other=0), 0)
+            tied = tl.where((ids < VOCAB) & (ranks == rank), _weight(score), 0)
+            stays &= (ranks < rank) | (earlier + tl.cumsum(tied, 0) - tied < goal)
+        tl.store(scores + row * VOCAB + ids, tl.where(stays, score, float("-inf")), mask=ids < VOCAB)
+    else:
+        if chunk == 0:
+            state = states + (step * num_rows + row) * STATE_WORDS
+            tl.store(state, rank)
+            tl.store(state + 1, below)
+            tl.store(state + 2, goal)
+        is_here = (ids < VOCAB) & ((ranks >> (shift + 4)) == (rank >> (shift + 4)))
+        each = tl.where(is_here, _weight(score), 0) if BY_WEIGHT else is_here.to(tl.int64)
+        to = partials + ((step * num_rows + row) * NUM_CHUNKS + chunk) * DIGITS
+        for d in tl.static_range(DIGITS):
+            tl.store(to + d, tl.sum(tl.where(((ranks >> shift) & 15) == d, each, 0), 0))
 
 
 class CutKinds(NamedTuple):
@@ -66,7 +158,7 @@ def launch_cuts(logits: torch.Tensor, cuts: torch.Tensor, kinds: CutKinds) -> to
     best = logits.amax(dim=1, keepdim=True)
     best = (best - best * 0.0).masked_fill_(is_greedy, 0.0)  # NaN where it is not finite
     scores = (logits - best).div_(temperature.masked_fill(is_greedy, 1.0))
-    num_chunks = -(-vocab_size // _BLOCK)
+    num_chunks = triton.cdiv(vocab_size, _BLOCK)
     states = torch.empty(_NUM_STEPS, num_rows, int(STATE_WORDS.value), dtype=torch.int64, device=logits.device)
     shape = (_NUM_STEPS, num_rows, num_chunks, int(DIGITS.value))
     partials = torch.empty(shape, dtype=torch.int64, device=logits.device)
@@ -75,16 +167,16 @@ def launch_cuts(logits: torch.Tensor, cuts: torch.Tensor, kinds: CutKinds) -> to
         launch(
             cut_kernel,
             (num_rows, num_chunks),
-            scores,
-            cuts,
-            states,
-            partials,
-            step,
-            num_rows,
+            scores=scores,
+            cuts=cuts,
+            states=states,
+            partials=partials,
+            step=step,
+            num_rows=num_rows,
             VOCAB=vocab_size,
             NUM_CHUNKS=num_chunks,
             BLOCK=_BLOCK,
-            BLOCK_CHUNKS=power_of_two(num_chunks),
+            BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
             BY_WEIGHT=bool(by_weight),
             IS_FIRST=step == 0,
             IS_LAST=step == _NUM_STEPS,

@@ -39,23 +39,31 @@ class LaunchObserver(TorchDispatchMode):
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
-    *arguments: Any,
+    *sources: object,
     options: Mapping[str, Any],
     cached: tuple[torch.Tensor, ...] = (),
-    **constants: Any,
+    **named: Any,
 ) -> None:
     """Launch a kernel; on meta tensors it is only seen.
 
     Args:
-        kernel: a function of ``triton.jit``.
+        kernel: a function of ``triton.jit``, whose first argument is a tensor; its constants come last, with names in capitals.
         grid: number of programs in each dimension.
-        arguments: the kernel's arguments in order, without constants; the first is a tensor.
+        sources: objects with attributes named as the kernel's other arguments, constants in small letters.
         options: options of the compiler, such as ``num_warps``.
         cached: tensors of which the kernel accesses only a part.
-        constants: the kernel's constants.
+        named: arguments and constants by name; names that the kernel does not have are left out.
     """
+    values = {name: named[name] if name in named else _found(name, sources) for name in kernel.arg_names}
+    arguments = tuple(value for name, value in values.items() if not name.isupper())
+    constants = {name: value for name, value in values.items() if name.isupper()}
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, LaunchObserver):
             mode.saw(Launch(kernel, grid, arguments, constants, options), cached)
     if arguments[0].device.type != "meta":
         kernel[grid](*arguments, **constants, **options)
+
+
+def _found(name: str, sources: tuple[object, ...]) -> Any:
+    attribute = name.lower()
+    return next(getattr(source, attribute) for source in sources if hasattr(source, attribute))

@@ -1,16 +1,125 @@
-"""A decoder layer's operations between its matrix products, by the kernels of ``layer_kernels.py``: one launch each."""
+"""A decoder layer's operations between its matrix products, in Triton, computed in float32: one launch each.
+
+Each program has one row, whose bits therefore depend on no other row.
+"""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.attention import power_of_two
 from specdec.engine.cuda.launch import launch
-from specdec.engine.cuda.layer_kernels import add_norm_kernel, gate_kernel, rotate_write_kernel
 
 _GATE_BLOCK = 1024
+LARGEST_FP8 = tl.constexpr(448.0)
+
+
+@triton.jit
+def _stored(numbers, pointer):
+    """Numbers in the type of the cache at ``pointer``; of 8 bits, limited to its range, with NaN kept."""
+    if pointer.dtype.element_ty.primitive_bitwidth == 8:
+        numbers = numbers.to(tl.float32)
+        limited = tl.minimum(tl.maximum(numbers, -LARGEST_FP8), LARGEST_FP8)
+        numbers = tl.where(numbers == numbers, limited, numbers)
+    return numbers.to(pointer.dtype.element_ty)
+
+
+# A batch's tensors are parts of one packed copy: a kernel is compiled once for all alignments.
+@triton.jit(do_not_specialize=["part_stride"], do_not_specialize_on_alignment=["input_ids"])
+def add_norm_kernel(
+    added, input_ids, weight, residual, normed, part_stride, epsilon, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    NUM_EMBEDDINGS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add ``added`` [parts, rows, WIDTH] to ``residual``, rounded to its dtype, and compute its norm; grid (rows,).
+
+    Parts are summed in order in float32, and the sum is rounded before it is added. With ``NUM_EMBEDDINGS``, the
+    embeddings in ``added`` of ``input_ids`` become ``residual``; an id out of range gives NaN.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    if NUM_EMBEDDINGS > 0:
+        token = tl.load(input_ids + row)
+        is_known = (token >= 0) & (token < NUM_EMBEDDINGS)
+        x = tl.load(added + token * WIDTH + d, mask=(d < WIDTH) & is_known, other=0.0)
+        x = tl.where(is_known | (d >= WIDTH), x, float("nan"))
+    else:
+        x = tl.load(residual + row * WIDTH + d, mask=d < WIDTH, other=0.0)
+        total = tl.load(added + row * WIDTH + d, mask=d < WIDTH, other=0.0)
+        if NUM_PARTS > 1:
+            total = total.to(tl.float32)
+            for part in tl.static_range(1, NUM_PARTS):
+                lines = added + part * part_stride.to(tl.int64) + row * WIDTH
+                total += tl.load(lines + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+        x = x + total.to(x.dtype)
+    tl.store(residual + row * WIDTH + d, x, mask=d < WIDTH)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
+    w = tl.load(weight + d, mask=d < WIDTH, other=0.0)
+    tl.store(normed + row * WIDTH + d, (x * scale).to(w.dtype) * w, mask=d < WIDTH)
+
+
+@triton.jit
+def _head_norm(low, high, weight, d, epsilon, HALF: tl.constexpr):
+    scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / (2 * HALF) + epsilon)
+    low_weight = tl.load(weight + d, mask=d < HALF, other=0.0).to(tl.float32)
+    high_weight = tl.load(weight + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
+    return low * scale * low_weight, high * scale * high_weight
+
+
+@triton.jit(do_not_specialize_on_alignment=["position_ids", "slot_mapping"])
+def rotate_write_kernel(
+    qkv, query, keys, values, cosines, sines, query_norm, key_norm, position_ids, slot_mapping, epsilon,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Rotate one head: a query is stored in ``query``, a key and its value in the row's slot of the cache.
+
+    Grid (rows, heads + KV heads). The halves of a head are rotated with each other, with ``HAS_NORM`` after the head's
+    norm.
+    """
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    DIM: tl.constexpr = 2 * HALF
+    d = tl.arange(0, BLOCK)
+    is_dim = d < HALF
+    own = qkv + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * DIM
+    low = tl.load(own + d, mask=is_dim, other=0.0).to(tl.float32)
+    high = tl.load(own + HALF + d, mask=is_dim, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        if head < NUM_HEADS:
+            low, high = _head_norm(low, high, query_norm, d, epsilon, HALF)
+        else:
+            low, high = _head_norm(low, high, key_norm, d, epsilon, HALF)
+    pos = tl.load(position_ids + row)
+    cosine = tl.load(cosines + pos * HALF + d, mask=is_dim, other=0.0)
+    sine = tl.load(sines + pos * HALF + d, mask=is_dim, other=0.0)
+    new_low, new_high = low * cosine - high * sine, high * cosine + low * sine
+    if head < NUM_HEADS:
+        to = query + (row * NUM_HEADS + head) * DIM
+        tl.store(to + d, new_low.to(query.dtype.element_ty), mask=is_dim)
+        tl.store(to + HALF + d, new_high.to(query.dtype.element_ty), mask=is_dim)
+    else:
+        slot = tl.load(slot_mapping + row)
+        line = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + head - NUM_HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE
+        to_key, to_value = keys + line * DIM, values + line * DIM
+        tl.store(to_key + d, _stored(new_low, keys), mask=is_dim)
+        tl.store(to_key + HALF + d, _stored(new_high, keys), mask=is_dim)
+        value = own + NUM_KV_HEADS * DIM
+        tl.store(to_value + d, _stored(tl.load(value + d, mask=is_dim), values), mask=is_dim)
+        tl.store(to_value + HALF + d, _stored(tl.load(value + HALF + d, mask=is_dim), values), mask=is_dim)
+
+
+@triton.jit
+def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """SiLU of a row's first half, times its second half; grid (rows, blocks)."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * 2 * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + d, mask=d < WIDTH, other=0.0)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)
+    tl.store(out + row * WIDTH + d, activated * up, mask=d < WIDTH)
 
 
 def add_norm(
@@ -30,17 +139,17 @@ def add_norm(
     launch(
         add_norm_kernel,
         (num_rows,),
-        added,
-        residual if input_ids is None else input_ids,
-        weight,
-        residual,
-        normed,
-        num_rows * width,
-        epsilon,
+        added=added,
+        input_ids=residual if input_ids is None else input_ids,
+        weight=weight,
+        residual=residual,
+        normed=normed,
+        part_stride=num_rows * width,
+        epsilon=epsilon,
         NUM_PARTS=added.shape[0] if added.dim() == 3 else 1,
         WIDTH=width,
         NUM_EMBEDDINGS=0 if input_ids is None else added.shape[0],
-        BLOCK=power_of_two(width),
+        BLOCK=triton.next_power_of_2(width),
         options={"num_warps": 4 if width <= 2048 else 8},
         cached=() if input_ids is None else (added,),
     )
@@ -71,27 +180,25 @@ def rotate_write(
     geometry, num_rows = cache.geometries[layer], qkv.shape[0]
     query = qkv.new_empty(num_rows, num_heads, geometry.key_dim)
     query_norm, key_norm = head_norms or (query, query)
+    cached = {"keys": cache.keys[layer], "values": cache.values[layer], "cosines": tables[0], "sines": tables[1]}
     launch(
         rotate_write_kernel,
         (num_rows, num_heads + geometry.num_kv_heads),
-        qkv,
-        query,
-        cache.keys[layer],
-        cache.values[layer],
-        *tables,
-        query_norm,
-        key_norm,
-        batch.position_ids,
-        batch.slot_mapping,
-        epsilon,
+        batch,
+        geometry,
+        cache,
+        qkv=qkv,
+        query=query,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        epsilon=epsilon,
         NUM_HEADS=num_heads,
-        NUM_KV_HEADS=geometry.num_kv_heads,
         HALF=geometry.key_dim // 2,
-        BLOCK_SIZE=cache.block_size,
-        BLOCK=power_of_two(geometry.key_dim // 2),
+        BLOCK=triton.next_power_of_2(geometry.key_dim // 2),
         HAS_NORM=head_norms is not None,
         options={"num_warps": 1},
-        cached=(cache.keys[layer], cache.values[layer], *tables),
+        cached=tuple(cached.values()),
+        **cached,
     )
     return query
 
@@ -100,7 +207,7 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU of the first half of rows ``[T, 2 * width]``, times the second half: ``[T, width]``."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
-    block = min(_GATE_BLOCK, power_of_two(width))
-    grid = (num_rows, -(-width // block))
-    launch(gate_kernel, grid, gate_up, out, WIDTH=width, BLOCK=block, options={"num_warps": 4})
+    block = min(_GATE_BLOCK, triton.next_power_of_2(width))
+    grid = (num_rows, triton.cdiv(width, block))
+    launch(gate_kernel, grid, gate_up=gate_up, out=out, WIDTH=width, BLOCK=block, options={"num_warps": 4})
     return out

@@ -37,11 +37,9 @@ def missing_kernels(device: torch.device) -> str:
     if not is_on_gpu(device):
         return ""
     try:
-        from specdec.engine.cuda.launch import launch
-        from specdec.engine.cuda.sampling_kernels import merge_kernel
+        from specdec.engine.cuda.layers import gate
 
-        numbers = torch.zeros(2, 8, dtype=torch.int64, device=device)
-        launch(merge_kernel, (1,), numbers[0], numbers[1], NUM_PARTS=8, BLOCK=8, NUM_TOP=1, options={"num_warps": 1})
+        gate(torch.zeros(1, 2, device=device))
         torch.cuda.synchronize(device)
     except ImportError as error:
         return f"triton cannot be imported ({error}): pip install triton"

@@ -10,29 +10,32 @@ import torch
 import triton
 
 from specdec.engine.attention.kv_cache import LayerGeometry
-from specdec.engine.cuda import attention_kernels, layer_kernels, product_kernels
+from specdec.engine.cuda import attention_kernels, layers, products
 from specdec.engine.cuda.attention import launch_shape
 from specdec.engine.cuda.products import product_tiles
 from specdec.engine.model import device_choice
 from specdec.engine.model.device_choice import triton_path
 
 CUDA = torch.device("cuda:0")
-DIGESTS = {3: "51650b4a30a8c43b"}
+DIGESTS = {3: "fe20eeeeb4b1f674"}
 """Of the kernels and their tiles, by the version that the numerics id has for them."""
 
 
 def code_of(module: ModuleType) -> str:
-    """A module without its comments and docstrings."""
-    tree = ast.parse(inspect.getsource(module))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-    return ast.unparse(tree)
+    """A module's kernels and their constants, without comments and docstrings."""
+    found = []
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.FunctionDef):
+            node.body = node.body[ast.get_docstring(node) is not None :]
+            found += [ast.unparse(node)] if node.decorator_list else []
+        elif isinstance(node, ast.Assign):
+            found.append(ast.unparse(node))
+    return "\n".join(found)
 
 
 def digest_of_kernels() -> str:
     dtypes = (torch.float32, torch.bfloat16)
-    parts = [code_of(module) for module in (attention_kernels, layer_kernels, product_kernels)]
+    parts = [code_of(module) for module in (attention_kernels, layers, products)]
     parts += [
         repr(launch_shape(16, LayerGeometry(heads, dim, dim), dtype))
         for heads in (1, 4, 16)
