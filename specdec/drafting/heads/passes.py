@@ -13,7 +13,6 @@ import torch
 
 from specdec.drafting.heads.cache import HeadCache, LaidOut
 from specdec.drafting.heads.parts import Attend
-from specdec.engine.batch import Batch
 from specdec.engine.cuda import buckets
 from specdec.engine.cuda.buckets import BucketedPasses, BucketedSteps, Forward, PassShape, table_blocks
 
@@ -50,6 +49,25 @@ class Projection:
     compute: Project
 
 
+class _Replays(BucketedPasses[HeadPass | Projection]):
+    """Captured passes of a head."""
+
+    def __init__(self, cache: HeadCache, steps: BucketedSteps, dtype: torch.dtype, max_len: int) -> None:
+        num_blocks = min(cache.spare_block, table_blocks(max_len, cache.block_size))
+        shape = PassShape(num_blocks, cache.spare_block, cache.block_size, cache.device)
+        super().__init__(steps.graphs, "a head's pass", shape, may_replay=lambda: bool(steps.row_edges))
+        self._cache, self._dtype = cache, dtype
+
+    def made(self, kind: HeadPass | Projection, num_rows: int) -> tuple[tuple[torch.Tensor, ...], Forward]:
+        cache = self._cache
+        states = torch.zeros(num_rows, *kind.state_shape, dtype=self._dtype, device=cache.device)
+        if isinstance(kind, Projection):
+            project = kind.compute
+            return (states,), lambda _: project(states)
+        compute, positions = kind.compute, torch.zeros(num_rows, dtype=torch.int64, device=cache.device)
+        return (states, positions), lambda batch: compute(states, LaidOut(batch, positions), cache.attend(batch))
+
+
 class HeadPasses:
     """Runs the passes of one head over its cache. With replays, a pass is captured at first use unless `prepare` did
     so.
@@ -60,27 +78,7 @@ class HeadPasses:
         head's states; `max_len`: most tokens of a sequence.
         """
         self._cache = cache
-        self.replays: BucketedPasses[HeadPass | Projection] | None = None
-        if steps is None:
-            return
-
-        def made(each: HeadPass | Projection, num_rows: int) -> tuple[tuple[torch.Tensor, ...], Forward]:
-            states = torch.zeros(num_rows, *each.state_shape, dtype=dtype, device=cache.device)
-            if isinstance(each, Projection):
-                project = each.compute
-                return (states,), lambda _: project(states)
-            compute, positions = each.compute, torch.zeros(num_rows, dtype=torch.int64, device=cache.device)
-
-            def run(batch: Batch) -> torch.Tensor:
-                return compute(states, LaidOut(batch, positions), cache.attend(batch))
-
-            return (states, positions), run
-
-        num_blocks = min(cache.spare_block, table_blocks(max_len, cache.block_size))
-        shape = PassShape(num_blocks, cache.spare_block, cache.block_size, cache.device)
-        self.replays = BucketedPasses(
-            steps.graphs, "a head's pass", shape, made, may_replay=lambda: bool(steps.row_edges)
-        )
+        self.replays = None if steps is None else _Replays(cache, steps, dtype, max_len)
 
     def run(self, each: HeadPass, states: torch.Tensor, rows: LaidOut) -> torch.Tensor:
         """Apply `compute` to states [T, *state_shape]; writes the rows' entries."""
@@ -99,4 +97,4 @@ class HeadPasses:
         """Capture likely passes before the first request, as time and memory allow."""
         if self.replays is not None:
             kinds, prepared = list(kinds), buckets.ROW_BUCKETS[:_NUM_PREPARED]
-            self.replays.prepare((each, num_rows) for num_rows in reversed(prepared) for each in kinds)
+            self.replays.capture_ahead((each, num_rows) for num_rows in reversed(prepared) for each in kinds)

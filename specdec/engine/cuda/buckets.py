@@ -8,8 +8,9 @@ may be: attention's programs follow a list of what there is to do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Generic, NamedTuple, TypeVar
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -119,59 +120,56 @@ class ReplayedPass(NamedTuple):
     padding: Batch
     """An empty batch, for `fill`."""
     inputs: tuple[torch.Tensor, ...]
-    """Other tensors that a replay reads, a row for each of the batch's."""
+    """Other tensors that a replay uses, which it keeps alive."""
     replay: Callable[[], None]
     result: torch.Tensor
     """What a replay fills; other replays overwrite it."""
 
+    def take(self, batch: Batch | None, *inputs: torch.Tensor) -> None:
+        """Copy a batch and the first lines of the first inputs to where a replay reads them. Cost: four launches for a
+        batch, and one for each input."""
+        if batch is not None:
+            fill(self.batch, batch, self.padding)
+        for static, own in zip(self.inputs, inputs, strict=False):
+            static[: len(own)].copy_(own, non_blocking=True)
 
-class BucketedPasses(Generic[KindT]):
-    """Passes of several kinds, captured for each bucket of rows at first use unless `prepare` did so."""
+
+class BucketedPasses(GraphStore[tuple[KindT, int], ReplayedPass]):
+    """Passes of several kinds, captured for each bucket of rows at first use unless `capture_ahead` did so."""
 
     def __init__(
-        self,
-        graphs: GraphCache,
-        subject: str,
-        shape: PassShape,
-        make: Callable[[KindT, int], tuple[tuple[torch.Tensor, ...], Forward]],
-        may_replay: Callable[[], bool] = lambda: True,
+        self, graphs: GraphCache, subject: str, shape: PassShape, may_replay: Callable[[], bool] = lambda: True
     ) -> None:
-        """`make`: for a kind and a number of rows the tensors that a pass reads besides its batch, and the pass. It
-        must not refer to this object: see ``GraphStore``."""
-        self.store: GraphStore[tuple[KindT, int], ReplayedPass] = GraphStore(graphs, subject, may_replay)
-        self._capture = graphs.capture
+        """`shape`: of all passes; for the others see ``GraphStore``."""
+        super().__init__(graphs, subject, may_replay)
         self._shape = shape
-        self._make = make
+
+    @abstractmethod
+    def made(self, kind: KindT, num_rows: int) -> tuple[tuple[torch.Tensor, ...], Forward]:
+        """For a kind and a number of rows the tensors that a pass reads besides its batch, and the pass."""
 
     def replayed(self, kind: KindT, batch: Batch | None, *inputs: torch.Tensor) -> ReplayedPass | None:
-        """The pass after a replay for a batch and other inputs; None: it is not captured. Cost: four launches for a
-        batch, and one for each input."""
+        """The pass after a replay for a batch and other inputs, which have a line for each row; None: it is not
+        captured. Cost: see ``ReplayedPass.take``."""
         rows = row_bucket(len(inputs[0])) if batch is None else bucket_of(batch, self._shape.num_blocks)
-        found = None if rows is None else self.store.get((kind, rows), self._captured)
-        if found is None:
-            return None
-        if batch is not None:
-            fill(found.batch, batch, found.padding)
-        for static, own in zip(found.inputs, inputs, strict=True):
-            static[: len(own)].copy_(own)
-        found.replay()
+        found = None if rows is None else self.get((kind, rows))
+        if found is not None:
+            found.take(batch, *inputs)
+            found.replay()
         return found
 
-    def prepare(self, keys: Iterable[tuple[KindT, int]], clock: Callable[[], float] = time.monotonic) -> None:
-        """Capture kinds of passes for numbers of rows as time and memory allow."""
-        self.store.prepare(keys, self._captured, clock)
-
-    def _captured(self, key: tuple[KindT, int]) -> ReplayedPass:
+    def captured(self, key: tuple[KindT, int]) -> ReplayedPass:
+        """See ``GraphStore``."""
         batch, padding = (shape.empty_batch(key[1]) for shape in (self._shape, self._shape._replace(num_blocks=1)))
-        inputs, run = self._make(*key)
-        return ReplayedPass(batch, padding, inputs, *self._capture(lambda: run(batch)))
+        inputs, run = self.made(*key)
+        return ReplayedPass(batch, padding, inputs, *self.graphs.capture(lambda: run(batch)))
 
 
-class BucketedSteps:
+class BucketedSteps(BucketedPasses[tuple[int, ...]]):
     """``StepModel`` that replays captured steps for batches that fit a bucket, and runs other batches directly.
 
-    Replays serve one cache, whose last block is the spare one: no sequence may get it. A step that ``prepare`` has not
-    captured is captured at first use. All captured steps write their logits to one buffer.
+    Replays serve one cache, whose last block is the spare one: no sequence may get it. A step's kind is its tap's
+    layers. All captured steps write their logits to one buffer.
     """
 
     def __init__(
@@ -185,28 +183,16 @@ class BucketedSteps:
     ) -> None:
         """Replay steps over `cache` for sequences of at most ``max_len`` tokens; None: of any size. `is_alone`: see
         ``GraphCache``."""
+        super().__init__(GraphCache(capture, is_alone=is_alone), "a step", PassShape.of(cache, max_len))
         self.forward = forward
         """The function that runs a step directly."""
         self._cache = cache
         self._logits: torch.Tensor | None = None
-        self.graphs = GraphCache(capture, is_alone=is_alone)
-        """Captured steps, and graphs of what else runs over the model's results."""
-        shape = PassShape.of(cache, max_len)
-        self._passes: BucketedPasses[tuple[int, ...]] = BucketedPasses(self.graphs, "a step", shape, self._step)
-
-    def stop(self) -> None:
-        """Stop replaying, and drop all captured steps."""
-        self._passes.store.refuse()
 
     @property
     def row_edges(self) -> tuple[int, ...]:
         """Row counts that steps are padded to, rising; larger steps are not replayed. Empty: no step is replayed."""
-        return () if self._passes.store.has_failed else ROW_BUCKETS
-
-    @property
-    def num_graphs(self) -> int:
-        """Number of captured steps."""
-        return len(self._passes.store)
+        return () if self.has_failed else ROW_BUCKETS
 
     def prepare(self, *, tap_ids: tuple[int, ...] = (), clock: Callable[[], float] = time.monotonic) -> None:
         """Capture all steps, so that no request waits for captures: most rows first, whose memory others reuse.
@@ -215,12 +201,12 @@ class BucketedSteps:
             tap_ids: layers whose hidden states the steps hand out.
             clock: monotonic time in seconds.
         """
-        self._passes.prepare(((tap_ids, rows) for rows in reversed(ROW_BUCKETS)), clock)
+        self.capture_ahead(((tap_ids, rows) for rows in reversed(ROW_BUCKETS)), clock)
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Logits ``[R, V]``, copied from those of a replay; see ``StepModel``."""
         tap_ids = () if batch.tap is None else batch.tap.layer_ids
-        found = self._passes.replayed(tap_ids, batch) if cache is self._cache else None
+        found = self.replayed(tap_ids, batch) if cache is self._cache else None
         if found is None:
             return self.forward(batch, cache)
         tap = found.batch.tap
@@ -228,16 +214,14 @@ class BucketedSteps:
             batch.tap.states = tap.states[: batch.input_ids.shape[0]].clone()  # the next replay overwrites them
         return found.result.index_select(0, batch.logits_indices)
 
-    def _step(self, tap_ids: tuple[int, ...], num_rows: int) -> tuple[tuple[torch.Tensor, ...], Forward]:
+    def made(self, kind: tuple[int, ...], num_rows: int) -> tuple[tuple[torch.Tensor, ...], Forward]:
+        """See ``BucketedPasses``."""
+
         def run(batch: Batch) -> torch.Tensor:
-            batch.tap = HiddenTap(tap_ids) if tap_ids else None
-            return self._buffered(self.forward(batch, self._cache))
+            batch.tap = HiddenTap(kind) if kind else None
+            logits = self.forward(batch, self._cache)
+            if self._logits is None or self._logits.shape[1] != logits.shape[1]:  # of the first run
+                self._logits = logits.new_empty(ROW_BUCKETS[-1], logits.shape[1])
+            return self._logits[:num_rows].copy_(logits)
 
         return (), run
-
-    def _buffered(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits in the buffer, which the first run of the first capture makes."""
-        num_rows, num_logits = logits.shape
-        if self._logits is None or self._logits.shape[1] != num_logits:
-            self._logits = logits.new_empty(ROW_BUCKETS[-1], num_logits)
-        return self._logits[:num_rows].copy_(logits)

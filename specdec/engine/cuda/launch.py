@@ -47,7 +47,7 @@ def launch(
     """Launch a kernel; on meta tensors it is only seen.
 
     Args:
-        kernel: a function of ``triton.jit``, whose first argument is a tensor; its constants come last, with names in capitals.
+        kernel: a function of ``triton.jit``; its first argument is a tensor, its last are constants, named in capitals.
         grid: number of programs in each dimension.
         sources: objects with attributes named as the kernel's other arguments, constants in small letters.
         options: options of the compiler, such as ``num_warps``.

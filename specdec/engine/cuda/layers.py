@@ -33,11 +33,7 @@ def add_norm_kernel(
     added, input_ids, weight, residual, normed, part_stride, epsilon, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
     NUM_EMBEDDINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add ``added`` [parts, rows, WIDTH] to ``residual``, rounded to its dtype, and compute its norm; grid (rows,).
-
-    Parts are summed in order in float32, and the sum is rounded before it is added. With ``NUM_EMBEDDINGS``, the
-    embeddings in ``added`` of ``input_ids`` become ``residual``; an id out of range gives NaN.
-    """
+    """``add_norm``; grid (rows,). Without an embedding, ``NUM_EMBEDDINGS`` is 0."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     if NUM_EMBEDDINGS > 0:
@@ -75,11 +71,8 @@ def rotate_write_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one head: a query is stored in ``query``, a key and its value in the row's slot of the cache.
-
-    Grid (rows, heads + KV heads). The halves of a head are rotated with each other, with ``HAS_NORM`` after the head's
-    norm.
-    """
+    """``rotate_write`` of one head; grid (rows, heads + KV heads). A head's halves are rotated with each other, with
+    ``HAS_NORM`` after the head's norm."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     DIM: tl.constexpr = 2 * HALF
     d = tl.arange(0, BLOCK)
@@ -113,7 +106,7 @@ def rotate_write_kernel(
 
 @triton.jit
 def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """SiLU of a row's first half, times its second half; grid (rows, blocks)."""
+    """``gate``; grid (rows, blocks)."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)
@@ -132,8 +125,8 @@ def add_norm(
 ) -> None:
     """Add ``added`` to ``residual`` in place, and write its norm to ``normed``; all are ``[T, width]``, contiguous.
 
-    ``added`` may also be ``[parts, T, width]``: the parts are summed first, in order. With ``input_ids`` it is an
-    embedding, whose rows replace ``residual``.
+    ``added`` may also be ``[parts, T, width]``: the parts are summed in order in float32, and the sum is rounded before
+    it is added. With ``input_ids`` it is an embedding, whose rows replace ``residual``; an id out of range gives NaN.
     """
     num_rows, width = residual.shape
     launch(

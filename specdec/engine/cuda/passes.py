@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 import weakref
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
@@ -166,76 +167,71 @@ class GraphCache:
 
 
 class GraphStore(Generic[KeyT, GraphT]):
-    """One owner's graphs in a cache, which drops them when the store is gone.
+    """One owner's graphs in a cache, which drops them when the store is gone. A subclass says how they are captured.
 
     `get` returns None, so that kernels are launched one by one, where a capture fails, after three such failures,
     while the cache has no memory for another graph, and while no graph may be replayed.
     """
 
-    def __init__(self, cache: GraphCache, subject: str, may_replay: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, graphs: GraphCache, subject: str, may_replay: Callable[[], bool] = lambda: True) -> None:
         """`subject`: name of the graphs in logs; `may_replay`: called by each `get`."""
-        self._cache = cache
+        self.graphs = graphs
+        """The cache, which other stores share."""
         self._owner = object()  # not the store: the cache would keep it, and the weights of an exchanged head with it
         self._subject = subject
         self._may_replay = may_replay
         self._num_failures = 0
-        weakref.finalize(self, _drop, weakref.ref(cache), self._owner).atexit = False
+        weakref.finalize(self, _drop, weakref.ref(graphs), self._owner).atexit = False
 
-    def __len__(self) -> int:
-        return self._cache.count(self._owner)
+    @abstractmethod
+    def captured(self, key: KeyT) -> GraphT:
+        """Capture a graph, which must not refer to the store."""
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of captured graphs."""
+        return self.graphs.count(self._owner)
 
     @property
     def has_failed(self) -> bool:
         """Whether no graph is captured or replayed any more."""
         return self._num_failures >= _MOST_FAILURES
 
-    def get(self, key: KeyT, capture: Callable[[KeyT], GraphT]) -> GraphT | None:
+    def get(self, key: KeyT) -> GraphT | None:
         """The graph of a key, captured now if it is missing; None: see the class."""
         if self.has_failed or not self._may_replay():
             return None
-        graph: GraphT | None = self._cache.find(self._owner, key)
-        if graph is None and self._cache.has_memory():
-            graph = self._captured(key, capture)
-        return graph
-
-    def _captured(self, key: KeyT, capture: Callable[[KeyT], GraphT]) -> GraphT | None:
+        graph: GraphT | None = self.graphs.find(self._owner, key)
+        if graph is not None or not self.graphs.has_memory():
+            return graph
         try:
-            graph = capture(key)
+            graph = self.captured(key)
         except RuntimeError as error:
-            if not self._cache.is_alone:
+            if not self.graphs.is_alone:
                 raise
             self._num_failures += 1
             _logger.exception(f"{self._subject} could not be captured; its kernels are launched one by one")
             if is_out_of_memory(error):
-                self._cache.halve()
+                self.graphs.halve()
             if self.has_failed:
-                self.clear()
+                self.stop()
             return None
-        self._cache.keep(self._owner, key, graph)
+        self.graphs.keep(self._owner, key, graph)
         return graph
 
-    def prepare(
-        self,
-        keys: Iterable[KeyT],
-        capture: Callable[[KeyT], GraphT],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def capture_ahead(self, keys: Iterable[KeyT], clock: Callable[[], float] = time.monotonic) -> None:
         """Capture graphs before the first request until one fails, or the cache has no room."""
-        began_s, cache = clock(), self._cache
-        is_complete = all(cache.has_room(clock() - began_s) and self.get(key, capture) is not None for key in keys)
+        began_s, cache = clock(), self.graphs
+        is_complete = all(cache.has_room(clock() - began_s) and self.get(key) is not None for key in keys)
         elapsed_s = clock() - began_s
         cache.ahead_s += elapsed_s
-        figures = {"subject": self._subject, "num": len(self), "seconds": round(elapsed_s, 3), "complete": is_complete}
-        _logger.info("graphs_captured", extra=figures)
+        figures = {"num": self.num_graphs, "seconds": round(elapsed_s, 3), "complete": is_complete}
+        _logger.info("graphs_captured", extra={"subject": self._subject, **figures})
 
-    def refuse(self) -> None:
-        """Replay nothing from now on: the graphs compute wrong results."""
+    def stop(self) -> None:
+        """Replay nothing from now on, and drop all graphs."""
         self._num_failures = _MOST_FAILURES
-        self.clear()
-
-    def clear(self) -> None:
-        """Drop all graphs of this store."""
-        self._cache.drop(self._owner)
+        self.graphs.drop(self._owner)
 
 
 def _drop(cache: weakref.ref[GraphCache], owner: object) -> None:

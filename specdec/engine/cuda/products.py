@@ -26,10 +26,7 @@ def product_kernel(
     rows, weight, bias, out, num_rows, NUM_INPUTS: tl.constexpr, NUM_OUTPUTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """``rows`` [T, inputs] times ``weight`` [outputs, inputs], plus ``bias``; grid (tiles of rows, tiles of outputs).
-
-    Tiles of rows are the first dimension, so that concurrent programs read the same weights.
-    """
+    """``ordered_linear``; grid (tiles of rows, tiles of outputs), so that concurrent programs read the same weights."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)

@@ -3,23 +3,23 @@ host."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, PassShape, row_bucket
+from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedPasses, BucketedSteps, Forward, PassShape, row_bucket
 from specdec.engine.cuda.cuts import CutKinds, cut_parameters, launch_cuts
-from specdec.engine.cuda.passes import GraphStore
 from specdec.engine.cuda.sampling import MOST_TOP, ids_of, launch_top, read_top, scored
 from specdec.engine.drawing.adjustments import Adjustments, can_adjust
-from specdec.engine.drawing.graph_parts import GraphParts, packed_call, scaling_of
+from specdec.engine.drawing.graph_parts import call_layout, call_parts, packed_call, scaling_of
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, IdTables, OtherIds, pruned
 from specdec.engine.drawing.sparse import launch_sparse, read_sparse
 from specdec.engine.model.beside import PassRows
@@ -43,8 +43,7 @@ measured."""
 _logger = logging.getLogger(__name__)
 
 
-class _Key(NamedTuple):
-    num_rows: int
+class _Kind(NamedTuple):
     num_draws: int
     num_top: int
     """Tokens of each draw."""
@@ -55,21 +54,11 @@ class _Key(NamedTuple):
     """Whether draws are for rejection verification; `num_top` is then the size of their distributions plus one."""
 
 
-@dataclass(slots=True)
-class _Graph:
-    key: _Key
-    packed: torch.Tensor
-    """Words that a call uploads (`GraphParts`); a call fills as many as its tables take."""
-    adjustments: Adjustments | None
-    batch: Batch
-    """Batch of the passes, kept alive here: a graph has only the addresses of its tensors."""
-    drawn: torch.Tensor
-    """[draws, rows, num_top] scored ids; draw 0 is filled before the replay. The first entry is the drawn token."""
-    replay: Callable[[], None] = lambda: None
-
-
-class DeviceDrawing:
+class DeviceDrawing(BucketedPasses[_Kind]):
     """``Drawing`` on a GPU: every row is computed to the end, and the host drops draws past a row's end.
+
+    A captured call reads a packed upload (`call_layout`) and the block tables of its batch. It fills scored ids
+    ``[draws, rows, num_top]``, of which the first draw is launched before the replay.
 
     Cost: one copy to the device, five launches, a graph, and one copy back, for which it waits. If a row has cuts, each
     draw adds the launches of `launch_cuts`. If a row's logits are adjusted, each draw adds two launches, and a call the
@@ -101,18 +90,15 @@ class DeviceDrawing:
             sampler: draws single tokens where no graph serves.
             other_ids: ids to draw by in place of the model's; None: the model's.
         """
+        shape, subject = PassShape.of(cache, max_len), "drawing several tokens"
+        super().__init__(steps.graphs, subject, shape, may_replay=lambda: bool(steps.row_edges))
         self.num_passes = 0
         self._steps = steps
         self._cache = cache
         self._vocab_size = vocab_size
         self._max_len = max_len
         self._sampler = sampler
-        self._graphs: GraphStore[_Key, _Graph] = GraphStore(
-            steps.graphs, "drawing several tokens", may_replay=lambda: bool(steps.row_edges)
-        )
-        self._adjustments: Adjustments | None = None
         self._mean_used = float(ROUND_BUCKETS[-1])
-        self._shape = PassShape.of(cache, max_len)
         self._other_ids = None if other_ids is None else IdTables(other_ids, cache.device, cache.device)
 
     def takes(self, rule: DrawRule) -> bool:
@@ -128,13 +114,11 @@ class DeviceDrawing:
     def prepare(self, num_top: int) -> None:
         """Capture graphs for few rows as time and memory allow, and check one of them. The cache must be empty."""
         num_top = min(num_top, self._vocab_size)
-        keys = [
-            _Key(num_rows, num_draws, num_top) for num_rows in _PREPARED_ROWS for num_draws in reversed(ROUND_BUCKETS)
-        ]
-        self._graphs.prepare(keys, self._captured)
+        kinds = [_Kind(num_draws, num_top) for num_draws in reversed(ROUND_BUCKETS)]
+        self.capture_ahead((kind, num_rows) for num_rows in _PREPARED_ROWS for kind in kinds)
         if not self._draws_as_single_steps(num_top):
             _logger.error("a captured graph draws other tokens than single steps; no graph draws")
-            self._graphs.refuse()
+            self.stop()
 
     @torch.inference_mode()
     def _draws_as_single_steps(self, num_top: int) -> bool:
@@ -214,22 +198,27 @@ class DeviceDrawing:
         if num_rows is None or num_rows > most_rows or max(len(row.block_ids) for row in rows) > self._shape.num_blocks:
             return None
         bucket = next((bucket for bucket in ROUND_BUCKETS if bucket >= num_draws), ROUND_BUCKETS[-1])
-        key = _Key(num_rows, bucket, num_top, kinds, is_adjusted, is_sparse)
-        graph = self._graphs.get(key, self._captured)
+        kind = _Kind(bucket, num_top, kinds, is_adjusted, is_sparse)
+        graph = self.get((kind, num_rows))
         if graph is None:
             return None
         self.num_passes = bucket - 1
-        packed = packed_call(rows, bucket, num_rows, cuts, self._shape, is_sparse=is_sparse)
-        on_device = graph.packed[: len(packed)]
-        on_device.copy_(packed, non_blocking=True)
-        parts = GraphParts.of(on_device, bucket, num_rows)
-        graph.batch.block_tables[:, : parts.tables.shape[1]].copy_(parts.tables)
-        first = logits.index_select(0, parts.logits_rows[: len(rows)])[:, : self._vocab_size]
-        if graph.adjustments is not None:
-            graph.adjustments.fill([row.context for row in rows])
-        self._launch_draw(graph, parts, 0, first)
+        width = max(len(row.block_ids) for row in rows)
+        layout = call_layout(bucket, num_rows, width)
+        graph.take(None, packed_call(rows, layout, cuts, self._shape, is_sparse=is_sparse))
+        packed, drawn, _ = graph.inputs
+        parts = call_parts(packed, layout)
+        graph.batch.block_tables[:, :width].copy_(parts["tables"])
+        first = logits.index_select(0, parts["logits_rows"][: len(rows)])[:, : self._vocab_size]
+        if is_adjusted:
+            self._adjustments.fill([row.context for row in rows])
+        self._launch_draw(kind, parts, 0, first, drawn)
         graph.replay()
-        return graph.drawn.cpu()[:, : len(rows)].contiguous()
+        return drawn.cpu()[:, : len(rows)].contiguous()
+
+    @functools.cached_property
+    def _adjustments(self) -> Adjustments:
+        return Adjustments(_MOST_WIDE_ROWS, self._vocab_size, self._cache.device)
 
     def _first(self, rows: Sequence[DrawRow], logits: torch.Tensor) -> torch.Tensor:
         """Logits of the rows' first draws."""
@@ -245,19 +234,20 @@ class DeviceDrawing:
         parameters, kinds = cut_parameters(temperatures, cut_arguments([row.context for row in rows]), self._vocab_size)
         return parameters, kinds if is_sparse or any(temperatures) else None
 
-    @staticmethod
-    def _launch_draw(graph: _Graph, parts: GraphParts, number: int, logits: torch.Tensor) -> None:
-        """Launch one draw for each row of the logits, by the graph's first rows."""
-        num_rows, key = len(logits), graph.key
-        out, parameters = graph.drawn[number, :num_rows], parts.parameters[number, :num_rows]
-        if graph.adjustments is not None:
-            logits = graph.adjustments.adjusted(logits, number)
-        if key.cuts is not None:
-            logits = launch_cuts(logits, parts.cuts[:num_rows], key.cuts)
-        if key.is_sparse:
+    def _launch_draw(
+        self, kind: _Kind, parts: Mapping[str, torch.Tensor], number: int, logits: torch.Tensor, drawn: torch.Tensor
+    ) -> None:
+        """Launch one draw for each row of the logits, by a call's first rows."""
+        num_rows = len(logits)
+        out, parameters = drawn[number, :num_rows], parts["parameters"][number, :num_rows]
+        if kind.is_adjusted:
+            logits = self._adjustments.adjusted(logits, number)
+        if kind.cuts is not None:
+            logits = launch_cuts(logits, parts["cuts"][:num_rows], kind.cuts)
+        if kind.is_sparse:
             launch_sparse(logits, parameters, out)
         else:
-            launch_top(logits, parameters, key.num_top, out)
+            launch_top(logits, parameters, kind.num_top, out)
 
     def _check(self, rows: Sequence[DrawRow]) -> None:
         for row in rows:
@@ -266,41 +256,36 @@ class DeviceDrawing:
             if row.position + row.num_rounds - 1 > self._max_len:
                 raise IndexError(f"position {row.position} and {row.num_rounds - 1} more are out of the model's range")
 
-    def _captured(self, key: _Key) -> _Graph:
-        num_rows, num_draws, device = key.num_rows, key.num_draws, self._cache.device
-        batch = self._shape.empty_batch(num_rows)
-        batch.row_seq = torch.arange(num_rows, dtype=torch.int32, device=device)
-        batch.path_slots = batch.path_slots[:0]
-        size = GraphParts.size(num_draws, num_rows, self._shape.num_blocks)
-        packed = torch.zeros(size, dtype=torch.int32, device=device)
-        parts = GraphParts.of(packed, num_draws, num_rows)
-        parts.slots.fill_(self._shape.spare_slot)  # where runs before the capture write
-        zeros = torch.zeros(num_draws, num_rows, key.num_top, device=device)
+    def made(self, kind: _Kind, num_rows: int) -> tuple[tuple[torch.Tensor, ...], Forward]:
+        """All passes and draws after the first draw: see ``BucketedPasses``."""
+        layout, device = call_layout(kind.num_draws, num_rows, self._shape.num_blocks), self._cache.device
+        packed = torch.zeros(layout.itemsize // 4, dtype=torch.int32, device=device)
+        call_parts(packed, layout)["slots"].fill_(self._shape.spare_slot)  # where runs before the capture write
+        row_seq = torch.arange(num_rows, dtype=torch.int32, device=device)
+        zeros = torch.zeros(kind.num_draws, num_rows, kind.num_top, device=device)
         drawn = scored(zeros, zeros.to(torch.int64))
-        if key.is_adjusted and self._adjustments is None:
-            self._adjustments = Adjustments(_MOST_WIDE_ROWS, self._vocab_size, device)
-        adjustments = self._adjustments if key.is_adjusted else None
-        graph = _Graph(key, packed, adjustments, batch, drawn)
-        graph.replay, _ = self._steps.graphs.capture(lambda: self._rounds(graph))
-        return graph
 
-    def _rounds(self, graph: _Graph) -> torch.Tensor:
-        """All passes and draws after the first draw: the part that is captured."""
-        parts = GraphParts.of(graph.packed, graph.key.num_draws, graph.key.num_rows)
-        context_lens = (parts.positions + 1).to(torch.int32)
-        for number in range(graph.key.num_draws - 1):
-            token_ids = ids_of(graph.drawn[number, :, 0])
-            if graph.adjustments is not None:
-                graph.adjustments.count(token_ids)
-            batch = replace(
-                graph.batch,
-                input_ids=token_ids,
-                position_ids=parts.positions[number],
-                slot_mapping=parts.slots[number],
-                context_lens=context_lens[number],
-            )
-            self._launch_draw(graph, parts, number + 1, self._by_drawn_ids(batch, self._steps.forward))
-        return graph.drawn
+        def run(batch: Batch) -> torch.Tensor:
+            parts = call_parts(packed, layout)
+            context_lens = (parts["positions"] + 1).to(torch.int32)
+            for number in range(kind.num_draws - 1):
+                token_ids = ids_of(drawn[number, :, 0])
+                if kind.is_adjusted:
+                    self._adjustments.count(token_ids)
+                own = replace(
+                    batch,
+                    input_ids=token_ids,
+                    position_ids=parts["positions"][number],
+                    slot_mapping=parts["slots"][number],
+                    row_seq=row_seq,
+                    context_lens=context_lens[number],
+                    path_slots=batch.path_slots[:0],
+                )
+                logits = self._by_drawn_ids(own, self._steps.forward)
+                self._launch_draw(kind, parts, number + 1, logits, drawn)
+            return drawn
+
+        return (packed, drawn, row_seq), run
 
 
 def _until_none(samples: Sequence[DraftSample | None]) -> list[DraftSample | None]:

@@ -186,31 +186,24 @@ class Drawing(Protocol):
 
 def pruned(rows: Sequence[DrawRow], of_rounds: Sequence[Sequence[Draw]]) -> list[list[Draw]]:
     """The draws of each row up to the end that ``DrawRow`` defines, equal to those of ``native/ahead.cpp``."""
-    drawn: list[list[Draw]] = [[] for _ in rows]
-    path_scores = [row.path_score for row in rows]
-    active = list(range(len(rows)))
-    for number, draws in enumerate(of_rounds):
-        goes_on, rest = True, []
-        for r in active:
-            row, (token_ids, scores) = rows[r], draws[r]
-            drawn[r].append(draws[r])
-            is_end = math.isnan(scores[0])
-            if not is_end:
-                shares = [math.exp(score - scores[0]) for score in scores]
-                total = sum(shares)
-                if len(shares) > 1 and path_scores[r] * (shares[1] / total) >= row.least_fork_score:
-                    goes_on = False
-                path_scores[r] /= total
-                is_end = (
-                    number + 1 >= row.num_rounds
-                    or path_scores[r] < row.least_path_score
-                    or token_ids[0] in row.rule.ends
-                )
+    drawn: list[list[Draw]] = []
+    last = len(of_rounds)
+    for row, draws in zip(rows, zip(*of_rounds, strict=True), strict=True):
+        path_score, own = row.path_score, list[Draw]()
+        for token_ids, scores in draws:
+            own.append((token_ids, scores))
+            shares = [math.exp(score - scores[0]) for score in scores]
+            is_fork = len(shares) > 1 and path_score * (shares[1] / sum(shares)) >= row.least_fork_score
+            path_score /= sum(shares)
+            is_end = (
+                math.isnan(scores[0])
+                or len(own) >= row.num_rounds
+                or path_score < row.least_path_score
+                or token_ids[0] in row.rule.ends
+            )
+            if is_fork or (is_end and row.ends_all):
+                last = min(last, len(own))
             if is_end:
-                goes_on = goes_on and not row.ends_all
-            else:
-                rest.append(r)
-        if not goes_on or not rest:
-            break
-        active = rest
-    return drawn
+                break
+        drawn.append(own)
+    return [own[:last] for own in drawn]

@@ -1,5 +1,7 @@
 """One cache of captured graphs: what it captures, keeps, drops, and does after a capture that fails."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -8,107 +10,108 @@ from specdec.engine.cuda.passes import CAPTURE_BYTES, GraphCache, GraphStore
 from tests.support.engine.captures import Captures
 
 
-class Capturing:
-    def __init__(self) -> None:
-        self.captured: list[str] = []
+class Store(GraphStore[str, str]):
+    def __init__(self, cache: GraphCache, subject: str = "a test", may_replay: Callable[[], bool] = lambda: True):
+        super().__init__(cache, subject, may_replay)
+        self.keys: list[str] = []
         self.fails_for = ""
         self.error: RuntimeError = RuntimeError("operation not permitted when stream is capturing")
 
-    def __call__(self, key: str) -> str:
+    def captured(self, key: str) -> str:
         if key == self.fails_for:
             raise self.error
-        self.captured.append(key)
+        self.keys.append(key)
         return f"graph of {key}"
 
 
-def made(*, is_alone: bool = True, bytes_each: int = 0) -> tuple[GraphCache, GraphStore[str, str], Capturing]:
+def made(*, is_alone: bool = True, bytes_each: int = 0) -> tuple[GraphCache, Store]:
     cache = GraphCache(Captures(bytes_each), is_alone=is_alone)
-    return cache, GraphStore(cache, "a test"), Capturing()
+    return cache, Store(cache)
 
 
 def test_a_graph_is_captured_once_and_the_least_recently_used_one_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "_MOST_GRAPHS", 2)
-    _, store, capture = made()
-    assert [store.get(key, capture) for key in "abac"] == ["graph of a", "graph of b", "graph of a", "graph of c"]
-    assert (capture.captured, len(store)) == (["a", "b", "c"], 2)
-    store.get("a", capture)
-    assert capture.captured == ["a", "b", "c"], "b was used longest ago"
+    _, store = made()
+    assert [store.get(key) for key in "abac"] == ["graph of a", "graph of b", "graph of a", "graph of c"]
+    assert (store.keys, store.num_graphs) == (["a", "b", "c"], 2)
+    store.get("a")
+    assert store.keys == ["a", "b", "c"], "b was used longest ago"
 
 
 def test_stores_of_one_cache_share_its_places_and_drop_only_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "_MOST_GRAPHS", 3)
-    cache, first, capture = made()
-    second = GraphStore[str, str](cache, "another test")
+    cache, first = made()
+    second = Store(cache, "another test")
     for store, key in ((first, "a"), (second, "a"), (first, "b"), (second, "b")):
-        store.get(key, capture)
-    assert (len(first), len(second), len(cache)) == (1, 2, 3)
-    second.clear()
-    assert (len(first), len(second)) == (1, 0)
+        store.get(key)
+    assert (first.num_graphs, second.num_graphs, len(cache)) == (1, 2, 3)
+    second.stop()
+    assert (first.num_graphs, second.num_graphs) == (1, 0)
 
 
 def test_graphs_of_a_store_that_is_gone_are_dropped() -> None:
-    cache, store, capture = made()
-    other = GraphStore[str, str](cache, "another test")
-    store.get("a", capture)
-    other.get("a", capture)
+    cache, store = made()
+    other = Store(cache, "another test")
+    store.get("a")
+    other.get("a")
     del store
-    assert (len(cache), len(other)) == (1, 1)
+    assert (len(cache), other.num_graphs) == (1, 1)
 
 
 def test_after_three_captures_that_fail_none_is_tried_and_none_is_found() -> None:
-    _, store, capture = made()
-    capture.fails_for = "b"
-    assert [store.get(key, capture) for key in "abbca"] == ["graph of a", None, None, "graph of c", "graph of a"]
-    assert [store.get(key, capture) for key in "bac"] == [None, None, None]
-    assert (capture.captured, store.has_failed, len(store)) == (["a", "c"], True, 0)
+    _, store = made()
+    store.fails_for = "b"
+    assert [store.get(key) for key in "abbca"] == ["graph of a", None, None, "graph of c", "graph of a"]
+    assert [store.get(key) for key in "bac"] == [None, None, None]
+    assert (store.keys, store.has_failed, store.num_graphs) == (["a", "c"], True, 0)
 
 
 def test_a_capture_without_memory_drops_the_half_that_was_used_longest_ago_and_is_tried_again() -> None:
-    _, store, capture = made()
+    _, store = made()
     for key in "abcd":
-        store.get(key, capture)
-    capture.fails_for, capture.error = "e", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
-    assert store.get("e", capture) is None
-    assert len(store) == 2
-    capture.fails_for = ""
-    assert store.get("e", capture) == "graph of e"
-    assert store.get("c", capture) == "graph of c"
-    assert capture.captured == list("abcde")
+        store.get(key)
+    store.fails_for, store.error = "e", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+    assert store.get("e") is None
+    assert store.num_graphs == 2
+    store.fails_for = ""
+    assert store.get("e") == "graph of e"
+    assert store.get("c") == "graph of c"
+    assert store.keys == list("abcde")
 
 
 def test_nothing_is_captured_while_graphs_hold_their_share_of_memory() -> None:
-    cache, store, capture = made(bytes_each=CAPTURE_BYTES // 2 + 1)
-    store.get("a", capture)
+    cache, store = made(bytes_each=CAPTURE_BYTES // 2 + 1)
+    store.get("a")
     for _ in range(2):
         cache.capture(lambda: torch.zeros(1))
-    assert [store.get(key, capture) for key in "ba"] == [None, "graph of a"]
+    assert [store.get(key) for key in "ba"] == [None, "graph of a"]
 
 
 def test_of_several_ranks_all_capture_the_same_or_end() -> None:
-    cache, store, capture = made(is_alone=False, bytes_each=CAPTURE_BYTES + 1)
+    cache, store = made(is_alone=False, bytes_each=CAPTURE_BYTES + 1)
     cache.capture(lambda: torch.zeros(1))
     cache.ahead_s = 1e9
-    store.prepare("ab", capture)
-    assert capture.captured == ["a", "b"]
-    capture.fails_for = "c"
+    store.capture_ahead("ab")
+    assert store.keys == ["a", "b"]
+    store.fails_for = "c"
     with pytest.raises(RuntimeError, match="not permitted"):
-        store.get("c", capture)
+        store.get("c")
 
 
 def test_nothing_is_captured_and_no_graph_is_found_while_there_may_be_none() -> None:
     is_allowed = iter([False, True, False, True])
-    store, capture = GraphStore[str, str](GraphCache(Captures()), "a test", lambda: next(is_allowed)), Capturing()
-    assert [store.get("a", capture) for _ in range(4)] == [None, "graph of a", None, "graph of a"]
-    assert capture.captured == ["a"]
+    store = Store(GraphCache(Captures()), "a test", lambda: next(is_allowed))
+    assert [store.get("a") for _ in range(4)] == [None, "graph of a", None, "graph of a"]
+    assert store.keys == ["a"]
 
 
 def test_captures_ahead_end_where_the_time_does_or_one_fails() -> None:
     now_s = iter([10.0, 10.0, 22.0, 31.0, 32.0])
-    cache, store, capture = made()
-    store.prepare("abcd", capture, lambda: next(now_s))
-    assert capture.captured == ["a", "b"]
+    cache, store = made()
+    store.capture_ahead("abcd", lambda: next(now_s))
+    assert store.keys == ["a", "b"]
     assert cache.ahead_s == 22.0
     cache.ahead_s = 0.0
-    capture.fails_for = "c"
-    store.prepare("abcd", capture)
-    assert capture.captured == ["a", "b"]
+    store.fails_for = "c"
+    store.capture_ahead("abcd")
+    assert store.keys == ["a", "b"]

@@ -84,8 +84,7 @@ def test_a_model_is_loaded_proved_and_captured(gpu: Gpu) -> None:
 
 def test_captured_steps_write_their_logits_to_one_buffer(gpu: Gpu) -> None:
     replays: Any = gpu.runner.replays
-    store = replays._passes.store
-    logits = [graph.result for (owner, _), graph in replays.graphs._graphs.items() if owner is store._owner]
+    logits = [graph.result for (owner, _), graph in replays.graphs._graphs.items() if owner is replays._owner]
     assert len(logits) == len(ROWS)
     assert len({id(each.memory) for each in logits}) == 1
 

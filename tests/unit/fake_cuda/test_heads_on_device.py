@@ -133,10 +133,10 @@ def test_captured_passes_offer_what_those_of_a_cpu_offer(
     head: Any = load(name, tmp_path / "device", on_device)
     head.prepare()
     replays = head.passes.replays
-    num_prepared = len(replays.store)
+    num_prepared = replays.num_graphs
     assert num_prepared == 2 * len(head.kinds), "all in both buckets"
     found = live(Life(head, on_device))
-    assert not replays.store.has_failed
+    assert not replays.has_failed
     check_same(found, expected)
 
 
@@ -169,8 +169,8 @@ def test_passes_that_are_too_large_and_captures_that_were_dropped_change_no_offe
     head: Any = load("eagle3", tmp_path / "device", on_device)
     head.prepare()
     found = live(Life(head, on_device, lengths=(30, 2)))
-    assert not head.passes.replays.store.has_failed
-    assert len(head.passes.replays.store) == 2
+    assert not head.passes.replays.has_failed
+    assert head.passes.replays.num_graphs == 2
     check_same(found, expected)
 
 
@@ -188,7 +188,7 @@ def test_where_capturing_fails_a_heads_passes_run_as_they_are_and_steps_are_repl
     monkeypatch.setattr(CudaCapture, "__call__", failing)
     head.prepare()
     found = live(Life(head, on_device))
-    assert not head.passes.replays.store
+    assert not head.passes.replays.num_graphs
     assert on_device.runner.row_edges
     check_same(found, expected)
 

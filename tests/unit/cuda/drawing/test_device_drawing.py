@@ -17,7 +17,7 @@ from specdec.drafting.translation.shared import SharedVocabulary
 from specdec.engine.cuda.passes import CAPTURE_BYTES
 from specdec.engine.drawing import device as drawing_module
 from specdec.engine.drawing.device import ROUND_BUCKETS, DeviceDrawing
-from specdec.engine.drawing.graph_parts import GraphParts
+from specdec.engine.drawing.graph_parts import Layout, call_parts
 from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, OtherIds
 from specdec.engine.model.runner import ModelRunner
@@ -131,7 +131,7 @@ def test_graphs_with_cuts_are_replayed_for_other_cuts_of_their_kind(
 def test_rows_with_cuts_are_drawn_once_where_nothing_can_be_captured(
     runner: ModelRunner, device: tuple[DeviceDrawing, Captures]
 ) -> None:
-    device[0]._graphs.refuse()
+    device[0].stop()
     native, drawn = both(runner, device[0], rows_of([4, 4, 4], [{**each, "top_k": 2} for each in MANY]))
     assert [len(draws) for draws in drawn] == [1, 1, 1]
     assert drawn == [[draws[0]] for draws in native]
@@ -180,17 +180,16 @@ def test_graphs_are_prepared_within_the_memory_that_steps_have_left(
 def test_a_graph_that_draws_other_tokens_than_single_steps_draws_nothing(
     runner: ModelRunner, device: tuple[DeviceDrawing, Captures], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Late(GraphParts):
-        @staticmethod
-        def of(packed: torch.Tensor, num_draws: int, num_rows: int) -> GraphParts:
-            parts = GraphParts.of(packed, num_draws, num_rows)
-            return parts._replace(positions=parts.positions[[0, 0, *range(2, num_draws - 1)]])
+    def late(words: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+        parts = call_parts(words, layout)
+        order = [0, 0, *range(2, len(parts["positions"]))]
+        return parts | {"positions": parts["positions"][order]}
 
-    monkeypatch.setattr(drawing_module, "GraphParts", Late)
+    monkeypatch.setattr(drawing_module, "call_parts", late)
     monkeypatch.setattr(drawing_module, "_PREPARED_ROWS", (1,))
     drawing = device[0]
     drawing.prepare(NUM_TOP)
-    assert drawing._graphs.has_failed
+    assert drawing.has_failed
     native, drawn = both(runner, drawing, rows_of([4, 4, 4], MANY))
     assert drawn == [[draws[0]] for draws in native]
 
@@ -220,12 +219,12 @@ def test_between_two_passes_are_few_launches(
     runner: ModelRunner, device: tuple[DeviceDrawing, Captures], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both(runner, device[0], rows_of([4, 4, 4], MANY))
-    store = device[0]._graphs
-    [(key, graph)] = [(key, graph) for (owner, key), graph in store._cache._graphs.items() if owner is store._owner]
+    store = device[0]
+    [(key, graph)] = [(key, graph) for (owner, key), graph in store.graphs._graphs.items() if owner is store._owner]
     monkeypatch.setattr(device[0]._steps, "forward", lambda batch, cache: torch.zeros(4, runner.num_logits))
     with LaunchCounter() as counter:
         graph.replay()
     names = [launch.name for launch in counter.launches]
-    assert names == ["draw_kernel"] * (key.num_draws - 1)
+    assert names == ["draw_kernel"] * (key[0].num_draws - 1)
     counts = Counter(name for name, _ in counter.operations)
-    assert counts["bitwise_and"] == counts["rsub"] == counts["amax"] == counts["topk"] == key.num_draws - 1
+    assert counts["bitwise_and"] == counts["rsub"] == counts["amax"] == counts["topk"] == key[0].num_draws - 1
