@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from specdec.coordinator.text.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, template_sources
 from specdec.coordinator.text.detokenizer import DetokenizerFactory
 from specdec.coordinator.text.request_templates import RequestTemplates
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import IncompatibleReplica, InvalidRequest
-from specdec.wire.tokenizer_files import tokenizer_digest, with_chat_template
+from specdec.wire.tokenizer_files import tokenizer_digest, whole_config
 
 _DIGEST_DIGITS = 16
 """Hexadecimal digits of a template's digest: it tells versions apart, and proves nothing."""
@@ -31,6 +31,8 @@ class TextTokenizer:
         self._tokenizer = Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
+        _add_named_tokens(self._tokenizer, config)
         self.longest_token_bytes = max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
         """Upper bound of the bytes of text in a token."""
         self.detokenizers = DetokenizerFactory(self._tokenizer)
@@ -48,7 +50,7 @@ class TextTokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         config_file = folder / "tokenizer_config.json"
         config = json.loads(config_file.read_text()) if config_file.exists() else {}
-        return cls(file.read_bytes(), with_chat_template(config, folder))
+        return cls(file.read_bytes(), whole_config(config, folder))
 
     @property
     def has_chat_template(self) -> bool:
@@ -118,6 +120,33 @@ def read_tokenizer(tokenizer_json: bytes, config: str) -> TextTokenizer:
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:_DIGEST_DIGITS]
+
+
+def _add_named_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+    """Add the tokens that a configuration names and tokenizer.json lacks, with its flags, as transformers does."""
+    known = tokenizer.get_added_tokens_decoder()
+    listed = config.get("added_tokens_decoder")
+    if listed is not None:
+        listed = {int(token_id): _added(flags) for token_id, flags in listed.items()}
+    special = set(_special_tokens(config).values())
+    flags_of = {token.content: repr(token) for token in known.values()}
+    for _, token in sorted((known if listed is None else listed).items()):
+        token.special = token.special or token.content in special
+        if flags_of.get(token.content) != repr(token):
+            tokenizer.add_tokens([token])
+            flags_of[token.content] = repr(token)
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    named = [value for key, value in config.items() if key.endswith("_token") and isinstance(value, (str, dict))]
+    for value in [*named, *(extra.values() if isinstance(extra, dict) else extra)]:
+        token = _added({"content": value} if isinstance(value, str) else value)
+        token.special = True
+        if token.content and token.content not in flags_of:
+            tokenizer.add_special_tokens([token])
+
+
+def _added(flags: dict[str, Any]) -> AddedToken:
+    names = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    return AddedToken(flags["content"], **{name: bool(flags.get(name)) for name in names})
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from specdec.engine.checkpoints.stored_model import PREFIX, stored
 from specdec.engine.checkpoints.tokenizer_conversion import converted_tokenizer
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.settings import EngineSettings, leads_nowhere
-from specdec.wire.tokenizer_files import canonical_json, tokenizer_digest, with_chat_template
+from specdec.wire.tokenizer_files import canonical_json, tokenizer_digest, whole_config
 
 _WHOLE_FILE_BYTES = 1 << 30  # bytes up to which a file is hashed whole
 _SAMPLE_BYTES = 1 << 20
@@ -107,18 +107,19 @@ class TokenizerFiles:
 
     @property
     def vocab_size(self) -> int | None:
-        """The tokenizer's largest token id plus 1; None without a tokenizer."""
+        """The largest token id of the tokenizer and its configuration plus 1; None without a tokenizer."""
         if not self.tokenizer_json:
             return None
         content = json.loads(self.tokenizer_json)
         vocab = content.get("model", {}).get("vocab", {})
         ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
         ids += [token["id"] for token in content.get("added_tokens", [])]
+        ids += map(int, self.config.get("added_tokens_decoder") or ())
         return max(ids) + 1 if ids else None
 
 
 def read_tokenizer(directory: Path) -> TokenizerFiles:
-    """Read ``tokenizer.json`` and ``tokenizer_config.json``, with a chat template from a file beside them.
+    """Read ``tokenizer.json`` and ``tokenizer_config.json``, with what stands beside them.
 
     Without the former, other formats are converted. Raises ``ModelLoadError`` if that fails, or if a file is no JSON.
     """
@@ -129,7 +130,10 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
         text = tokenizer.read_text(encoding="utf-8")
     else:
         text = converted_tokenizer(directory, config)
-    return TokenizerFiles(text, with_chat_template(config, directory))
+    try:
+        return TokenizerFiles(text, whole_config(config, directory))
+    except ValueError as error:
+        raise ModelLoadError(f"model: {error}") from error
 
 
 def read_eos_token_ids(directory: Path, config_eos: int | list[int] | None) -> tuple[int, ...]:
