@@ -129,6 +129,15 @@ def test_verdicts_are_sent_where_the_next_step_is_held_off(client: WorkerClient,
     assert tokens_of(client) == truth["s"][20:21]
 
 
+def test_verdicts_wait_for_the_pass_where_the_draft_is_silent(client: WorkerClient) -> None:
+    pacing = client.pair.verifier.pacing
+    pacing._hold_off_ms, pacing._num_vain = None, 100
+    client.entry("s", open=a_session())
+    client.turn()
+    assert client.session().num_tokens == 21
+    assert tokens_of(client) == []
+
+
 def test_the_last_verdicts_are_sent_before_the_engine_stops(
     client: WorkerClient, device: LateDevice, truth: dict[str, list[int]]
 ) -> None:
