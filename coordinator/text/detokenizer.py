@@ -20,6 +20,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _WINDOW_TOKENS = 6
 """Tokens that a decoder looks back, at most, to join neighbours or strip the start; half a character has fewer."""
+_MOST_WINDOW_TOKENS = 64
+"""Tokens after which a window begins anew wherever it falls."""
 _MOST_TRIED = 4096
 """Tokens of the vocabulary that are looked at for an ordinary one; byte and special tokens come before these."""
 _LONGEST_CHARACTER_BYTES = 4
@@ -252,12 +254,14 @@ class WindowDetokenizer:
             return ""
         self._num_read = len(self._window)
         if self._num_read > 2 * _WINDOW_TOKENS:
-            self._window = self._window[-_WINDOW_TOKENS:]
-            self._num_read = _WINDOW_TOKENS
+            last = self._window[-_WINDOW_TOKENS:]
+            # A window that begins within a character would spoil the bytes behind it.
+            if after.endswith(self._decode(last).lstrip()) or self._num_read > _MOST_WINDOW_TOKENS:
+                self._window, self._num_read = last, _WINDOW_TOKENS
         return after[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False) if token_ids else ""
 
 
 def _last_shown(token_ids: Sequence[int], start: int, skipped: frozenset[int]) -> list[int]:
@@ -279,9 +283,10 @@ def _is_plain(steps: list[dict[str, Any]]) -> bool:
     replaces = [s for s in steps if s["type"] == "Replace"]
     strips = [s for s in steps if s["type"] == "Strip"]
     kinds = [s["type"] for s in steps]
-    fused_first = not strips or ("Fuse" in kinds and kinds.index("Fuse") < kinds.index("Strip"))
+    fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     return (
-        fused_first
+        "Strip" not in kinds[:fused]
+        and not {"Replace", "ByteFallback"}.intersection(kinds[fused:])
         and all("String" in s["pattern"] for s in replaces)
         and all(s["content"] == " " and s["stop"] == 0 for s in strips)
     )

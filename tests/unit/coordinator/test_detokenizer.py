@@ -171,6 +171,26 @@ def test_deltas_of_any_other_decoder_add_up(ids: list[int]) -> None:
     assert "".join(stream(word_pieces(), ids, True)) == word_pieces().decode(ids)
 
 
+@for_each(
+    "decoder",
+    [
+        decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Strip(" ", 1, 0), decoders.Fuse()]
+        ),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]),
+    ],
+)
+def test_characters_of_bytes_stay_whole_with_steps_in_other_orders(decoder: decoders.Decoder) -> None:
+    tokenizer = vocabulary_of(["▁the", "t", "he", *(f"<0x{byte:02X}>" for byte in range(256))], decoder)
+    draw, text = random.Random(0), "é你🙂a"
+    for _ in range(40):
+        ids = []
+        for character in draw.choices(text, k=12):
+            ids += [5 + byte for byte in character.encode()] + draw.choices([2, 3, 4], k=draw.randrange(3))
+        assert "".join(stream(tokenizer, ids, True)) == tokenizer.decode(ids)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=20))
 def test_a_delta_never_holds_half_a_character(text: str) -> None:
