@@ -51,8 +51,13 @@ def validated(model: type[M], body: Any, ignored: list[str] | None = None) -> M:
 
 
 def _first(body: dict[str, Any], problems: list[Any]) -> Any:
-    # A union gives a problem per type: the deepest path says most.
-    return max(problems, key=lambda one: (one["loc"][0] == problems[0]["loc"][0], len(_path(body, one))))
+    # A union gives a problem per type: that of the type which the value comes nearest to says most.
+    def weight(one: Any) -> tuple[bool, int, list[int], bool]:
+        path = _path(body, one)
+        indexes = [step for step in path if isinstance(step, int)]
+        return one["loc"][0] == problems[0]["loc"][0], len(path), indexes, not one["type"].endswith("_type")
+
+    return max(problems, key=weight)
 
 
 def _remove(body: dict[str, Any], path: list[str | int]) -> None:

@@ -107,6 +107,8 @@ class GrammarFollower:
         self._trail: list[tuple[_Phase, int]] = []
         """For each uncommitted token, the phase before it and the token."""
         self._spent_s = 0.0
+        self._limit = ""
+        """What a token was refused for, if it was a limit of the matcher."""
         self.on_grown: Callable[[int], str] | None = None
         """Counts bytes by which the shared automaton has grown; returns why it must not be used on, empty: it may."""
         self._outgrown: GrammarError | None = None
@@ -120,13 +122,15 @@ class GrammarFollower:
         """Move past tokens.
 
         Raises:
-            GrammarError: a token is forbidden; the follower is unusable then.
+            GrammarError: a token is forbidden, or beyond a limit of the matcher; the follower is unusable then.
             TooSlow: it took more than `most_s` seconds of processor time.
         """
         began_s = time.thread_time()
         for token in token_ids:
+            self._limit = ""
             if not self._push(token):
-                raise GrammarError(self._field, f"the constraint does not allow token {token}")
+                why = f"cannot be followed: {self._limit}" if self._limit else f"the constraint does not allow token {token}"
+                raise GrammarError(self._field, why)
             if most_s is not None and time.thread_time() - began_s > most_s:
                 raise TooSlow
         self._committed += self._given()
@@ -245,6 +249,7 @@ class GrammarFollower:
             self._phase = _Phase.OVER
         elif self._matcher.try_consume_tokens([token]) != 1:
             if self._matcher.is_error():
+                self._limit = shown(self._matcher.get_error())
                 self._rebuild()
             return False
         else:

@@ -184,6 +184,15 @@ def test_a_prompt_that_is_none_is_named(prompt: Any, param: str) -> None:
     assert error.param is not None and error.param.startswith("prompt")
 
 
+def test_of_several_types_that_is_told_which_the_value_comes_nearest_to() -> None:
+    error = refusal(CompletionRequest, prompt=[])
+    assert error.code == "invalid_value" and "at least 1 item" in error.message
+    error = refusal(CompletionRequest, prompt=["a", 1])
+    assert error.param == "prompt[1]" and "string" in error.message
+    error = refusal(CompletionRequest, prompt=[1, "a"])
+    assert error.param == "prompt[1]" and "integer" in error.message
+
+
 def test_fields_that_do_not_go_together_are_refused() -> None:
     assert refusal(ChatRequest, top_logprobs=3).param == "top_logprobs"
     assert refusal(ChatRequest, stream_options={"include_usage": True}).param == "stream_options"
