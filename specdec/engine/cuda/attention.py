@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton import next_power_of_2
 
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cache_of
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention_kernels import attention_kernel, fold_kernel, plan_kernel
-from specdec.engine.cuda.launch import launch
+from specdec.engine.cuda.launch import launch, power_of_two
 
 SPLIT = 256
 """Positions per split, a multiple of every tile's length. At 2,000 positions, a row of a model with 8 KV heads has 64
@@ -57,10 +56,10 @@ def launch_shape(
     is_wide_float = dtype == torch.float32 and widest > 64  # without matrix instructions products take more registers
     return LaunchShape(
         rows_per_tile=rows,
-        block_m=max(_MIN_DOT, next_power_of_2(rows * group)),
+        block_m=max(_MIN_DOT, power_of_two(rows * group)),
         block_n=64 if is_narrow and not is_large else 16 if is_wide_float else 32,
-        block_k=max(_MIN_DOT, next_power_of_2(geometry.key_dim)),
-        block_v=max(_MIN_DOT, next_power_of_2(geometry.value_dim)),
+        block_k=max(_MIN_DOT, power_of_two(geometry.key_dim)),
+        block_v=max(_MIN_DOT, power_of_two(geometry.value_dim)),
         split=_PREFILL_SPLIT if is_large else SPLIT,
         num_warps=8 if is_large or widest > 128 else 4,
         num_stages=5,  # the block table's loads take some: two tiles of keys are held, one of them being loaded
@@ -101,8 +100,8 @@ def plan_work(batch: Batch, shape: LaunchShape, block_size: int, window: int, by
         entries = torch.empty(1 + 3 * most, dtype=torch.int32, device=device)
         entries[:1].zero_()
         works.append(Work(entries, most, first_row, first_row + rows, num_splits, window))
-        block_rows = next_power_of_2(shape.rows_per_tile)
-        named = {"BLOCK_ROWS": block_rows, "BLOCK": _PLANNED_AT_ONCE}
+        block_rows = power_of_two(shape.rows_per_tile)
+        named: dict[str, Any] = {"BLOCK_ROWS": block_rows, "BLOCK": _PLANNED_AT_ONCE}
         launch(plan_kernel, (rows,), works[-1], batch, shape, options={"num_warps": 1}, **named)
     return works
 

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.engine.cuda.launch import launch
+from specdec.engine.cuda.launch import launch, power_of_two
 from specdec.engine.cuda.sampling import device_perturbed_top
 
 NO_LIMIT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
@@ -158,7 +158,7 @@ def launch_cuts(logits: torch.Tensor, cuts: torch.Tensor, kinds: CutKinds) -> to
     best = logits.amax(dim=1, keepdim=True)
     best = (best - best * 0.0).masked_fill_(is_greedy, 0.0)  # NaN where it is not finite
     scores = (logits - best).div_(temperature.masked_fill(is_greedy, 1.0))
-    num_chunks = triton.cdiv(vocab_size, _BLOCK)
+    num_chunks = -(-vocab_size // _BLOCK)
     states = torch.empty(_NUM_STEPS, num_rows, int(STATE_WORDS.value), dtype=torch.int64, device=logits.device)
     shape = (_NUM_STEPS, num_rows, num_chunks, int(DIGITS.value))
     partials = torch.empty(shape, dtype=torch.int64, device=logits.device)
@@ -176,7 +176,7 @@ def launch_cuts(logits: torch.Tensor, cuts: torch.Tensor, kinds: CutKinds) -> to
             VOCAB=vocab_size,
             NUM_CHUNKS=num_chunks,
             BLOCK=_BLOCK,
-            BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
+            BLOCK_CHUNKS=power_of_two(num_chunks),
             BY_WEIGHT=bool(by_weight),
             IS_FIRST=step == 0,
             IS_LAST=step == _NUM_STEPS,

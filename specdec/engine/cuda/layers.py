@@ -11,7 +11,7 @@ import triton.language as tl
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.launch import launch
+from specdec.engine.cuda.launch import launch, power_of_two
 
 _GATE_BLOCK = 1024
 LARGEST_FP8 = tl.constexpr(448.0)
@@ -142,7 +142,7 @@ def add_norm(
         NUM_PARTS=added.shape[0] if added.dim() == 3 else 1,
         WIDTH=width,
         NUM_EMBEDDINGS=0 if input_ids is None else added.shape[0],
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=power_of_two(width),
         options={"num_warps": 4 if width <= 2048 else 8},
         cached=() if input_ids is None else (added,),
     )
@@ -179,7 +179,6 @@ def rotate_write(
         (num_rows, num_heads + geometry.num_kv_heads),
         batch,
         geometry,
-        cache,
         qkv=qkv,
         query=query,
         query_norm=query_norm,
@@ -187,7 +186,8 @@ def rotate_write(
         epsilon=epsilon,
         NUM_HEADS=num_heads,
         HALF=geometry.key_dim // 2,
-        BLOCK=triton.next_power_of_2(geometry.key_dim // 2),
+        BLOCK_SIZE=cache.block_size,
+        BLOCK=power_of_two(geometry.key_dim // 2),
         HAS_NORM=head_norms is not None,
         options={"num_warps": 1},
         cached=tuple(cached.values()),
@@ -200,7 +200,7 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU of the first half of rows ``[T, 2 * width]``, times the second half: ``[T, width]``."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
-    block = min(_GATE_BLOCK, triton.next_power_of_2(width))
-    grid = (num_rows, triton.cdiv(width, block))
+    block = min(_GATE_BLOCK, power_of_two(width))
+    grid = (num_rows, -(-width // block))
     launch(gate_kernel, grid, gate_up=gate_up, out=out, WIDTH=width, BLOCK=block, options={"num_warps": 4})
     return out

@@ -109,7 +109,7 @@ def ordered_linear(
     tiles = tiles or product_tiles(num_rows, num_outputs, rows.dtype, _capability(rows.device))
     launch(
         product_kernel,
-        (triton.cdiv(num_rows, tiles.block_m), triton.cdiv(num_outputs, tiles.block_n)),
+        (-(-num_rows // tiles.block_m), -(-num_outputs // tiles.block_n)),
         tiles,
         rows=rows,
         weight=weight,

@@ -134,7 +134,7 @@ def launch_top(logits: torch.Tensor, rows: torch.Tensor, num_top: int, out: torc
     num_rows, vocab_size = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    num_chunks = triton.cdiv(vocab_size, _BLOCK)
+    num_chunks = -(-vocab_size // _BLOCK)
     parts = torch.empty(num_rows, num_chunks * num_top, dtype=torch.int64, device=logits.device)
     launch(
         draw_kernel,

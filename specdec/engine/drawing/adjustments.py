@@ -75,13 +75,13 @@ class Adjustments:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         """Begin with rows without adjustments."""
         self._vocab_size = vocab_size
-        self.penalties = torch.ones(num_rows, 3, device=device)
-        self.counts, self.held = torch.zeros(2, num_rows, vocab_size, dtype=torch.int32, device=device).unbind(0)
-        self.biases = torch.zeros(num_rows, vocab_size, device=device)
+        self._penalties = torch.ones(num_rows, 3, device=device)
+        self._counts, self._held = torch.zeros(2, num_rows, vocab_size, dtype=torch.int32, device=device).unbind(0)
+        self._biases = torch.zeros(num_rows, vocab_size, device=device)
         self._firsts = torch.arange(0, num_rows * vocab_size, vocab_size, device=device)
 
     def __len__(self) -> int:
-        return len(self.penalties)
+        return len(self._penalties)
 
     def fill(self, contexts: Sequence[RowContext]) -> None:
         """Set the first rows' adjustments at their positions; the other rows get none.
@@ -93,7 +93,7 @@ class Adjustments:
             ValueError: a row with penalties has no history, or one whose length contradicts its position.
         """
         penalties = np.tile(np.array([1.0, 0.0, 0.0], np.float32), (len(self), 1))
-        targets = (self.counts, self.held, self.biases)
+        targets = (self._counts, self._held, self._biases)
         named: list[list[tuple[int, Array, Array]]] = [[], [], []]
         for target in targets:
             target.zero_()
@@ -108,7 +108,7 @@ class Adjustments:
             held_ids = np.frombuffer(params.min_tokens_ids, np.int64)
             num_held = max(0, params.min_tokens - (context.position - context.num_prompt_tokens))
             if params.allowed_ids:
-                self.held[index].fill_(_ALWAYS)
+                self._held[index].fill_(_ALWAYS)
                 allowed_ids = np.frombuffer(params.allowed_ids, np.int64)
                 named[1].append((index, allowed_ids, np.isin(allowed_ids, held_ids) * num_held))
             else:
@@ -119,11 +119,11 @@ class Adjustments:
         places, values = to_device(
             [each for each, _ in placed],
             [*(each.view(np.int32) for _, each in placed), penalties.reshape(-1).view(np.int32)],
-            self.penalties.device,
+            self._penalties.device,
         )
         for target, at, value in zip(targets, places, values, strict=False):
             target.view(-1).index_copy_(0, at, value.view(target.dtype))
-        self.penalties.copy_(values[3].view(torch.float32).view(-1, 3))
+        self._penalties.copy_(values[3].view(torch.float32).view(-1, 3))
 
     def _placed(self, named: Sequence[tuple[int, Array, Array]]) -> tuple[Array, Array]:
         """Places of rows' tokens among all rows' tokens, and their values; ids outside the vocabulary are left out."""
@@ -136,7 +136,7 @@ class Adjustments:
 
     def count(self, token_ids: torch.Tensor) -> None:
         """Count a drawn token ``[rows]`` int64 of each of the first rows as output. Five small operations."""
-        counts, places = self.counts.view(-1), self._firsts[: len(token_ids)] + token_ids
+        counts, places = self._counts.view(-1), self._firsts[: len(token_ids)] + token_ids
         counts.index_copy_(0, places, counts.index_select(0, places).clamp_(min=1).add_(1))
 
     def adjusted(self, logits: torch.Tensor, number: int) -> torch.Tensor:
@@ -147,9 +147,12 @@ class Adjustments:
         adjusted = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
         launch(
             adjust_kernel,
-            (num_rows, triton.cdiv(vocab_size, _BLOCK)),
-            self,
+            (num_rows, -(-vocab_size // _BLOCK)),
             logits=logits,
+            penalties=self._penalties,
+            counts=self._counts,
+            held=self._held,
+            biases=self._biases,
             adjusted=adjusted,
             row_stride=logits.stride(0),
             number=number,
