@@ -13,7 +13,10 @@ _MOST_TEXT_BYTES = 1024
 """Bytes of each text in an identity, at most: it is shown, logged, and part of resume tokens."""
 _MOST_END_IDS = 1024
 """End-of-sequence ids of a model, at most."""
-_TEXTS = ("name", "revision", "architecture", "weights_digest", "tokenizer_digest", "numerics_id", "dtype", "device")
+_TEXTS = (
+    "name", "revision", "architecture", "weights_digest", "config_digest", "tokenizer_digest", "numerics_id", "dtype",
+    "device",
+)  # fmt: skip
 
 
 def unsound(identity: pb.ModelIdentity) -> str | None:
@@ -36,10 +39,12 @@ def unsound(identity: pb.ModelIdentity) -> str | None:
 def model_difference(a: pb.ModelIdentity, b: pb.ModelIdentity) -> str | None:
     """Why a session may never move between two identities: the first difference of those below, or None.
 
-    Name, weights, tokenizer, vocabulary size, end-of-sequence ids. Contexts may differ: see `may_serve`.
+    Name, weights, config.json, tokenizer, vocabulary size, end-of-sequence ids. Contexts may differ: see `may_serve`.
     """
     if (a.name, a.weights_digest) != (b.name, b.weights_digest):
         return f"{a.name} ({a.weights_digest}) and {b.name} ({b.weights_digest}) are different models"
+    if a.config_digest and b.config_digest and a.config_digest != b.config_digest:  # former releases tell none
+        return f"{a.name} has another config.json at each ({a.config_digest}, {b.config_digest})"
     if a.tokenizer_digest != b.tokenizer_digest:
         return f"their tokenizers differ ({a.tokenizer_digest or 'unknown'}, {b.tokenizer_digest or 'unknown'})"
     if a.vocab_size != b.vocab_size:

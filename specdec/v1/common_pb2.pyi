@@ -162,6 +162,7 @@ class ModelIdentity(_message.Message):
     CONSTRAINTS_ID_FIELD_NUMBER: _builtins.int
     DRAFT_VOCABULARY_FIELD_NUMBER: _builtins.int
     SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
+    CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name clients use."""
     revision: _builtins.str
@@ -190,6 +191,8 @@ class ModelIdentity(_message.Message):
     """The constraint engine and its version; a session with a constraint moves only between replicas of equal ids.
     Empty: the replica does not support constraints.
     """
+    config_digest: _builtins.str
+    """Digest of the model's config.json, by which equal weights may compute other logits: a session never moves between replicas whose digests differ. Empty: unknown, as before 0.2."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence."""
@@ -221,10 +224,11 @@ class ModelIdentity(_message.Message):
         constraints_id: _builtins.str = ...,
         draft_vocabulary: Global___DraftVocabulary | None = ...,
         sampling_defaults: Global___SamplingDefaults | None = ...,
+        config_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft_vocabulary", b"draft_vocabulary", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "constraints_id", b"constraints_id", "device", b"device", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "numerics_id", b"numerics_id", "revision", b"revision", "row_invariant", b"row_invariant", "sampling_defaults", b"sampling_defaults", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "config_digest", b"config_digest", "constraints_id", b"constraints_id", "device", b"device", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "numerics_id", b"numerics_id", "revision", b"revision", "row_invariant", b"row_invariant", "sampling_defaults", b"sampling_defaults", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

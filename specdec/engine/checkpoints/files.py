@@ -17,6 +17,7 @@ from specdec.wire.tokenizer_files import canonical_json, tokenizer_digest, whole
 _WHOLE_FILE_BYTES = 1 << 30  # bytes up to which a file is hashed whole
 _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 64
+_NO_PART_OF_MODEL = ("_name_or_path", "transformers_version")
 _MASK_KEYS = ("pard_token", "ptd_token_id")  # keys of a config, in vLLM's order
 SettingsT = TypeVar("SettingsT", bound=EngineSettings)
 
@@ -31,6 +32,7 @@ class ModelIdentity:
     architecture: str
     dtype: str
     tokenizer_digest: str
+    config_digest: str
 
 
 def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
@@ -89,7 +91,8 @@ def weights_digest(directory: Path) -> str:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """Hex digest of a config, which identifies a model with random weights."""
+    """Hex digest of a config without what changes no logits, whoever wrote it."""
+    config = {name: value for name, value in config.items() if name not in _NO_PART_OF_MODEL}
     return hashlib.blake2b(canonical_json(config).encode(), digest_size=16).hexdigest()
 
 

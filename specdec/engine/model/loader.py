@@ -24,7 +24,7 @@ from specdec.engine.checkpoints.files import (
     read_tokenizer,
     weights_digest,
 )
-from specdec.engine.checkpoints.folder import check_weights
+from specdec.engine.checkpoints.folder import check_weights, read_json
 from specdec.engine.checkpoints.formats import check_format
 from specdec.engine.checkpoints.fp8_files import check_plain, fp8_config, read_fp8
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
@@ -160,6 +160,7 @@ def load_model(
         architecture=type(model).__name__,
         dtype=str(dtype).removeprefix("torch."),
         tokenizer_digest=tokenizer.digest,
+        config_digest=config_digest(read_json(directory / "config.json")),
     )
     text = model.config.get_text_config(decoder=True)
     eos = read_eos_token_ids(directory, getattr(config, "eos_token_id", None) or getattr(text, "eos_token_id", None))

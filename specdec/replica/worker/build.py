@@ -118,6 +118,7 @@ def build_engine(
         architecture=runner.identity.architecture,
         weights_digest=runner.identity.weights_digest,
         tokenizer_digest=runner.identity.tokenizer_digest,
+        config_digest=runner.identity.config_digest,
         numerics_id=runner.numerics_id,
         row_invariant=runner.row_invariant,
         vocab_size=runner.vocab_size,

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.coordinator.intake.resume import agree, check_resume_token, make_resume_token
+from specdec.coordinator.replicas.compatibility import difference
 from specdec.coordinator.sessions.client_stream import ClientStream
 from specdec.coordinator.sessions.tally import SpeculationTally, total
 from specdec.coordinator.text.choice_output import ChoiceOutput, EndRules, Finish
@@ -120,6 +121,14 @@ def test_accepted_tokens_that_a_stop_string_cut_off_do_not_count() -> None:
     verdict = pb.Verdict(token_ids=[1, 2, 3], verified_by_depth=[1, 1], num_accepted=2)
     tally.add(verdict, 1, False, 1.0)
     assert tally.to_proto().num_accepted == 1
+
+
+def test_no_session_moves_between_targets_of_different_configs() -> None:
+    identities = [pb.ModelIdentity(name="m", weights_digest="w", config_digest=digest) for digest in ("a", "b", "")]
+    ours, theirs, former = identities
+    assert "another config.json at each (a, b)" in str(difference(ours, theirs, allow_mixed_numerics=True))
+    assert difference(ours, former, allow_mixed_numerics=False) is None
+    assert difference(ours, ours, allow_mixed_numerics=False) is None
 
 
 def test_a_resume_token_belongs_to_one_id_seed_model_tenant_and_secret() -> None:

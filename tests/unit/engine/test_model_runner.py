@@ -1,11 +1,13 @@
 """Paged logits of every supported architecture against one plain forward pass of transformers."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
+from specdec.engine.model.loader import load_model
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from tests.support.engine import paged_scenarios as play
@@ -90,6 +92,18 @@ def test_identity_follows_weights_and_not_the_directory(tmp_path: Path) -> None:
     other = load(save_tiny_model("llama", tmp_path / "c", seed=1)).identity
     assert same[0].weights_digest == same[1].weights_digest != other.weights_digest
     assert same[0].architecture == "LlamaForCausalLM"
+
+
+def test_identity_follows_what_the_config_computes(tmp_path: Path) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    written = json.loads((directory / "config.json").read_text())
+
+    def digest(**changes: object) -> str:
+        (directory / "config.json").write_text(json.dumps({**written, **changes}))
+        return load_model(EngineSettings(model=str(directory), device="cpu")).identity.config_digest
+
+    assert digest() == digest(transformers_version="4.0")
+    assert digest() != digest(rms_norm_eps=0.5)
 
 
 def test_dummy_weights_need_no_weight_file(tmp_path: Path) -> None:
