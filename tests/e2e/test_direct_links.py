@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from specdec.client import Client, Completion
 from specdec.commands.up.cluster import Cluster, free_port
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.support.services.clusters import MakeCluster
+from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import eventually, scrape, start_again
+from tests.support.services.model_pair import ModelPair
 
 pytestmark = pytest.mark.integration
 NUM_REQUESTS = 4
@@ -27,21 +29,21 @@ SENT = "specdec_draft_messages_total{direction=out}"
 """Messages of the draft that passed its servicer; those of a Unix socket between engines do not."""
 
 
-@pytest.fixture(params=["one host", "two hosts"])
-def direct_cluster(request: pytest.FixtureRequest, make_cluster: MakeCluster) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=["one host", "two hosts"])
+def direct_cluster(
+    request: pytest.FixtureRequest, tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """Its coordinator relays no proposal. On two hosts draft and target reach each other by network only."""
     settings: dict[str, Any] = {
         "target_settings": PATIENT,
         "draft_settings": {"metrics_port": METRICS_PORT},
         "coordinator_settings": {"proposal_path": "direct"},
     }
-    if request.param == "one host":
-        yield make_cluster(**settings)
-        return
-    with DelayProxy(()) as proxy:
-        cluster = make_cluster(arrange=proxy.far_drafts, **settings)
-        yield cluster
-        cluster.stop()
+    folder = tmp_path_factory.mktemp("direct_cluster")
+    with ExitStack() as stack:
+        if request.param == "two hosts":
+            settings["arrange"] = stack.enter_context(DelayProxy(())).far_drafts
+        yield stack.enter_context(start_cluster(tiny_pair, folder, **settings))
 
 
 async def answers(
@@ -74,17 +76,26 @@ async def check_way(client: Client, *, is_by_network: bool) -> None:
     assert (num_sent >= stats.num_verify_steps) == is_by_network
 
 
+async def test_what_a_stop_string_cuts_is_in_no_answer(direct_cluster: Cluster) -> None:
+    async with Client(direct_cluster.address) as client:
+        whole = texts(await answers(client, 1.0, pb.VERIFY_MODE_COUPLED, speculate=True))
+        stop = whole[0].strip()[4:7]
+        cut = texts(await answers(client, 1.0, pb.VERIFY_MODE_COUPLED, speculate=True, stop=stop))
+        assert [text.partition(stop)[0] for text in whole] == cut
+
+
 async def test_tokens_are_those_of_plain_decoding_and_a_lost_draft_comes_back_to_its_link(
     direct_cluster: Cluster, request: pytest.FixtureRequest
 ) -> None:
     async with Client(direct_cluster.address) as client:
+        plain = {each: texts(await answers(client, *each, speculate=False)) for each in MODES}
 
         async def is_direct() -> bool:
             """Equal in all modes, with accepted tokens, none of which the coordinator has relayed."""
             num_accepted = set()
             for temperature, mode in MODES:
                 fast = await answers(client, temperature, mode, speculate=True)
-                assert texts(fast) == texts(await answers(client, temperature, mode, speculate=False))
+                assert texts(fast) == plain[temperature, mode]
                 num_accepted.add(sum(each.require_finished().stats.num_accepted for each in fast))
             return min(num_accepted) > 0
 
@@ -95,14 +106,5 @@ async def test_tokens_are_those_of_plain_decoding_and_a_lost_draft_comes_back_to
         await asyncio.sleep(0)
         draft.kill()
         start_again(direct_cluster, "draft")
-        plain = await answers(client, 1.0, pb.VERIFY_MODE_COUPLED, speculate=False)
-        assert texts(await running) == texts(plain)
+        assert texts(await running) == plain[1.0, pb.VERIFY_MODE_COUPLED]
         await eventually(is_direct, "tokens accepted again")
-
-
-async def test_what_a_stop_string_cuts_is_in_no_answer(direct_cluster: Cluster) -> None:
-    async with Client(direct_cluster.address) as client:
-        whole = texts(await answers(client, 1.0, pb.VERIFY_MODE_COUPLED, speculate=True))
-        stop = whole[0].strip()[4:7]
-        cut = texts(await answers(client, 1.0, pb.VERIFY_MODE_COUPLED, speculate=True, stop=stop))
-        assert [text.partition(stop)[0] for text in whole] == cut
