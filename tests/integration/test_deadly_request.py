@@ -24,7 +24,7 @@ from tests.support.services.model_pair import ModelPair
 
 WITHIN_S = 10.0
 """By default."""
-NUM_TOKENS = 400
+NUM_TOKENS = 200
 NUM_BEFORE = 8
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
