@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from specdec.client import Client, Completion, generate_resuming
+from specdec.commands.up import placement as placement_module
 from specdec.commands.up.placement import choose_placement
 from specdec.commands.up.plan import LocalPlan
 from specdec.commands.up.service_process import MODULES
@@ -28,16 +29,25 @@ STANDS_STILL = ("--coordinator-set", f"credit_window_tokens={CREDIT_WINDOW}")
 
 
 def test_where_the_draft_runs_is_measured_once_and_remembered_and_one_interrupt_stops_everything(
-    tiny_pair: ModelPair, tmp_path: Path
+    tiny_pair: ModelPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(placement_module, "_MAX_TOKENS", 8)  # any figures can be remembered
+    plan = LocalPlan(target_model=str(tiny_pair.target), draft_model=str(tiny_pair.draft), device="cpu")
+    said: list[str] = []
+    measured = choose_placement(plan, said.append, tmp_path / "specdec" / "placement")
+    assert "tokens/s measured here: apart " in str(measured)
+    assert any(line.startswith("measuring apart: ") for line in said)
+    assert any(line.startswith("measuring together: ") for line in said)
     compiled = os.environ.get("SPECDEC_NATIVE_CACHE") or str(Path.home() / ".cache" / "specdec" / "native")
     variables = {"SPECDEC_UP_PLACEMENT": "auto", "XDG_CACHE_HOME": str(tmp_path), "SPECDEC_NATIVE_CACHE": compiled}
     with running_up(tiny_pair, variables=variables, gateway=True) as up:
-        first = up.wait_line("placement: ")
-        assert "tokens/s measured here: apart " in first
-        placement = first.split()[1]
+        told = up.wait_line("placement: ")
+        assert "tokens/s measured here before: apart " in told
+        assert told.split()[1] == measured.placement
+        assert not any("measuring" in line for line in up.lines)
         children = up.children()
-        assert len(children) == (6 if placement == "apart" else 4)  # An engine is a process beside its service.
+        # An engine is a process beside its service.
+        assert len(children) == (6 if measured.placement == "apart" else 4)
         page_url = up.wait_line("A page that shows speculation").split()[-1]
         with urllib.request.urlopen(page_url) as answer:
             assert answer.headers.get_content_type() == "text/html"
@@ -48,10 +58,6 @@ def test_where_the_draft_runs_is_measured_once_and_remembered_and_one_interrupt_
         up.process.send_signal(signal.SIGINT)
         assert up.wait_end() == 130
         assert psutil.wait_procs(children, timeout=DEADLINE_S)[1] == []
-    plan = LocalPlan(target_model=str(tiny_pair.target), draft_model=str(tiny_pair.draft), device="cpu")
-    said: list[str] = []
-    again = choose_placement(plan, said.append, tmp_path / "specdec" / "placement")
-    assert (again.placement, again.is_new, said) == (placement, False, [])
 
 
 def test_nothing_survives_a_killed_parent(tiny_pair: ModelPair) -> None:
