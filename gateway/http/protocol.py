@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import httptools
+import orjson
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from specdec.gateway.api.errors import ApiError
 
 MOST_HEADER_BYTES = 64 * 1024
 _BYTES_PER_HEADER = 128
@@ -24,16 +27,21 @@ _UNSENT_BYTES = 16 * 1024
 and for a client that reads nothing each byte is made in vain."""
 _MOST_DROPPED_BYTES = 64 * 1024 * 1024
 """Bytes read and dropped of a client that sends on after its answer, at most."""
-_REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-_NOT_HTTP_BODY = (
-    b'{"error":{"message":"this is not valid HTTP","type":"invalid_request_error","param":null,"code":"invalid_http"}}'
+
+
+def _refusal(status: str, message: str, code: str) -> bytes:
+    """A last answer to what is no request that could be answered."""
+    body = orjson.dumps(ApiError(400, message, code=code).body)
+    headers = f"content-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}"
+    return f"HTTP/1.1 {status}\r\n{headers}\r\n\r\n".encode() + body
+
+
+_TOO_LARGE = _refusal(
+    "431 Request Header Fields Too Large",
+    f"path and headers have more than {MOST_HEADER_BYTES} bytes, with {_BYTES_PER_HEADER} more for each header",
+    "headers_too_large",
 )
-_NOT_HTTP = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: "
-    + str(len(_NOT_HTTP_BODY)).encode()
-    + b"\r\n\r\n"
-    + _NOT_HTTP_BODY
-)
+_NOT_HTTP = _refusal("400 Bad Request", "this is not valid HTTP", "invalid_http")
 
 
 class _TooManyHeaders(Exception):
@@ -190,7 +198,7 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
 
         def _refuse(self) -> None:
             if self._in_headers:
-                self.transport.write(_REFUSAL)
+                self.transport.write(_TOO_LARGE)
             self._leave()
 
         @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from typing import Any
 
@@ -61,6 +62,8 @@ async def answer(data: bytes) -> bytes:
 def test_more_than_may_be_is_refused_or_ends_the_connection(data: bytes) -> None:
     told = asyncio.run(asyncio.wait_for(answer(data), 30))
     assert told == b"" or told.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+    if told:
+        assert json.loads(told.partition(b"\r\n\r\n")[2])["error"]["code"] in ("headers_too_large", "invalid_http")
 
 
 def test_a_body_in_chunks_of_a_byte_each_is_read() -> None:
