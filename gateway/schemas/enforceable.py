@@ -64,7 +64,7 @@ def enforceable(schema: Any, path: str, *, strict: bool, unenforced: list[str]) 
         unenforced: gets the paths of the keywords that were left out.
 
     Raises:
-        InvalidRequest: names the path of a keyword that cannot be enforced, or of a schema that the compiler cannot read.
+        InvalidRequest: names the path of a keyword that cannot be enforced, or of a schema that cannot be compiled.
     """
     try:
         read = _Reader(strict, unenforced).schema(path, schema)

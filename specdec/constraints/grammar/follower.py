@@ -129,8 +129,8 @@ class GrammarFollower:
         for token in token_ids:
             self._limit = ""
             if not self._push(token):
-                why = f"cannot be followed: {self._limit}" if self._limit else f"the constraint does not allow token {token}"
-                raise GrammarError(self._field, why)
+                limit = f"cannot be followed: {self._limit}" if self._limit else ""
+                raise GrammarError(self._field, limit or f"the constraint does not allow token {token}")
             if most_s is not None and time.thread_time() - began_s > most_s:
                 raise TooSlow
         self._committed += self._given()

@@ -154,5 +154,5 @@ def test_a_copy_is_a_place_of_its_own(compiler: GrammarCompiler) -> None:
 def test_a_token_beyond_a_limit_of_the_matcher_is_not_told_as_forbidden(compiler: GrammarCompiler) -> None:
     properties = {f"k{index}": {"type": "string"} for index in range(700)}
     grammar = follower(compiler, json_schema({"type": "object", "properties": properties}))
-    with pytest.raises(GrammarError, match="cannot be followed: .* items; max is"):
+    with pytest.raises(GrammarError, match=r"cannot be followed: .* items; max is"):
         grammar.commit(ids("{"))

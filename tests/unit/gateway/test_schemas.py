@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from specdec.constraints.limits import MAX_CONSTRAINT_BYTES, fault_of
 from specdec.gateway.api.chat import ChatRequest
-from specdec.gateway.api.errors import ApiError
 from specdec.gateway.responses.request import ResponsesRequest
 from specdec.gateway.responses.to_chat import to_chat
 from specdec.gateway.schemas.enforceable import enforceable
