@@ -7,6 +7,7 @@ import math
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("llama", tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    monkeypatch.setattr(buckets, "ROW_BUCKETS", (4, 8))
-    monkeypatch.setattr(graph_passes, "_MOST_AHEAD_S", math.inf)  # played, captures take as long as the machine is busy
-    monkeypatch.setattr(runner_module, "_WARMUP_ROWS", (2,))
-    with fake_cuda() as device:
+@pytest.fixture(scope="module")
+def device() -> Iterator[FakeDevice]:
+    with pytest.MonkeyPatch.context() as patch, fake_cuda() as device:
+        patch.setattr(buckets, "ROW_BUCKETS", (4, 8))
+        patch.setattr(graph_passes, "_MOST_AHEAD_S", math.inf)  # played, captures take as long as the machine is busy
+        patch.setattr(runner_module, "_WARMUP_ROWS", (2,))
+        patch.setattr(runner_module, "_CHECKED_ROWS", (3, 7))  # of each bucket; larger steps are not replayed
         yield device
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A head whose passes are captured, which some tests share."""
+
+    name: str
+    head: Any
+    target: HeadTarget
+    launches: LaunchCounter
+    """Of its preparation."""
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def prepared(
+    request: pytest.FixtureRequest, model: Path, device: FakeDevice, tmp_path_factory: pytest.TempPathFactory
+) -> Prepared:
+    target = target_of(model, "cuda:0")
+    head = load(request.param, tmp_path_factory.mktemp("head"), target)
+    with LaunchCounter() as launches:
+        head.prepare()
+    return Prepared(request.param, head, target, launches)
 
 
 def target_of(model: Path, device: str) -> HeadTarget:
@@ -124,26 +148,22 @@ def live(life: Life) -> list[list[Offer | None]]:
     return life.offers
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_captured_passes_offer_what_those_of_a_cpu_offer(
-    name: str, model: Path, device: FakeDevice, tmp_path: Path
-) -> None:
-    on_cpu, on_device = target_of(model, "cpu"), target_of(model, "cuda:0")
-    expected = live(Life(load(name, tmp_path / "cpu", on_cpu), on_cpu))
-    head: Any = load(name, tmp_path / "device", on_device)
-    head.prepare()
+def test_captured_passes_offer_what_those_of_a_cpu_offer(prepared: Prepared, model: Path, tmp_path: Path) -> None:
+    on_cpu, head = target_of(model, "cpu"), prepared.head
+    expected = live(Life(load(prepared.name, tmp_path, on_cpu), on_cpu))
     replays = head.passes.replays
     num_prepared = replays.num_graphs
     assert num_prepared == 2 * len(head.kinds), "all in both buckets"
-    found = live(Life(head, on_device))
+    found = live(Life(head, prepared.target))
     assert not replays.has_failed
     check_same(found, expected)
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_that_nobody_asks_any_more_is_gone_with_its_graphs(
-    name: str, model: Path, device: FakeDevice, tmp_path: Path
+    name: str, model: Path, device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(buckets, "ROW_BUCKETS", (4,))
     target = target_of(model, "cuda:0")
     head: Any = load(name, tmp_path, target)
     head.prepare()
@@ -202,11 +222,9 @@ def check_same(found: list[list[Offer | None]], expected: list[list[Offer | None
             assert one.scores == pytest.approx(other.scores, rel=1e-3)
 
 
-def test_a_level_is_two_copies_to_the_device_and_one_wait(model: Path, device: FakeDevice, tmp_path: Path) -> None:
-    target = target_of(model, "cuda:0")
-    head = load("eagle3", tmp_path, target)
-    head.prepare()
-    life = Life(head, target)
+@pytest.mark.parametrize("prepared", ["eagle3"], indirect=True)
+def test_a_level_is_two_copies_to_the_device_and_one_wait(prepared: Prepared, device: FakeDevice) -> None:
+    life = Life(prepared.head, prepared.target)
     life.step(temperature=1.0)
     before = device.num_to_device, device.num_to_host, device.num_waits
     life.step(temperature=1.0)
@@ -222,18 +240,13 @@ def compiled(counter: LaunchCounter) -> set[tuple[str, str]]:
     return {(launch.name, f"{launch.constants} {launch.options}") for launch in counter.launches}
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_no_draft_waits_for_a_kernel_to_be_compiled(name: str, model: Path, device: FakeDevice, tmp_path: Path) -> None:
-    target = target_of(model, "cuda:0")
-    head = load(name, tmp_path, target)
-    with LaunchCounter() as before:
-        head.prepare()
-    life = Life(head, target, lengths=(30, 2))  # of which the first is too long for a captured pass
+def test_no_draft_waits_for_a_kernel_to_be_compiled(prepared: Prepared) -> None:
+    life = Life(prepared.head, prepared.target, lengths=(30, 2))  # the first is too long for a captured pass
     with LaunchCounter() as since:
         life.step(temperature=1.0)
         life.step(temperature=0.0)
     assert {name for name, _ in compiled(since)} >= {"plan_kernel", "draw_kernel"}
-    assert compiled(since) <= compiled(before)
+    assert compiled(since) <= compiled(prepared.launches)
 
 
 def test_steps_with_a_tap_are_captured_before_the_first_request(
