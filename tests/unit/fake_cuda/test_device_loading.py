@@ -114,6 +114,7 @@ def test_without_a_compiler_torch_computes_samples_and_replays_nothing(
     model = save_tiny_model(architecture, tmp_path)
     with fake_cuda():
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", no_compiler)
+        monkeypatch.setattr(runner_module, "_WARMUP_ROWS", (2,))
         settings = DraftSettings(model=str(model), device="cuda:0", dtype="float32", block_size=4, num_blocks=24)
         built = build_engine(settings)
         assert "/torch/" in built.info.identity.numerics_id
@@ -156,7 +157,7 @@ def test_a_kernel_for_which_a_gpu_has_too_little_is_replaced(tmp_path: Path, mon
 def test_a_step_that_compiles_does_not_make_steps_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, seen = [0.0], set[int]()
     with fake_cuda():
-        runner = warm_runner("llama", tmp_path, monkeypatch)
+        runner = warm_runner("llama", tmp_path, monkeypatch, self_test=False)
         monkeypatch.setattr(runner_module, "_WARMUP_ROWS", (1, 32))
         forward = runner._step_model
 
