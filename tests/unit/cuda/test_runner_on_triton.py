@@ -13,6 +13,7 @@ from specdec.engine.batch import Batch
 from specdec.engine.cuda import buckets
 from specdec.engine.cuda.buckets import BucketedSteps
 from specdec.engine.model import building
+from specdec.engine.model import runner as runner_module
 from specdec.engine.model.device_choice import device_attention
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.kv_budget import largest_batch
@@ -65,9 +66,17 @@ def with_replays(steps: StepModel, cache: KVCache, max_len: int, *, is_alone: bo
     return BucketedSteps(steps, cache, Captures(), max_len)
 
 
+def capture_in(patch: pytest.MonkeyPatch, row_buckets: tuple[int, int]) -> None:
+    """Capture steps of these sizes, and compare no larger ones, which are not replayed."""
+    patch.setattr(buckets, "ROW_BUCKETS", row_buckets)
+    patch.setattr(runner_module, "_WARMUP_ROWS", (2,))
+    checked = tuple(rows for rows in runner_module._CHECKED_ROWS if rows <= row_buckets[-1])
+    patch.setattr(runner_module, "_CHECKED_ROWS", checked)
+
+
 def test_modules_of_transformers_are_replayed_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "with_replays", with_replays)
-    monkeypatch.setattr(buckets, "ROW_BUCKETS", (1, 8))
+    capture_in(monkeypatch, (1, 8))
     runner = load("gemma2", tmp_path, True, monkeypatch)
     assert "triton-attention" in runner.numerics_id
     runner.warmup()
@@ -89,7 +98,7 @@ def test_replays_of_what_was_computed_at_the_capture_are_found_out(
         return BucketedSteps(steps, cache, Stale(), max_len)
 
     monkeypatch.setattr(building, "with_replays", stale_replays)
-    monkeypatch.setattr(buckets, "ROW_BUCKETS", (1, 8))
+    capture_in(monkeypatch, (1, 8))
     runner = load("gemma2", tmp_path, True, monkeypatch)
     runner.warmup()
     assert runner.row_edges == ()
@@ -112,7 +121,7 @@ def test_replays_that_are_wrong_for_larger_steps_only_are_found_out(
         return Wrong(steps, cache, Captures(), max_len)
 
     monkeypatch.setattr(building, "with_replays", wrong_replays)
-    monkeypatch.setattr(buckets, "ROW_BUCKETS", (1, 16))
+    capture_in(monkeypatch, (1, 16))
     runner = load("gemma2", tmp_path, True, monkeypatch)
     runner.warmup()
     assert runner.row_edges == ()
