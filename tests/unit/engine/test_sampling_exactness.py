@@ -1,6 +1,7 @@
 """Samples follow the distribution they are said to follow, at the false-alarm rate of chi_square.py."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,12 +21,14 @@ from tests.support.engine.chi_square import FALSE_ALARM_RATE, p_value_of_fit
 BATCH = 2048
 
 
+# Deriving what samplers read of a request takes longer than drawing a token.
+@functools.lru_cache(maxsize=8192)
+def params_of(seed: int, choice: int, **changed: Any) -> SamplingParams:
+    return SamplingParams(seed=seed, choice=choice, max_tokens=9, **changed)
+
+
 def row(t: int, seed: int = 5, choice: int = 0, **changed: Any) -> RowContext:
-    return RowContext(
-        SamplingParams(seed=seed, choice=choice, max_tokens=9, **changed),
-        position=t,
-        num_prompt_tokens=0,
-    )
+    return RowContext(params_of(seed, choice, **changed), position=t, num_prompt_tokens=0)
 
 
 def draw_all(sampler: Sampler, logits: torch.Tensor, rows: list[RowContext], batch: int = BATCH) -> np.ndarray:
