@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,11 @@ def test_lint_is_strict_and_clean(case: str, helm: Helm) -> None:
 
 
 @pytest.mark.parametrize("version", KUBE_VERSIONS)
-def test_objects_are_valid_on_every_supported_kubernetes(version: str, render: Render) -> None:
+def test_objects_are_valid_on_every_supported_kubernetes(
+    version: str, render: Render, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Megabytes of definitions, which it reads for each object.
+    monkeypatch.setattr(kubernetes_validate.utils, "schema_contents", cache(kubernetes_validate.utils.schema_contents))
     valid = set()
     for case in CASES:
         for document in render(case, f"{version}.0"):
