@@ -17,7 +17,7 @@ from tests.support.services.faults import addresses_of, all_blocks_free, another
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 CREDIT = 32
-LONG = 3000
+LONG = 1000
 """Tokens of the slow stream: more than network buffers hold."""
 FEW_READS = 1
 """Chunks, at most, that the slow client reads, one a second, during another stream of 200 tokens."""
