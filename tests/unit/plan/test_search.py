@@ -155,7 +155,7 @@ def test_the_command_writes_values_and_a_page_that_loads_nothing(tmp_path: Path)
 def test_autoscaling_is_judged_over_a_day_and_goes_into_the_values(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config(32, 4096)))
     flags = ["--target", str(tmp_path), "--devices", "A100", "--rate", "30", "--swing", "0.8", "--autoscale"]
-    flags += ["--seeds", "1", "--survive", "nothing", "--prompt-tokens", "200", "--output-tokens", "200"]
+    flags += ["--seeds", "1", "--survive", "nothing", "--prompt-tokens", "200", "--output-tokens", "40"]
     done = CliRunner().invoke(app, ["plan", *flags, "--out", str(tmp_path / "plan.yaml")])
     assert done.exit_code == 0, done.output
     assert "A day with autoscaling, predicted" in done.output
