@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import pstats
 import socket
 import statistics
@@ -271,6 +272,8 @@ def measure(num_sessions: int, *, is_speculating: bool, profile: cProfile.Profil
     """Median milliseconds of the gap and of the turn, and committed tokens per step and session."""
     played = Played(num_sessions, is_speculating)
     played.turns(_WARM_UP)
+    gc.collect()
+    gc.freeze()  # as an engine process before its first session
     gaps, turns, meter = [], [], played.meter
     before = sum(choice.num_tokens for choice in played.choices.values())
     for _ in range(_ROUNDS):
