@@ -161,7 +161,8 @@ async def test_numerics_ids_agree_as_long_as_kernels_are_the_same(
     assert last.numerics_id == this.numerics_id, f"with {dict(common_numerics)}; {mixed_fleet}"
     assert last.row_invariant and this.row_invariant
     assert this.constraints_id and not last.constraints_id
-    last.numerics_id = this.numerics_id = this.constraints_id = ""
+    assert this.config_digest and not last.config_digest
+    last.numerics_id = this.numerics_id = this.constraints_id = this.config_digest = ""
     assert this.HasField("sampling_defaults")
     this.ClearField("sampling_defaults")
     assert last == this, str(mixed_fleet)
