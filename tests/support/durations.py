@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests/durations.json"
-QUICK_S = 1.5
+QUICK_S = 0.8
 """Processor seconds of all cases of a quick test function, at most."""
 QUICK_SUM_S = 385.0
 """Processor seconds of all quick tests, at most: 3.2 minutes on two cores, beside 1.8 for collection and waits."""
