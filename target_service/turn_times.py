@@ -44,6 +44,11 @@ class TurnTimes:
         self._last_end_s = now_s if any(session.seq.is_ready for session in self._sessions) else None
         self._ended = step, turn_s, prompt_s, now_s
 
+    @property
+    def unlearnt(self) -> StepRecord | None:
+        """The step of the turn that has ended, if nobody has learnt of it."""
+        return None if self._ended is None else self._ended[0]
+
     def learn(self, pacing: Pacing) -> None:
         """Report the turn that has ended, if one has since the last call."""
         if self._ended is None:

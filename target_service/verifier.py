@@ -13,7 +13,7 @@ A turn, as `specdec/replica/worker/loop.py` calls it:
         local drafters get drawn tokens and hidden states
         each session takes its tokens            # KV cache, tree
     tell_results                                 # verdicts; on a GPU during the next pass, if nothing waits for them
-    metrics and pacing learn                     # on a GPU during the next pass
+    _learn                                       # metrics and pacing; on a GPU during the next pass
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from specdec.target_service.proposals.intake import ProposalIntake
 from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
 from specdec.target_service.proposals.swap import DrafterSwap
-from specdec.target_service.records.metrics import DeferredStepMetrics, TargetRecorder
+from specdec.target_service.records.metrics import TargetRecorder
 from specdec.target_service.records.step_record import StepRecord
 from specdec.target_service.records.trace import trace_end, trace_preemptions
 from specdec.target_service.sample_and_walk import Candidate, Decision, Drawn, Undecided, decide, draw_behind
@@ -94,7 +94,6 @@ class Verifier(Role[TargetSession], PassObserver):
         """Keys of the sessions of the last pass."""
         self._drawn: Callable[[], Drawn] | None = None
         """Gives what was drawn behind the present pass."""
-        self._recording = DeferredStepMetrics(recorder)
         self._admission = Admission(host.sessions, built.engine, built.grammars, self._fault)
         self._turn_times = TurnTimes(self._own_draft, self._admission.by_seq.values())
         self._compiler = built.grammars
@@ -337,7 +336,6 @@ class Verifier(Role[TargetSession], PassObserver):
             self._commits.tell_all()
         record.turn_s = time.monotonic() - self._turn_times.began_s
         trace_preemptions(record)
-        self._recording.observe(record)
         self._turn_times.ended(record)
 
     def _during_pass(self, during: DuringPass, started_s: float) -> None:
@@ -390,7 +388,11 @@ class Verifier(Role[TargetSession], PassObserver):
     def _learn(self) -> None:
         """Let metrics and pacing learn of the last step, if they have not."""
         self._commits.learn_all()
-        self._recording.write(self.pacing.clock)
+        step = self._turn_times.unlearnt
+        if step is not None:
+            self._recorder.step(step)
+            payoff = step.payoff(self.pacing.clock.expected_plain_s(len(step.num_committed)))
+            self._recorder.turn(step.turn_s - step.elapsed_s, payoff)
         self._turn_times.learn(self.pacing)
 
     def _fail_undecided(self, undecided: Undecided) -> None:

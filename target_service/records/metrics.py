@@ -12,7 +12,6 @@ from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.engine.outputs import EngineStats
 from specdec.replica.worker.engine_gauges import EngineGauges
-from specdec.target_service.policy.step_clock import StepClock
 from specdec.target_service.records.step_record import Payoff, StepRecord
 from specdec.target_service.session import TargetSession
 from specdec.target_service.tree.speculation_tree import Hung
@@ -214,23 +213,3 @@ class TargetRecorder:
 
 def _alone(label: str) -> tuple[str, ...]:
     return (label,)
-
-
-class DeferredStepMetrics:
-    """Keeps a step's metrics until `write`, which on a GPU runs during the next pass."""
-
-    def __init__(self, recorder: TargetRecorder) -> None:
-        self._recorder = recorder
-        self._waiting: StepRecord | None = None
-
-    def observe(self, step: StepRecord) -> None:
-        """Keep the record of a finished turn, whose predecessor was written."""
-        self._waiting = step
-
-    def write(self, clock: StepClock) -> None:
-        """Count the kept record, if there is one; `clock` predicts a plain step's time."""
-        step, self._waiting = self._waiting, None
-        if step is not None:
-            self._recorder.step(step)
-            payoff = step.payoff(clock.expected_plain_s(len(step.num_committed)))
-            self._recorder.turn(step.turn_s - step.elapsed_s, payoff)

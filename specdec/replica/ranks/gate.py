@@ -65,7 +65,7 @@ class NodeGate:
             raise EngineError(str(error)) from error
         self._changed = threading.Condition()
         self._nodes: dict[int, str] = {}
-        self._joined: set[int] = set()  # those of the above whose connections `on_node` has got
+        self._joined: set[int] = set()  # nodes whose connections `on_node` has
         self._ranks: dict[int, socket.socket | None] = {}  # None: being welcomed
         self._greetings: deque[socket.socket] = deque()
         self._last_refusal = ""
