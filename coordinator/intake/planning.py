@@ -252,6 +252,8 @@ class Planner:
         if token is not None:
             check_resume_token(token, expected_token)
             check_template(body.resume, served.tokenizer.template_digest)
+            if body.resume.HasField("model"):
+                served = served.as_begun(body.resume.model)
             self._fleet.check_numerics(served.identity)
         model_limits = self._limits_of(served.identity)
         limits = model_limits.within(caller.allowance)

@@ -8,6 +8,7 @@ from specdec.config.generation_config import fault_of
 from specdec.coordinator.sessions.session import Request
 from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.errors import FailedPrecondition, InvalidRequest
 
 _MOST_TEXT_BYTES = 1024
 """Bytes of each text in an identity, at most: it is shown, logged, and part of resume tokens."""
@@ -85,13 +86,30 @@ class ServedModel:
     """Its context is the shortest of all usable targets; new requests get its numerics and constraints."""
     tokenizer: TextTokenizer
 
-    def with_terms(self, max_model_len: int, numerics_id: str, constraints_id: str | None = None) -> ServedModel:
-        """This model with another context and numerics, and other constraints unless None."""
-        own = self.identity
-        known = own.constraints_id if constraints_id is None else constraints_id
-        if (own.max_model_len, own.numerics_id, own.constraints_id) == (max_model_len, numerics_id, known):
-            return self
+    def with_terms(self, max_model_len: int, numerics_id: str, terms: pb.ModelIdentity | None = None) -> ServedModel:
+        """This model with another context and numerics, and with the constraint engine, sampling defaults and config
+        digest of `terms`."""
         identity = pb.ModelIdentity()
         identity.CopyFrom(self.identity)
-        identity.max_model_len, identity.numerics_id, identity.constraints_id = max_model_len, numerics_id, known
-        return replace(self, identity=identity)
+        identity.max_model_len, identity.numerics_id = max_model_len, numerics_id
+        if terms is not None:
+            identity.constraints_id = terms.constraints_id
+            if identity.sampling_defaults != terms.sampling_defaults:
+                identity.sampling_defaults.CopyFrom(terms.sampling_defaults)
+            identity.config_digest = terms.config_digest or identity.config_digest
+        return self if identity == self.identity else replace(self, identity=identity)
+
+    def as_begun(self, begun: pb.ModelIdentity) -> ServedModel:
+        """This model with the terms of a stream that began with another coordinator or earlier.
+
+        Raises:
+            InvalidRequest: `begun` is no model's identity.
+            FailedPrecondition: it is another model.
+        """
+        if (fault := unsound(begun)) is not None:
+            raise InvalidRequest("resume.model", fault)
+        if (cause := model_difference(begun, self.identity)) is not None:
+            raise FailedPrecondition(
+                f"resume.model: {cause}: the output could differ; start the request anew", reason="MODEL_CHANGED"
+            )
+        return self.with_terms(self.identity.max_model_len, self.identity.numerics_id, begun)

@@ -313,19 +313,25 @@ class Fleet:
                 draft.reset("the target's tokenizer changed")
 
     def _set_terms(self) -> None:
-        """Update the served context, numerics and constraints; they stay while no target is usable."""
+        """Update the terms of the served model; they stay while no target is usable."""
         identities = self._ready_identities()
         if self.served is None or not identities:
             return
         numerics = [identity.numerics_id for identity in identities]
-        wanted = self.served.identity.numerics_id
+        own = self.served.identity
+        wanted = own.numerics_id
         if wanted not in numerics:
             wanted = max(sorted(set(numerics)), key=numerics.count)
+        terms = pb.ModelIdentity(sampling_defaults=own.sampling_defaults, constraints_id=own.constraints_id)
         constraints = {identity.constraints_id for identity in identities} - {""}
-        known = self.served.identity.constraints_id
-        if known not in constraints:
-            known = min(constraints, default="")
-        served = self.served.with_terms(min(identity.max_model_len for identity in identities), wanted, known)
+        if own.constraints_id not in constraints:
+            terms.constraints_id = min(constraints, default="")
+        defaults = [identity.sampling_defaults for identity in identities]
+        if own.sampling_defaults not in defaults:
+            terms.sampling_defaults.CopyFrom(max(defaults, key=defaults.count))
+        if not own.config_digest:  # adopted from a former release
+            terms.config_digest = next((one.config_digest for one in identities if one.config_digest), "")
+        served = self.served.with_terms(min(identity.max_model_len for identity in identities), wanted, terms)
         if served is not self.served:
             _log.info("terms_served", max_model_len=served.identity.max_model_len, numerics_id=wanted)
             self.served = served

@@ -167,6 +167,8 @@ def _resumed(request: api.GenerateRequest, started: api.GenerateStarted, held: _
     body.request_id = started.request_id
     body.sampling.seed = started.seed
     body.resume.resume_token = started.resume_token
+    if started.HasField("model"):
+        body.resume.model.CopyFrom(started.model)
     if request.HasField("messages") and not request.messages.chat_template:
         body.resume.chat_template_digest = started.chat_template_digest
     before = {choice.index: choice for choice in body.resume.choices}

@@ -469,6 +469,7 @@ class Resume(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_POSITION_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_DIGEST_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.bytes
     """From the first chunk of the original stream."""
     prompt_logprobs_position: _builtins.int
@@ -479,6 +480,12 @@ class Resume(_message.Message):
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumeChoice]:
         """The client's choices; a choice not listed starts anew."""
 
+    @_builtins.property
+    def model(self) -> _common_pb2.ModelIdentity:
+        """From the first chunk of the original stream: a model with another config.json is refused, and its sampling defaults and constraint
+        engine hold further on. Absent: those now served.
+        """
+
     def __init__(
         self,
         *,
@@ -486,10 +493,11 @@ class Resume(_message.Message):
         choices: _abc.Iterable[Global___ResumeChoice] | None = ...,
         prompt_logprobs_position: _builtins.int | None = ...,
         chat_template_digest: _builtins.str = ...,
+        model: _common_pb2.ModelIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs_position", b"_prompt_logprobs_position", "prompt_logprobs_position", b"prompt_logprobs_position"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs_position", b"_prompt_logprobs_position", "model", b"model", "prompt_logprobs_position", b"prompt_logprobs_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs_position", b"_prompt_logprobs_position", "chat_template_digest", b"chat_template_digest", "choices", b"choices", "prompt_logprobs_position", b"prompt_logprobs_position", "resume_token", b"resume_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs_position", b"_prompt_logprobs_position", "chat_template_digest", b"chat_template_digest", "choices", b"choices", "model", b"model", "prompt_logprobs_position", b"prompt_logprobs_position", "resume_token", b"resume_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs_position: _TypeAlias = _typing.Literal["prompt_logprobs_position"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs_position: _TypeAlias = _typing.Literal["_prompt_logprobs_position", b"_prompt_logprobs_position"]  # noqa: Y015

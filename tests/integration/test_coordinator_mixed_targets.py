@@ -88,6 +88,38 @@ async def test_the_longer_context_is_served_again_when_the_shorter_target_has_go
     assert result.ids() == expected_ids(targets[0], 50)
 
 
+async def test_sampling_defaults_are_those_of_the_targets_that_are_there() -> None:
+    """Targets are rolled out with other defaults; the coordinator runs on."""
+    old, new = a_target(sampling_defaults={"max_new_tokens": 5}), a_target(sampling_defaults={"max_new_tokens": 8})
+    await new.start()
+    await new.stop()
+    body = request()
+    body.sampling.ClearField("max_tokens")
+    async with running([old, new]) as harness:
+        await new.start()
+        await harness.all_ready()
+        both = [await collect(harness.stub.Generate(body)) for _ in range(4)]
+        await old.stop()
+        while any(link.address == old.address and link.is_up for link in harness.service.fleet.links):
+            await harness.replica_changed()
+        after = await collect(harness.stub.Generate(body))
+    assert [len(result.ids()) for result in both] == [5] * 4
+    assert len(after.ids()) == 8
+
+
+async def test_after_a_former_release_targets_of_two_configs_do_not_share_sessions() -> None:
+    targets = [a_target(), a_target(config_digest="c1"), a_target(config_digest="c2")]
+    for target in targets[1:]:
+        await target.start()
+        await target.stop()
+    async with running(targets) as harness:
+        for target in targets[1:]:
+            await target.start()
+        while "incompatible" not in (seen := await states(harness)):
+            await harness.replica_changed()
+    assert "has another config.json at each" in seen["incompatible"]
+
+
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [({"eos_token_ids": [EOS, 2]}, "their end-of-sequence ids differ (1; 1, 2)"), (OTHER_NUMERICS, "(n1, n2)")],

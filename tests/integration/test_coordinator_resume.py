@@ -10,6 +10,7 @@ from specdec.client import Client, Completion, resumed_request
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import Cancelled, DataLoss, FailedPrecondition, InvalidRequest
+from tests.support.scripted.model import identity
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Result,
@@ -146,3 +147,43 @@ async def test_a_conversation_is_not_resumed_where_another_template_would_render
         with pytest.raises(FailedPrecondition, match=r"resume\.chat_template_digest") as refused:
             await client.complete(again)
     assert refused.value.reason == "CHAT_TEMPLATE_CHANGED"
+
+
+async def begun_at(target: ScriptedTarget, body: api.GenerateRequest) -> api.GenerateRequest:
+    """The request that resumes `body` after seven tokens from a coordinator with this target."""
+    held = Completion()
+    target.limit = 7
+    async with running([target]) as harness:
+        async for chunk in harness.stub.Generate(body):
+            held.add(chunk)
+            if held.num_tokens == 7:
+                break
+    return resumed_request(body, held)
+
+
+async def test_a_stream_is_not_resumed_with_another_config_json() -> None:
+    again = await begun_at(ScriptedTarget(identity(config_digest="c1")), request())
+    for digest in ("c2", "c1", ""):
+        target = ScriptedTarget(identity(config_digest=digest))
+        async with running([target], owner_id="coordinator-2") as harness:
+            call = harness.stub.Generate(again)
+            if digest == "c2":
+                error = await error_of(call)
+                assert (type(error), error.reason) == (FailedPrecondition, "MODEL_CHANGED")
+                assert "config.json" in str(error)
+            else:
+                assert (await collect(call)).ids() == expected_ids(target, 20)[7:]
+
+
+async def test_a_resumed_stream_keeps_the_sampling_defaults_that_it_began_with() -> None:
+    body = request()
+    body.sampling.ClearField("max_tokens")
+    again = await begun_at(ScriptedTarget(identity(sampling_defaults={"max_new_tokens": 30})), body)
+    target = ScriptedTarget(identity(sampling_defaults={"max_new_tokens": 10}))
+    async with running([target], owner_id="coordinator-2") as harness:
+        rest = await collect(harness.stub.Generate(again))
+        again.resume.model.sampling_defaults.top_p = 2.0
+        error = await error_of(harness.stub.Generate(again))
+    assert rest.ids() == expected_ids(target, 30)[7:]
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "resume.model"
