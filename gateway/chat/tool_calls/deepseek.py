@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from specdec.gateway.chat.deltas import may_become, split_at_marker
-from specdec.gateway.chat.tool_calls.parts.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.parts.call_object import MOST_NAME_CHARS
-from specdec.gateway.chat.tool_calls.parts.json_scan import JsonScan
+from specdec.gateway.chat.tool_calls.parts.named_calls import SectionParser
 
 _CALLS_START = "<｜tool▁calls▁begin｜>"
 _CALLS_END = "<｜tool▁calls▁end｜>"
@@ -15,32 +14,17 @@ _END = "<｜tool▁call▁end｜>"
 _FENCE = "```json"
 
 
-class DeepSeekParser(BufferedParser):
+class DeepSeekParser(SectionParser):
     """<call begin>function<sep>name, a fence, {...}, a fence<call end>, or <call begin>name<sep>{...}<call end>."""
 
     starts = (_CALLS_START, _START)
+    section = (_CALLS_START, _CALLS_END)
+    call_start = _START
+    ends = (_END,)
 
     def __init__(self) -> None:
         super().__init__()
         self._name = ""
-        self._scan = JsonScan()
-
-    def _started(self, marker: str) -> bool:
-        self._raw = marker
-        self._state = self._between if marker == _CALLS_START else self._head
-        return True
-
-    def _between(self) -> bool:
-        if not self._hold_space() or may_become(self._buffer, _START) or may_become(self._buffer, _CALLS_END):
-            return False
-        if self._buffer.startswith(_START):
-            self._hold(len(_START))
-            self._state = self._head
-            return True
-        if self._buffer.startswith(_CALLS_END):
-            self._take(len(_CALLS_END))
-            self._raw = ""
-        return self._no_call()
 
     def _head(self) -> bool:
         before, marker, rest = split_at_marker(self._buffer, [_SEPARATOR])
@@ -55,10 +39,11 @@ class DeepSeekParser(BufferedParser):
 
     def _after_separator(self) -> bool:
         if self._buffer[0] == "{":
-            return self._start_arguments()
+            return self._begin_arguments(self._name)
         if self._name != "function":
-            self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-            return self._start_arguments() if self._buffer.startswith("{") else bool(self._buffer) and self._no_call()
+            if not self._hold_space():
+                return False
+            return self._begin_arguments(self._name) if self._buffer[0] == "{" else self._no_call()
         name, line_end, _ = split_at_marker(self._buffer, ["\n"])
         if len(name) > MOST_NAME_CHARS or (line_end and not name.strip()):
             return self._no_call()
@@ -75,17 +60,7 @@ class DeepSeekParser(BufferedParser):
         if self._buffer.startswith(_FENCE):
             self._hold(len(_FENCE))
             return True
-        return self._start_arguments() if self._buffer[0] == "{" else self._no_call()
-
-    def _start_arguments(self) -> bool:
-        self._raw = ""
-        self._writer.begin_call(self._name)
-        self._scan = JsonScan()
-        self._state = self._arguments
-        return True
-
-    def _arguments(self) -> bool:
-        return self._read_value(self._scan, self._after_arguments, self._spoilt)
+        return self._begin_arguments(self._name) if self._buffer[0] == "{" else self._no_call()
 
     def _after_arguments(self) -> bool:
         before, marker, rest = split_at_marker(self._buffer, [_END, _CALLS_END])
@@ -98,13 +73,6 @@ class DeepSeekParser(BufferedParser):
         self._buffer = rest
         self._state = self._between if marker == _END else self._text
         return True
-
-    def _spoilt(self) -> bool:
-        return self._read_spoilt([_END], self._spoilt_to)
-
-    def _spoilt_to(self, marker: str) -> bool:
-        self._state = self._between
-        return bool(marker)
 
     def _end(self) -> None:
         if self._state == self._after_arguments:

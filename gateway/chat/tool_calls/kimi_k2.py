@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from specdec.gateway.chat.deltas import may_become, split_at_marker
-from specdec.gateway.chat.tool_calls.parts.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.parts.call_object import MOST_NAME_CHARS
-from specdec.gateway.chat.tool_calls.parts.json_scan import JsonScan
+from specdec.gateway.chat.tool_calls.parts.named_calls import SectionParser
 
 _SECTION = "<|tool_calls_section_begin|>"
 _END_SECTION = "<|tool_calls_section_end|>"
@@ -18,13 +17,16 @@ _ID = re.compile(r"\s*(?:functions\.)?([^\s:<>{}]+)(?::[0-9]+)?\s*")
 _OWN_ID = re.compile(r"functions\.[^\s:<>{}]+:[0-9]+")
 
 
-class KimiParser(BufferedParser):
+class KimiParser(SectionParser):
     """<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>, in a section or alone.
 
     The model's ids are kept, as it expects them beside the results.
     """
 
     starts = (_SECTION, _START)
+    section = (_SECTION, _END_SECTION)
+    call_start = _START
+    ends = (_END,)
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,24 +34,6 @@ class KimiParser(BufferedParser):
         self._id = ""
         self._told: set[str] = set()
         """Ids of the calls so far."""
-        self._scan = JsonScan()
-
-    def _started(self, marker: str) -> bool:
-        self._raw = marker
-        self._state = self._between if marker == _SECTION else self._head
-        return True
-
-    def _between(self) -> bool:
-        if not self._hold_space() or may_become(self._buffer, _START) or may_become(self._buffer, _END_SECTION):
-            return False
-        if self._buffer.startswith(_START):
-            self._hold(len(_START))
-            self._state = self._head
-            return True
-        if self._buffer.startswith(_END_SECTION):
-            self._take(len(_END_SECTION))
-            self._raw = ""
-        return self._no_call()
 
     def _head(self) -> bool:
         head, marker, rest = split_at_marker(self._buffer, [_ARGUMENTS])
@@ -70,15 +54,8 @@ class KimiParser(BufferedParser):
             return False
         if self._buffer[0] != "{":
             return self._no_call()
-        self._raw = ""
         self._told.add(self._id)
-        self._writer.begin_call(self._function, self._id)
-        self._scan = JsonScan()
-        self._state = self._arguments
-        return True
-
-    def _arguments(self) -> bool:
-        return self._read_value(self._scan, self._after_arguments, self._spoilt)
+        return self._begin_arguments(self._function, self._id)
 
     def _after_arguments(self) -> bool:
         self._buffer = self._buffer.lstrip()
@@ -89,13 +66,6 @@ class KimiParser(BufferedParser):
         self._take(len(_END))
         self._state = self._between
         return True
-
-    def _spoilt(self) -> bool:
-        return self._read_spoilt([_END], self._spoilt_to)
-
-    def _spoilt_to(self, marker: str) -> bool:
-        self._state = self._between
-        return bool(marker)
 
     def _end(self) -> None:
         if self._state == self._after_arguments or (self._state == self._between and not self._raw.strip()):

@@ -6,9 +6,8 @@ from __future__ import annotations
 import re
 
 from specdec.gateway.chat.deltas import split_at_marker
-from specdec.gateway.chat.tool_calls.parts.buffered import BufferedParser
 from specdec.gateway.chat.tool_calls.parts.call_object import MOST_NAME_CHARS, CallObject
-from specdec.gateway.chat.tool_calls.parts.json_scan import JsonScan
+from specdec.gateway.chat.tool_calls.parts.named_calls import NamedCallParser
 
 _START = "[TOOL_CALLS]"
 _ARGUMENTS = "[ARGS]"
@@ -17,15 +16,15 @@ _NAME = re.compile(r"\s*[A-Za-z0-9_.:/-]*\s*")
 _MOST_HELD_CHARS = 2 * MOST_NAME_CHARS
 
 
-class MistralParser(BufferedParser):
+class MistralParser(NamedCallParser):
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[ARGS]{...} or [TOOL_CALLS]name{...}."""
 
     starts = (_START,)
+    ends = (_START,)
 
     def __init__(self) -> None:
         super().__init__()
         self._name = ""
-        self._scan = JsonScan()
 
     def _started(self, marker: str) -> bool:
         self._raw = marker
@@ -95,14 +94,11 @@ class MistralParser(BufferedParser):
             return False
         if self._buffer[0] != "{":
             return self._no_call()
-        self._raw = ""
-        self._writer.begin_call(self._name)
-        self._scan = JsonScan()
-        self._state = self._arguments
+        return self._begin_arguments(self._name)
+
+    def _after_arguments(self) -> bool:
+        self._state = self._text
         return True
 
-    def _arguments(self) -> bool:
-        return self._read_value(self._scan, self._text, self._spoilt)
-
-    def _spoilt(self) -> bool:
-        return self._read_spoilt([_START], self._started)
+    def _after_spoilt(self, marker: str) -> bool:
+        return self._started(marker)

@@ -227,7 +227,6 @@ class SimulatedCoordinator:
                 lease.begin()
                 if self._shedding.is_shedding:
                     stream.speculates = False
-                    self._tally.num_plain += 1
                 await self._decode(stream)
                 lease.charge(stream.produced - before)
             finally:

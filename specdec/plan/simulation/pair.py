@@ -73,7 +73,6 @@ class PairTally:
     tokens: list[int] = field(default_factory=list)
     """Tokens that each session committed in each step."""
     draft_busy_s: float = 0.0
-    target_busy_s: float = 0.0
     elapsed_s: float = 0.0
     num_speculating: int = 0
     """Steps of sessions in which they speculated."""
@@ -155,13 +154,10 @@ class Pair:
         """Turn after turn: merge proposals, wait for more, compute, commit."""
         ended_s = 0.0
         while True:
-            due_s = float(self.env.now)
-            began_s = due_s
             if self._speculates and self._settings.is_together:
                 drafted_s = self._draft_here()
                 if drafted_s:
                     yield self.env.timeout(drafted_s)
-                began_s = float(self.env.now)
             while True:
                 self._merge()
                 self.pacing.plan(self.sessions, float(self.env.now))
@@ -176,7 +172,6 @@ class Pair:
             num_rows = len(self.sessions) + sum(map(len, chosen.values()))
             step_s = self._settings.target.seconds(len(self.sessions), num_rows)
             yield self.env.timeout(step_s)
-            self.tally.target_busy_s += step_s + began_s - due_s
             self._commit(chosen, num_rows, step_s, float(self.env.now) - ended_s)
             ended_s = float(self.env.now)
 

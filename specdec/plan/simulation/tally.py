@@ -89,8 +89,6 @@ class RunTally:
     """Times that a stream went on at another target."""
     num_good: int = 0
     """Requests that ended within both objectives."""
-    num_plain: int = 0
-    """Requests opened without speculation because requests had queued."""
 
     def begun(self, arrived_s: float, now_s: float) -> None:
         """A request has its first token."""
