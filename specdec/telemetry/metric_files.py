@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,6 +25,8 @@ _VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _FIRST_BYTES = 1 << 16
 """Bytes of a new file, as prometheus_client makes it."""
 _MEMORY = "/dev/shm"
+_PREFIX = "specdec-figures-"
+"""Start of folders' names. Former releases' folders, which are not locked, had another."""
 _log = structlog.get_logger(__name__)
 
 
@@ -84,19 +88,61 @@ prometheus_client.values.MmapedDict = ReservedFile  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def metrics_folder() -> Iterator[str | None]:
-    """A folder for the files, below TMPDIR or, if that is full, in memory; None if neither has room."""
+    """A folder for the files, below TMPDIR or, if that is full, in memory; None if neither has room.
+
+    Folders of processes that were killed are removed first.
+    """
     with contextlib.ExitStack() as stack:
-        for parent in (None, _MEMORY):
+        for parent in (tempfile.gettempdir(), _MEMORY):
             try:
-                folder = tempfile.TemporaryDirectory(prefix="specdec-metrics-", dir=parent, ignore_cleanup_errors=True)
+                _remove_left(parent)
+                folder = stack.enter_context(_owned_folder(parent))
             except OSError as error:
-                _log.error("metrics_folder_failed", folder=parent or tempfile.gettempdir(), error=error.strerror)
+                _log.error("metrics_folder_failed", folder=parent, error=error.strerror)
                 continue
-            path = stack.enter_context(folder)
-            if _has_room(path):
-                yield path
+            if _has_room(folder):
+                yield folder
                 return
         yield None
+
+
+@contextlib.contextmanager
+def _owned_folder(parent: str) -> Iterator[str]:
+    """A new folder, locked for as long as this process or a child forked from it lives."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        with _locked(folder, fcntl.LOCK_EX):
+            if not os.path.isdir(folder):  # a process that saw it without a lock has removed it
+                continue
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            return
+
+
+def _remove_left(parent: str) -> None:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(parent):
+            folder = os.path.join(parent, name)
+            if name.startswith(_PREFIX):
+                with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_locked:
+                    if is_locked:
+                        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: str, operation: int) -> Iterator[bool]:
+    """Whether a folder of this user is locked; not where another process holds it, or without locks on its disk."""
+    with contextlib.ExitStack() as stack:
+        is_locked = False
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            stack.callback(os.close, lock)
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, operation)
+                is_locked = True
+        yield is_locked
 
 
 def _has_room(folder: str) -> bool:
