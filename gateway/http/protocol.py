@@ -42,9 +42,18 @@ _TOO_LARGE = _refusal(
     "headers_too_large",
 )
 _NOT_HTTP = _refusal("400 Bad Request", "this is not valid HTTP", "invalid_http")
+_UNKNOWN_CODING = _refusal(
+    "501 Not Implemented", "transfer-encoding: only chunked is understood", "unsupported_transfer_encoding"
+)
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""An answer that clients skip, and that resets a connection which its client has left."""
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0
+"""Seconds to the next look at a client that sends no more, at first and at last."""
+_TCP_CLOSE = 7
+"""The kernel's state of a connection that was reset."""
 
 
-class _TooManyHeaders(Exception):
+class _Refused(Exception):
     """Ends the parsing of a refused request."""
 
 
@@ -94,6 +103,8 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             self._num_unread = 0
             self._num_bytes = 0
             self._in_headers = True
+            self._end_timer: asyncio.TimerHandle | None = None
+            """Of the next look at a client that sends no more."""
             self._num_dropped: int | None = None
             """Bytes that came after the last answer; None: the connection is not left."""
 
@@ -115,7 +126,34 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()
             self._forget_reader()
+            if self._end_timer is not None:
+                self._end_timer.cancel()
             super().connection_lost(exc)
+
+        def eof_received(self) -> bool:  # type: ignore[override]
+            """A client that sends no more has left, or waits for its answers: whether it may be waiting."""
+            may_wait = self._is_answering and not self.cycle.more_body and self.scope["http_version"] == "1.1"
+            may_wait = may_wait and self.transport.can_write_eof()
+            if may_wait:
+                self._look_at_end(_FIRST_LOOK_S, _INTERIM)
+            return may_wait
+
+        def _look_at_end(self, wait_s: float, interim: bytes) -> None:
+            """Abort if the client has left, which only sending shows."""
+            info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+            if info[0] == _TCP_CLOSE:
+                self.transport.abort()
+                return
+            if interim and not self.pipeline and not self.cycle.response_started:
+                self.transport.write(interim)
+                interim = b""
+            later_s = min(2 * wait_s, _LAST_LOOK_S)
+            self._end_timer = self.loop.call_later(wait_s, self._look_at_end, later_s, interim)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._end_timer is not None and not self._is_answering:
+                self.transport.close()
 
         def data_received(self, data: bytes) -> None:
             if self._num_dropped is not None:
@@ -130,7 +168,7 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             except httptools.HttpParserError:
                 self.send_400_response("")
             if self._num_bytes > MOST_HEADER_BYTES and not self._is_ending:
-                self._refuse()
+                self._refuse(_TOO_LARGE)
             if self._header_timer is None and not self._is_answering:
                 self._arm()  # line breaks begin no request, and end the time of an idle connection
 
@@ -181,8 +219,11 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
         def on_headers_complete(self) -> None:
             self._disarm()
             if sum(len(name) + len(value) + _BYTES_PER_HEADER for name, value in self.headers) > MOST_HEADER_BYTES:
-                self._refuse()
-                raise _TooManyHeaders
+                self._refuse(_TOO_LARGE)
+                raise _Refused
+            if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+                self._refuse(_UNKNOWN_CODING)
+                raise _Refused
             if self._has_offer:
                 return
             self._in_headers, self._num_bytes = False, 0
@@ -196,9 +237,9 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
                 self.transport.write(_NOT_HTTP)
                 self._leave()
 
-        def _refuse(self) -> None:
+        def _refuse(self, answer: bytes) -> None:
             if self._in_headers:
-                self.transport.write(_TOO_LARGE)
+                self.transport.write(answer)
             self._leave()
 
         @property
