@@ -6,7 +6,6 @@ import glob
 import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import structlog
@@ -18,9 +17,7 @@ pytest_plugins = [
     "tests.support.durations",
     "tests.support.scheduling",
 ]
-PROCESS_FOLDERS = [
-    Path(__file__).parent / name for name in ("integration", "clients", "e2e", "chaos", "upgrade", "security")
-]
+PROCESS_FOLDERS = tuple(f"tests/{name}/" for name in ("integration", "clients", "e2e", "chaos", "upgrade", "security"))
 
 # Two workers with all cores' OpenMP threads each would stall one another. Read when torch is first imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -41,7 +38,7 @@ settings.load_profile("repeatable")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts processes."""
     for item in items:
-        if any(folder in item.path.parents for folder in PROCESS_FOLDERS):
+        if item.nodeid.startswith(PROCESS_FOLDERS):
             item.add_marker(pytest.mark.integration)
 
 

@@ -51,6 +51,7 @@ def is_quick(item: pytest.Item, recorded: dict[str, float]) -> bool:
     return recorded.get(function_of(item.nodeid), 0.0) <= QUICK_S
 
 
+@functools.cache
 def _is_never_quick(path: Path) -> bool:
     return any(ROOT / "tests" / name in (path, *path.parents) for name in NEVER_QUICK)
 
