@@ -8,10 +8,12 @@ there (`specdec/constraints/grammar/apart.py`).
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 
 from specdec.constraints.grammar.apart import ApartFollower, ApartFollowers
 from specdec.constraints.grammar.compiler import GrammarCompiler
+from specdec.constraints.limits.faults import MOST_WAIT_S
 from specdec.target_service.session import SessionState, TargetSession
 
 _SHARE = 1 / 20
@@ -74,8 +76,11 @@ class ConstraintCosts:
             self._ask(session, session.apart, token_ids)
 
     def poll(self) -> None:
-        """Let sessions step whose masks have come."""
+        """Let sessions step whose masks have come, or have not come for too long, which ends them."""
+        overdue_s = time.monotonic() - MOST_WAIT_S
         for session_id, session in list(self._waiting.items()):
+            if session.apart is not None and session.apart.mask is None and session.apart.asked_s < overdue_s:
+                session.apart.give_up()
             if session.apart is None or session.apart.mask is not None:
                 del self._waiting[session_id]
                 session.update_pause()

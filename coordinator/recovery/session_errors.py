@@ -20,6 +20,8 @@ _NON_FINITE = "NON_FINITE_LOGITS"
 """Reason of a model that computed NaN or infinity: every replica of that model would."""
 _TOO_LARGE = "MESSAGE_TOO_LARGE"
 """Reason of a session whose data exceed the message limit between coordinator and replica."""
+_TOO_COSTLY = "CONSTRAINT_OVERLOAD"
+"""Reason of a session whose constraint costs too much beside others': elsewhere it would cost as much again."""
 _log = structlog.get_logger(__name__)
 
 
@@ -69,7 +71,7 @@ class SessionFault:
     @property
     def is_fatal(self) -> bool:
         """Opening the session again, here or elsewhere, would end the same way."""
-        return self.code in _FATAL or self.is_models or self.is_too_large
+        return self.code in _FATAL or self.is_models or self.is_too_large or self.reason == _TOO_COSTLY
 
     @property
     def may_be_proposals(self) -> bool:

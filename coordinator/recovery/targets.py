@@ -25,12 +25,15 @@ from specdec.wire.errors import (
     FailedPrecondition,
     Internal,
     InvalidRequest,
+    Overloaded,
     SpecdecError,
     Unavailable,
     from_status,
     internal_error,
 )
 
+_RETRY_OVERLOAD_S = 30.0
+"""Seconds until a request may find room for a costly constraint."""
 _log = structlog.get_logger(__name__)
 
 
@@ -190,7 +193,10 @@ def _quarantined() -> Internal:
 
 
 def _as_asked(error: SpecdecError) -> SpecdecError:
-    """Rename the field of a constraint's error to the one in the client's request."""
+    """Rename the field of a constraint's error to the one in the client's request; say when to retry."""
+    if isinstance(error, Overloaded):
+        message = str(error).removeprefix("open.")
+        return Overloaded(message, reason=error.reason, retry_after_s=_RETRY_OVERLOAD_S)
     if isinstance(error, InvalidRequest) and error.field.startswith("open.sampling.constraint"):
         field = error.field.removeprefix("open.")
         return InvalidRequest(field, error.description.removeprefix(f"{error.field}: "))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from google.rpc import code_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 from structlog.testing import capture_logs
 
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.errors import Unavailable
+from specdec.wire.errors import Overloaded, Unavailable
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.model import identity
 from tests.support.scripted.replica import PATIENCE_S, ScriptedSession
@@ -141,6 +141,22 @@ async def test_a_target_that_keeps_refusing_makes_the_request_unavailable() -> N
         error = await error_of(harness.stub.Generate(request()))
     assert isinstance(error, Unavailable)
     assert error.reason == "TARGET_REFUSES"
+
+
+async def test_a_constraint_beside_too_many_others_is_not_tried_elsewhere_and_its_client_is_told_to_wait() -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    info = error_details_pb2.ErrorInfo(reason="CONSTRAINT_OVERLOAD", domain="specdec")
+    full = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message="open.sampling.constraint.regex: too many")
+    full.details.add().Pack(info)
+    for target in targets:
+        target.refuse = full
+    async with running(targets) as harness:
+        await harness.all_ready()
+        error = await error_of(harness.stub.Generate(request()))
+    assert isinstance(error, Overloaded)
+    assert (str(error), error.reason) == ("sampling.constraint.regex: too many", "CONSTRAINT_OVERLOAD")
+    assert error.retry_after_s >= 30
+    assert sum(len(target.opened) for target in targets) == 1
 
 
 async def test_a_draft_that_dies_is_done_without_and_speculation_comes_back_with_it() -> None:

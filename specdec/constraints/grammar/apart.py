@@ -1,12 +1,15 @@
 """Constraints that cost too much for a step: followed in a process of low priority, for which no step waits.
 
 A session whose constraint is followed apart takes part in a step when its next mask is there, without proposals. Others
-do not wait for it.
+do not wait for it. Sessions that have taken little take turns; those that have taken much get what is left, the oldest
+all of it: so some of many ends, and the others are told soon that there are too many.
 """
 
 from __future__ import annotations
 
+import heapq
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
@@ -16,12 +19,14 @@ import numpy as np
 import structlog
 
 from specdec.constraints.grammar.follower import Following, NodeMask
-from specdec.constraints.grammar.line_process import ChildLost, LineProcess
+from specdec.constraints.grammar.line_process import ChildLost, LineProcess, TookTooMuch
 from specdec.constraints.grammar.source import GrammarSource, TokenizerArguments
-from specdec.constraints.limits.faults import GrammarError
+from specdec.constraints.limits.faults import GrammarError, too_many
 
 MOST_CPU_S = 10.0
 """Seconds of processor time that one session's constraint may take apart."""
+_FAIR_CPU_S = 0.5
+"""Seconds of processor time that each session gets in turns with the others."""
 _log = structlog.get_logger(__name__)
 _CHILD = "specdec.constraints.grammar.apart_child"
 
@@ -40,6 +45,8 @@ class ApartFollower:
         self.held_back: list[int] = []
         self.mask: NodeMask | None = None
         """What may follow the committed tokens; None: not known yet."""
+        self.asked_s = 0.0
+        """When the mask was asked for."""
         self.spent_s = 0.0
         """Seconds of processor time taken."""
         self.is_over = False
@@ -49,13 +56,41 @@ class ApartFollower:
         """Move past tokens, and ask for the next mask without `held_back`, which `min_tokens` forbids. Returns at once;
         a forbidden token is a fault of the next mask."""
         self.mask = None
+        self.asked_s = time.monotonic()
         self.tokens += token_ids
         self.held_back = list(held_back)
         self._ask(self)
 
+    def give_up(self) -> None:
+        """End the wait for the mask with an error."""
+        self.mask = NodeMask(_no_words(self), fault=too_many(self.source.field))
+
+
+class _Questions:
+    """Sessions with a question, in the order of their turns; each has at most one open, and an end."""
+
+    def __init__(self, asked: SimpleQueue[ApartFollower | None]) -> None:
+        self._asked = asked
+        self._waiting: list[tuple[bool, int, int, ApartFollower]] = []
+        self._num_asked = 0
+        self._is_over = False
+
+    def next(self) -> ApartFollower | None:
+        """Whose turn it is; waits for a question. None: nobody asks any more."""
+        while not self._is_over and not (self._waiting and self._asked.empty()):
+            follower = self._asked.get()
+            if follower is None:
+                self._is_over = True
+                break
+            self._num_asked += 1
+            is_costly = follower.spent_s >= _FAIR_CPU_S and not follower.is_over
+            turn = (is_costly, follower.key if is_costly else 0, self._num_asked, follower)
+            heapq.heappush(self._waiting, turn)
+        return None if self._is_over else heapq.heappop(self._waiting)[-1]
+
 
 class ApartFollowers:
-    """All constraints of one engine that are followed apart. Sessions take turns: each has at most one question open.
+    """All constraints of one engine that are followed apart.
 
     The process has the lowest priority and one thread; it starts with the first constraint.
     """
@@ -83,11 +118,12 @@ class ApartFollowers:
             self._questions.put(follower)
 
 
-def _work(questions: SimpleQueue[ApartFollower | None], tokenizer: TokenizerArguments) -> None:
+def _work(asked: SimpleQueue[ApartFollower | None], tokenizer: TokenizerArguments) -> None:
     """Answer questions until None comes; the thread's body."""
     process: LineProcess | None = None
     known: set[int] = set()
-    while (follower := questions.get()) is not None:
+    questions = _Questions(asked)
+    while (follower := questions.next()) is not None:
         if follower.is_over and follower.key not in known:
             continue
         try:
@@ -99,6 +135,9 @@ def _work(questions: SimpleQueue[ApartFollower | None], tokenizer: TokenizerArgu
                 process.ask({"close": follower.key})
                 continue
             follower.mask = _answer(process, known, follower)
+        except TookTooMuch:
+            process = None
+            follower.mask = _took_too_much(follower)
         except (ChildLost, OSError) as error:
             process = None
             follower.mask = _fault(follower, f"is too complex: {error}")
@@ -126,9 +165,13 @@ def _answer(process: LineProcess, known: set[int], follower: ApartFollower) -> N
     if "fault" in answer:
         return NodeMask(_no_words(follower), fault=GrammarError(follower.source.field, answer["fault"]))
     if follower.spent_s >= MOST_CPU_S:
-        return _fault(follower, f"is too complex: it took more than {MOST_CPU_S:.0f} s of processor time")
+        return _took_too_much(follower)
     words = None if answer["words"] is None else np.frombuffer(bytes.fromhex(answer["words"]), dtype=np.uint32)
     return NodeMask(words, answer["must_end"])
+
+
+def _took_too_much(follower: ApartFollower) -> NodeMask:
+    return _fault(follower, f"is too complex: it took more than {MOST_CPU_S:g} s of processor time")
 
 
 def _fault(follower: ApartFollower, text: str) -> NodeMask:

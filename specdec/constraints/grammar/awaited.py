@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -9,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from specdec.constraints.grammar.compiler import Compilation, GrammarCompiler
 from specdec.constraints.grammar.figures import GrammarFigures
 from specdec.constraints.grammar.follower import Following, GrammarFollower, TooSlow
-from specdec.constraints.limits.faults import GrammarError
+from specdec.constraints.limits.faults import MOST_WAIT_S, GrammarError, too_many
 from specdec.v1 import common_pb2 as pb
 
 _SALT_MARK = b"\0"
@@ -86,7 +87,7 @@ class AwaitedGrammars(Generic[ConstrainedT]):
         self._begin = begin
         self._on_fault = on_fault
         self._on_slow = on_slow
-        self._waiting: dict[str, tuple[ConstrainedT, pb.OpenSession, Compilation]] = {}
+        self._waiting: dict[str, tuple[ConstrainedT, pb.OpenSession, Compilation, float]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -111,14 +112,19 @@ class AwaitedGrammars(Generic[ConstrainedT]):
         if compilation.is_done:
             self._give(session, body, compilation)
         else:
-            self._waiting[session.session_id] = (session, body, compilation)
+            self._waiting[session.session_id] = (session, body, compilation, time.monotonic())
 
     def poll(self) -> None:
-        """Begin sessions whose constraints are compiled."""
-        for session, body, compilation in list(self._waiting.values()):
-            if compilation.is_done:
+        """Begin sessions whose constraints are compiled; end those that have waited too long."""
+        overdue_s = time.monotonic() - MOST_WAIT_S
+        for session, body, compilation, asked_s in list(self._waiting.values()):
+            if compilation.is_done or asked_s < overdue_s:
                 del self._waiting[session.session_id]
                 try:
+                    if not compilation.is_done:
+                        fault = too_many(compilation.source.field)
+                        self._figures.refused(fault)
+                        raise fault
                     self._give(session, body, compilation)
                 except Exception as error:
                     self._on_fault(session, error)

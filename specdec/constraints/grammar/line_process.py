@@ -24,6 +24,10 @@ class ChildLost(Exception):
     """The child has died, has hung, or has taken too much; its state is lost."""
 
 
+class TookTooMuch(ChildLost):
+    """The child has taken too much processor time."""
+
+
 class LineProcess:
     """One child, `python -m MODULE`, which first reads a line with `greeting` and its parent's number. For one thread,
     which outlives it: the child dies with the thread."""
@@ -75,7 +79,7 @@ class LineProcess:
             if cpu_s > seen_cpu_s or piece or writable:
                 seen_cpu_s, active_at_s = cpu_s, time.monotonic()
             if cpu_s - began_cpu_s > most_cpu_s:
-                self._lose(f"it took more than {most_cpu_s:.1f} s of processor time")
+                self._lose(f"it took more than {most_cpu_s:.1f} s of processor time", TookTooMuch)
             if time.monotonic() - active_at_s > self._hung_s:
                 self._lose(f"the process hung for {self._hung_s:.0f} s")
         return json.loads(answer)
@@ -88,9 +92,9 @@ class LineProcess:
                 pipe.close()
         self._process.wait()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, kind: type[ChildLost] = ChildLost) -> None:
         self.close()
-        raise ChildLost(reason)
+        raise kind(reason)
 
     def _cpu_s(self) -> float:
         """Seconds of processor time of the child and of the children that it has waited for."""

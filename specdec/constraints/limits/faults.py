@@ -28,6 +28,16 @@ class GrammarError(Exception):
         self.reason = reason or ("INVALID_FIELD" if code == code_pb2.INVALID_ARGUMENT else "CONSTRAINT_NOT_COMPILED")
 
 
+MOST_WAIT_S = 30.0
+"""Seconds that a session waits for a compilation, or for one mask, before it ends as too many."""
+
+
+def too_many(field: str) -> GrammarError:
+    """The error of a session that has waited for `MOST_WAIT_S`."""
+    message = "too many costly constraints are in use: retry later"
+    return GrammarError(field, message, code_pb2.RESOURCE_EXHAUSTED, reason="CONSTRAINT_OVERLOAD")
+
+
 def fault_of(constraint: pb.Constraint) -> tuple[str, str] | None:
     """The faulty field, such as ``constraint.regex``, and its error; None if no fault is visible.
 

@@ -100,6 +100,7 @@ def test_an_ambiguous_grammar_ends_with_its_own_reason_and_takes_next_to_nothing
         assert error is not None
         assert reason_of(error.status) == "CONSTRAINT_TOO_SLOW"
         assert fields_of(error.status) == ["open.sampling.constraint.grammar"]
+        assert "took more than 0.5 s" in error.status.message, "the limit, not what a session had left of it"
 
 
 def test_a_costly_session_that_is_opened_again_with_its_output_does_not_hold_up_the_step(
