@@ -82,6 +82,14 @@ def test_another_environment_than_the_template_imported_in_is_executed(forking: 
         assert process.wait(60) == 0
 
 
+def test_variables_that_tests_leave_in_their_process_start_nothing_cold(forking: Forking) -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "a folder", "OTEL_BSP_SCHEDULE_DELAY": "1"}
+    command = [sys.executable, "-m", PROBE, "0", "1"]
+    with forking.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment) as process:
+        assert type(process) is not subprocess.Popen
+        assert process.wait(60) == 0
+
+
 def test_a_template_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
     template: list[Template] = []
 

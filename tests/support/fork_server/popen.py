@@ -23,8 +23,17 @@ _OWN_ENVIRONMENT = (
     "PROMETHEUS_MULTIPROC_DIR",
     "PYTHONPATH",
     "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    "NCCL_SOCKET_IFNAME",
+    "OTEL_",
+    "XDG_CACHE_HOME",
 )
-"""Prefixes of variables that a template's imports do not read, or for gRPC's log only; others rule it out."""
+"""Prefixes of variables that a template's imports do not read, or for gRPC's log and Hugging Face's cache only; others
+rule it out.
+
+Torch and the engine set the caches' and NCCL's in the tests' own process, where they stay.
+"""
 _ARGUMENT_ROOM = 4096
 _spawning = threading.Lock()
 

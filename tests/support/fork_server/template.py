@@ -32,6 +32,13 @@ ENGINE = "specdec.replica.bridge.engine_child"
 REPLICAS = ("specdec.target_service", "specdec.draft_service", "tests.support.services.deadly_target")
 COMMAND = "specdec.commands.main"
 PROBE = "specdec.commands.tune.probe"
+_RANKS = "specdec.replica.ranks.processes"
+_STARTED_BY = {
+    COMMAND: ("specdec.commands.up.service_process", "specdec.commands.tune.probe_processes"),
+    **dict.fromkeys(REPLICAS, ("specdec.replica.bridge.engine_launch", _RANKS)),
+    ENGINE: (_RANKS,),
+}
+"""Modules that start processes, by the module of the process in which they do."""
 
 
 def serve(connection: socket.socket) -> tuple[jobs.Job, list[int]] | None:
@@ -71,13 +78,13 @@ def _run(kind: str, job: jobs.Job, files: list[int]) -> None:
     jobs.become(job, files)
     if COMMAND in job.argv:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background shell's processes ignore
-    if kind == "engine" and not {COMMAND, *REPLICAS}.isdisjoint(job.argv):
-        _start_processes_from_here(is_command=COMMAND in job.argv)
+    if kind == "engine" and (starter := next((name for name in _STARTED_BY if name in job.argv), None)):
+        _start_processes_from_here(_STARTED_BY[starter])
     jobs.run(job.argv)
 
 
-def _start_processes_from_here(*, is_command: bool) -> None:
-    """Fork a template from a command or service, so that its services or engines are its children."""
+def _start_processes_from_here(starts: Sequence[str]) -> None:
+    """Fork a template from a command, service or engine, so that what its modules `starts` start are its children."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     pid = os.fork()
@@ -87,8 +94,7 @@ def _start_processes_from_here(*, is_command: bool) -> None:
         from tests.support.fork_server.popen import Forking, Template
 
         template = Template(ours, dict(os.environ))
-        of_command = "specdec.commands.up.service_process", "specdec.commands.tune.probe_processes"
-        for name in of_command if is_command else ["specdec.replica.bridge.engine_launch"]:
+        for name in starts:
             module: Any = importlib.import_module(name)
             module.subprocess = Forking(lambda _: template)
         return
