@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import functools
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import kubernetes_validate
 import pytest
 import yaml
 
 from tests.chart.rendered import CASES, CHART, HELM, Document, Helm, Render, case_files
+
+
+@pytest.fixture(scope="session", autouse=True)
+def definitions_of_kubernetes_are_read_once() -> Iterator[None]:
+    """Megabytes, which kubernetes_validate reads for each object."""
+    utils = kubernetes_validate.utils
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+        yield
 
 
 @pytest.fixture(scope="session")

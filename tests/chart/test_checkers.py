@@ -124,20 +124,17 @@ def _with_a_field_that_does_not_exist(certificate: Document) -> None:
     certificate["spec"]["dnsName"] = "demo"
 
 
-@pytest.mark.parametrize(
-    ("kind", "spoil", "named"),
-    [
-        ("ScaledObject", _without_a_trigger_type, "type"),
-        ("ServiceMonitor", _with_a_number_as_interval, "interval"),
-        ("Certificate", _with_a_field_that_does_not_exist, "dnsName"),
-    ],
-)
-def test_the_crd_checks_find_what_is_wrong(
-    kind: str, spoil: Callable[[Document], None], named: str, render: Render, tmp_path: Path
-) -> None:
-    spoilt = copy.deepcopy(next(document for document in _custom(render) if document["kind"] == kind))
-    spoil(spoilt)
-    assert named in " ".join([*_schema_problems([spoilt]), _type_problems([spoilt], tmp_path)])
+def test_the_crd_checks_find_what_is_wrong(render: Render, tmp_path: Path) -> None:
+    objects = _custom(render)
+
+    def spoilt(kind: str, spoil: Callable[[Document], None]) -> list[Document]:
+        document = copy.deepcopy(next(document for document in objects if document["kind"] == kind))
+        spoil(document)
+        return [document]
+
+    assert "type" in " ".join(_schema_problems(spoilt("ScaledObject", _without_a_trigger_type)))
+    assert "interval" in " ".join(_schema_problems(spoilt("ServiceMonitor", _with_a_number_as_interval)))
+    assert "dnsName" in _type_problems(spoilt("Certificate", _with_a_field_that_does_not_exist), tmp_path)
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.chart.rendered import CHART, CUSTOM_KINDS, Document, Helm
+from tests.chart.rendered import CHART, CUSTOM_KINDS, Document, Helm, Render
 from tests.chart.toggles import toggle_cases
 from tests.support.for_each import for_each
 from tests.support.releases import last_release
@@ -85,8 +85,10 @@ def _differing(known: Document, values: Document) -> list[str]:
 
 
 @for_each("case", CASES)
-def test_todays_templates_render_with_the_values_of_the_last_release(case: str, helm: Helm, older: Path) -> None:
-    new, old = rendered(helm, CHART, CASES[case]), rendered(helm, older, CASES[case])
+def test_todays_templates_render_with_the_values_of_the_last_release(
+    case: str, helm: Helm, render: Render, older: Path
+) -> None:
+    new, old = render(case), rendered(helm, older, CASES[case])
     for document in old:
         if document["kind"] not in CUSTOM_KINDS:
             kubernetes_validate.validate(document, "1.31", strict=True)

@@ -13,10 +13,10 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.support import durations
 
 SHARING_FOLDERS = (
-    "tests/chaos", "tests/clients", "tests/e2e", "tests/unit/drafting/role", "tests/unit/lossless",
+    "tests/chaos", "tests/chart", "tests/clients", "tests/e2e", "tests/unit/drafting/role", "tests/unit/lossless",
     "tests/unit/overlap", "tests/unit/rejection", "tests/unit/target_service", "tests/upgrade",
 )  # fmt: skip
-"""Folders whose files share clusters, or engines of a `conftest.py`."""
+"""Folders whose files share clusters, renders of the chart, or engines of a `conftest.py`."""
 _UNKNOWN_S = 20.0
 """Processor seconds of a file without a record, which begins early."""
 
