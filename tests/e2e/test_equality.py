@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,17 +176,16 @@ async def check_greedy(cluster: Cluster, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     async with Client(cluster.address) as client:
-        for penalty in (1.0, 1.3):
-            for prompt in PROMPTS:
-                request = api.GenerateRequest(prompt=prompt)
-                request.sampling.temperature, request.sampling.max_tokens = 0.0, MAX_TOKENS
-                request.sampling.repetition_penalty = penalty
-                ours = (await client.complete(request)).choices[0].token_ids
-                position, gap = greedy_differences(tokenizer, model, prompt, ours, penalty)
-                if position >= 0:
-                    differences.append(gap)
-                    assert gap < NEAR_TIE, f"{prompt!r} differs at {position} by {gap}"
-    assert len(differences) <= 2, f"near ties {differences}"
+        for prompt, penalty in zip(PROMPTS, itertools.cycle((1.0, 1.3)), strict=False):
+            request = api.GenerateRequest(prompt=prompt)
+            request.sampling.temperature, request.sampling.max_tokens = 0.0, MAX_TOKENS
+            request.sampling.repetition_penalty = penalty
+            ours = (await client.complete(request)).choices[0].token_ids
+            position, gap = greedy_differences(tokenizer, model, prompt, ours, penalty)
+            if position >= 0:
+                differences.append(gap)
+                assert gap < NEAR_TIE, f"{prompt!r} differs at {position} by {gap}"
+    assert len(differences) <= 1, f"near ties {differences}"
 
 
 @pytest.mark.timeout(300)
