@@ -184,8 +184,9 @@ test: $(TEST_STAMP) helm redis  ## Run the quick tests (five minutes on two core
 
 # Which tests are quick: tests/support/durations.py.
 .PHONY: test-others
+# Three workers on two cores, because services and their clients wait for a third of the time.
 test-others: $(STAMP) tools servers  ## Run all tests of a merge that are not quick.
-	@$(PYTEST) -m "not quick and not long and not gpu" $(PYTEST_ARGS)
+	@$(PYTEST) -n 3 -m "not quick and not long and not gpu" $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all:  ## Run all tests that a merge needs: test, then test-others.
