@@ -35,6 +35,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.replica.bridge.frame_codec import Frame, FrameDecoder, FrameKind, encode_frame
 from specdec.replica.bridge.frames import EnginePort
 from specdec.replica.worker.build import BuiltEngine
+from specdec.replica.worker.entry import COLLECT_EVERY
 from specdec.replica.worker.host import SessionHost
 from specdec.replica.worker.loop import EngineWorker
 from specdec.replica.worker.role import Wire
@@ -52,7 +53,7 @@ _MAIN, _SIBLINGS = 6, 2
 """Nodes of a proposal's main path, and other nodes beside its first ones."""
 _STREAM = 1
 _WARM_UP, _ROUNDS, _STEPS, _LOOKS = 30, 7, 20, 200
-_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult)
+_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse)
 
 
 def look_s() -> float:
@@ -274,6 +275,7 @@ def measure(num_sessions: int, *, is_speculating: bool, profile: cProfile.Profil
     played.turns(_WARM_UP)
     gc.collect()
     gc.freeze()  # as an engine process before its first session
+    gc.set_threshold(COLLECT_EVERY)
     gaps, turns, meter = [], [], played.meter
     before = sum(choice.num_tokens for choice in played.choices.values())
     for _ in range(_ROUNDS):

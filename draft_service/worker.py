@@ -7,9 +7,7 @@ from specdec.replica.bridge.frames import EnginePort
 from specdec.replica.worker.role import Wire
 from specdec.v1 import draft_pb2
 
-WIRE = Wire(
-    draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult, "draft session", "draft", joins_links=True
-)
+WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, "draft session", "draft", joins_links=True)
 
 
 def run_engine(port: EnginePort, settings: DraftSettings) -> None:

@@ -13,10 +13,11 @@ from specdec.target_service.pacing.pacing import Pacing
 from specdec.target_service.proposals.local_drafters import LocalDrafters
 from specdec.target_service.proposals.own_draft import OwnDraft
 from specdec.target_service.records.metrics import TargetRecorder
+from specdec.target_service.records.step_record import Taken
 from specdec.target_service.records.trace import trace_verdict
 from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import SessionState, TargetSession
-from specdec.target_service.verdicts import Taken, describe_drafters, make_verdict, pieces_of
+from specdec.target_service.verdicts import describe_drafters, make_verdict, pieces_of
 from specdec.v1 import common_pb2 as pb
 
 
@@ -46,7 +47,7 @@ class Commits:
         self._close = close
         self._on_fault = on_fault
         self._untold: dict[TargetSession, tuple[Decision, Taken, Pacing]] = {}
-        self._unlearnt: deque[tuple[Decision, Taken, Pacing, pb.Verdict]] = deque()
+        self._unlearnt: deque[tuple[Decision, Taken, Pacing]] = deque()
         self.has_ended = False
         """Whether a choice has ended of which nobody has learnt."""
 
@@ -72,7 +73,7 @@ class Commits:
         drafters = self._local_drafters.learn(decision, pacing)
         before, num_wasted = session.tree.hung(), 0
         if before.nodes:
-            num_wasted = session.tree.advance(walk.token_ids) + session.tree.drop_local()
+            num_wasted = session.tree.advance(walk.token_ids, decision.accepted) + session.tree.drop_local()
         if suspends:
             num_wasted += session.tree.clear()
         taken = Taken(
@@ -113,14 +114,12 @@ class Commits:
                 self._on_fault(session, error)
 
     def _tell(self, decision: Decision, taken: Taken, pacing: Pacing) -> None:
-        candidate, nodes = decision.candidate, taken.tree.nodes
-        session = candidate.session
-        accepted = [nodes[candidate.chosen[node]] for node in decision.walk.path]
+        session, nodes = decision.candidate.session, taken.tree.nodes
         verdict = make_verdict(decision, taken)
-        accepted_by = [node.origin for node in accepted if not node.is_forced]
+        accepted_by = [nodes[index].origin for index in decision.accepted if not nodes[index].is_forced]
         if self._local_drafters.has_drafters or any(name != DRAFT_MODEL for name in accepted_by):
             describe_drafters(verdict, accepted_by, taken.drafters)
-        self._unlearnt.append((decision, taken, pacing, verdict))
+        self._unlearnt.append((decision, taken, pacing))
         if session.trace is not None:
             trace_verdict(session.trace, verdict)
         for piece in pieces_of(verdict, self._host.piece_bytes(session.owner)):
@@ -131,22 +130,20 @@ class Commits:
         """Let pacing and metrics learn of what owners have been told."""
         self.has_ended = False
         while self._unlearnt:
-            decision, taken, pacing, verdict = self._unlearnt.popleft()
+            decision, taken, pacing = self._unlearnt.popleft()
             try:
-                self._learn(decision, taken, pacing, verdict)
+                self._learn(decision, taken, pacing)
             except Exception as error:
                 self._on_fault(decision.candidate.session, error)
 
-    def _learn(self, decision: Decision, taken: Taken, pacing: Pacing, verdict: pb.Verdict) -> None:
-        candidate, walk = decision.candidate, decision.walk
-        session = candidate.session
+    def _learn(self, decision: Decision, taken: Taken, pacing: Pacing) -> None:
+        candidate = decision.candidate
         verified = candidate.chosen[: candidate.num_nodes]
-        accepted = [candidate.chosen[node] for node in walk.path]
         # The time of the target's own draft is measured per call, for all sessions together.
         draft_s = 0.0 if self._own_draft.is_there else taken.tree.draft_us * 1e-6
-        self._recorder.drafts(taken.tree, verified, accepted, draft_s)
-        pacing.expectations.observe_walk(session, taken.tree, verified, walk)
-        self._recorder.verdict(session, verdict, taken.tree.num_stale, taken.last_at_s, taken.decided_at_s)
+        self._recorder.drafts(taken.tree, verified, decision.accepted, draft_s)
+        pacing.expectations.observe_walk(candidate.session, taken.tree, verified, decision.walk)
+        self._recorder.verdict(decision, taken)
 
     def _append(self, decision: Decision) -> None:
         candidate, walk = decision.candidate, decision.walk

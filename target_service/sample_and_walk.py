@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 
@@ -46,6 +47,8 @@ class Decision:
 
     candidate: Candidate
     walk: Walk
+    accepted: list[int]
+    """Accepted nodes of the session's speculation tree, from the root down."""
     logprobs: list[pb.PositionLogprobs]
     node_logprobs: list[float]
     """Log-probabilities of the verified nodes, if the session's trees are reported; else empty."""
@@ -80,14 +83,14 @@ def draw_behind(flight: Flight, by_seq: Mapping[int, TargetSession], sampler: Sa
     """
     sessions: set[TargetSession] = set()
     contexts: list[RowContext] = []
-    for rows in flight.item_rows:
-        seq = rows.item.seq
+    for item in flight.items:
+        seq = item.seq
         session = by_seq[seq.seq_id]
         if session.grammar is not None or session.apart is not None or seq.prompt_logits:
             return None
-        if rows.num_rows:
+        if item.rows.start < item.rows.stop:
             sessions.add(session)
-            contexts += _contexts(session, seq.tree or NO_TREE, rows.item.num_tree_nodes)
+            contexts += _contexts(session, seq.tree or NO_TREE, item.tree_nodes)
     started = flight.behind(lambda logits: sampler.start(logits, contexts)) if contexts else None
     return None if started is None else lambda: Drawn(sessions, contexts, started()())
 
@@ -124,9 +127,9 @@ def decide(
     for own in of_sessions:
         try:
             walk = own.walk(sampler)
-            decisions.append(
-                Decision(own.candidate, walk, own.logprobs(walk, sampler), own.node_logprobs(sampler), own.drawn)
-            )
+            accepted = own.accepted(walk)
+            logprobs, of_nodes = own.logprobs(walk, sampler), own.node_logprobs(sampler)
+            decisions.append(Decision(own.candidate, walk, accepted, logprobs, of_nodes, own.drawn))
         except (NonFiniteLogits, GrammarError) as error:
             undecided.append(Undecided(own.candidate.session, error))
     return decisions, undecided
@@ -200,19 +203,19 @@ class _Rows:
     def walk(self, sampler: Sampler) -> Walk:
         """Walk the verified tree by the session's mode of verification."""
         candidate, session = self.candidate, self.candidate.session
-        is_first = session.state is SessionState.PREFILL and session.num_tokens == session.body.num_prompt_tokens
-        walk = walk_tree(
-            candidate.tree,
-            candidate.num_nodes,
-            self._decider(sampler),
-            session.end,
-            session.num_tokens,
-            pb.ORIGIN_PREFILL if is_first else pb.ORIGIN_DECODE,
-        )
-        for index, node in enumerate(walk.path):
-            if session.tree.nodes[candidate.chosen[node]].is_forced:
+        num_tokens, decider = session.num_tokens, self._decider(sampler)
+        is_first = session.state is SessionState.PREFILL and num_tokens == session.body.num_prompt_tokens
+        plain_origin = pb.ORIGIN_PREFILL if is_first else pb.ORIGIN_DECODE
+        return walk_tree(candidate.tree, candidate.num_nodes, decider, session.end, num_tokens, plain_origin)
+
+    def accepted(self, walk: Walk) -> list[int]:
+        """The accepted nodes of the session's tree; tokens that a constraint forces get their origin."""
+        nodes = self.candidate.session.tree.nodes
+        accepted = [self.candidate.chosen[node] for node in walk.path]
+        for index, node in enumerate(accepted):
+            if nodes[node].is_forced:
                 walk.origins[index] = pb.ORIGIN_FORCED
-        return walk
+        return accepted
 
     def logprobs(self, walk: Walk, sampler: Sampler) -> list[pb.PositionLogprobs]:
         """Raw log-probabilities of the committed tokens, masked under a constraint; empty where none are wanted."""
@@ -230,7 +233,7 @@ class _Rows:
         rows = [self.first + 1 + parent for parent in candidate.tree.parents[:num_nodes]]
         return node_logprobs(self.logits[rows], candidate.tree.token_ids[:num_nodes], sampler.vocab_size)
 
-    def _coupled(self, node: int, child: int | None) -> int:
+    def _coupled(self, node: int) -> int:
         token = self.tokens[self.first + 1 + node]
         if node in self.faults:
             raise self.faults[node]
@@ -238,7 +241,7 @@ class _Rows:
             raise NonFiniteLogits
         return token
 
-    def _decider(self, sampler: Sampler) -> Callable[[int, int | None], int]:
+    def _decider(self, sampler: Sampler) -> Callable[[int], int]:
         session = self.candidate.session
         if session.mode is VerifyMode.COUPLED:
             return self._coupled
@@ -246,18 +249,20 @@ class _Rows:
             return self._block(sampler)
         return self._rejection(sampler)
 
-    def _rejection(self, sampler: Sampler) -> Callable[[int, int | None], int]:
-        def decide_token(node: int, child: int | None) -> int:
-            if child is None or node in self.faults:
-                return self._coupled(node, None)
+    def _rejection(self, sampler: Sampler) -> Callable[[int], int]:
+        parents = self.candidate.tree.parents[: self.candidate.num_nodes]
+
+        def decide_token(node: int) -> int:
+            if parents.count(node) != 1 or node in self.faults:
+                return self._coupled(node)
             row = self.first + 1 + node
             context = self.contexts[row]
             probs = sampler.probs(self.logits[row : row + 1], [context])[0]
-            return verify_token(probs, self._drawn(child), context.params, context.position)[1]
+            return verify_token(probs, self._drawn(parents.index(node)), context.params, context.position)[1]
 
         return decide_token
 
-    def _block(self, sampler: Sampler) -> Callable[[int, int | None], int]:
+    def _block(self, sampler: Sampler) -> Callable[[int], int]:
         """Block verification of a chain, whose node ``i`` row ``i`` decides, up to a row with NaN or a fault."""
         num_nodes = min([self.candidate.num_nodes, *(1 + node for node in self.faults)])
         if num_nodes == 0:
@@ -272,10 +277,10 @@ class _Rows:
         context = self.contexts[self.first]
         num_accepted, instead = verify_block(probs[:num_nodes], drawn, context.params, context.position)
 
-        def decide_token(node: int, child: int | None) -> int:
+        def decide_token(node: int) -> int:
             if node + 1 < num_accepted:
                 return drawn[node + 1].token_id
-            return self._coupled(node, child) if node + 1 > num_accepted or instead is None else instead
+            return self._coupled(node) if node + 1 > num_accepted or instead is None else instead
 
         return decide_token
 
@@ -293,7 +298,7 @@ def _contexts(session: TargetSession, tree: TokenTree, num_nodes: int) -> list[R
     if not params.needs_history:
         depths = tree.depths[:num_nodes]
         end = num_tokens + 1 + max(depths, default=0)
-        by_depth = [RowContext(params, position, num_prompt_tokens) for position in range(num_tokens, end)]
+        by_depth = [*map(RowContext, repeat(params), range(num_tokens, end), repeat(num_prompt_tokens))]
         return [by_depth[0], *map(by_depth.__getitem__, depths)]
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.token_ids[:num_nodes], tree.parents, strict=False):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
-from specdec.target_service.proposals.session_drafters import DrafterStep
+from specdec.target_service.records.step_record import DrafterStep, Taken
 from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import SessionState, TargetSession
 from specdec.target_service.tree.speculation_tree import Hung
@@ -22,65 +21,46 @@ PROGRESS_INTERVAL_S = 1.0
 """Seconds without a verdict or a progress message after which a session's owner gets a progress message."""
 
 
-@dataclass(slots=True)
-class Taken:
-    """What the verdict of a decision tells of its session as it was before it took the decision's tokens."""
-
-    tree: Hung
-    """The tree of which the decision's nodes were chosen."""
-    start: int
-    """Number of committed tokens."""
-    state: SessionState
-    last_at_s: float | None
-    """Time of the decision before; None: there was none. Times are of time.monotonic."""
-    began_at_s: float
-    """Start of the step."""
-    elapsed_s: float
-    """Seconds of the step."""
-    held_s: float
-    """Seconds that the step was held off for this session's draft."""
-    decided_at_s: float
-    num_wasted: int
-    """Number of proposed tokens that were dropped."""
-    suspends_draft: bool
-    """The draft shall propose nothing for the tokens that follow."""
-    drafters: Sequence[DrafterStep]
-    """Records of the target's drafters."""
-
-
 def make_verdict(decision: Decision, taken: Taken) -> pb.Verdict:
     """The verdict of a decision. A session's first verdict includes the prompt's log-probabilities, unless the owner
     takes them in parts.
     """
     candidate, walk = decision.candidate, decision.walk
     session = candidate.session
-    verdict = pb.Verdict(
+    verdict = pb.Verdict(  # fields without a value are not named: each would take a tenth of the time
         start_position=taken.start,
         token_ids=walk.token_ids,
         origins=walk.origins,
-        logprobs=decision.logprobs,
-        finish_reason=walk.finish_reason,
-        stop_token_id=walk.stop_token_id,
-        verified_by_depth=depths_of(candidate.tree.depths[: candidate.num_nodes]),
         num_accepted=len(walk.path),
         hit=taken.state is SessionState.HIT,
         step_us=microseconds(taken.elapsed_s),
-        hold_off_us=microseconds(taken.held_s),
-        draft_us=uint32(taken.tree.draft_us),
-        num_wasted=uint32(taken.num_wasted),
-        suspends_draft=taken.suspends_draft,
-        tree=tree_of(decision, taken.tree),
     )
+    if candidate.num_nodes:
+        verdict.verified_by_depth.extend(depths_of(candidate.tree.depths[: candidate.num_nodes]))
+    if taken.tree.draft_us:
+        verdict.draft_us = uint32(taken.tree.draft_us)
+    if taken.held_s:
+        verdict.hold_off_us = microseconds(taken.held_s)
+    if taken.num_wasted:
+        verdict.num_wasted = uint32(taken.num_wasted)
+    if taken.suspends_draft:
+        verdict.suspends_draft = True
+    if decision.logprobs:
+        verdict.logprobs.extend(decision.logprobs)
+    if walk.finish_reason:
+        verdict.finish_reason = walk.finish_reason
+        if walk.stop_token_id is not None:
+            verdict.stop_token_id = walk.stop_token_id
+    if session.body.tells_trees and taken.tree.nodes:
+        verdict.tree.CopyFrom(tree_of(decision, taken.tree))
     if taken.state is SessionState.PREFILL:
         _describe_prefill(session, verdict, taken.began_at_s + taken.elapsed_s)
     return verdict
 
 
-def tree_of(decision: Decision, tree: Hung) -> pb.StepTree | None:
-    """The session's tree at the step; None where it is empty or trees are not reported."""
+def tree_of(decision: Decision, tree: Hung) -> pb.StepTree:
+    """The session's tree at the step, which is not empty."""
     candidate = decision.candidate
-    if not (candidate.session.body.tells_trees and tree.nodes):
-        return None
     proposed_by = [FORCED if node.is_forced else node.origin for node in tree.nodes]
     drafters = list(dict.fromkeys(proposed_by))
     return pb.StepTree(
@@ -89,7 +69,7 @@ def tree_of(decision: Decision, tree: Hung) -> pb.StepTree | None:
         scores=bytes(round(min(1.0, max(0.0, node.score)) * 255) for node in tree.nodes),
         verified=candidate.chosen[: candidate.num_nodes],
         logprobs=decision.node_logprobs,
-        accepted=[candidate.chosen[node] for node in decision.walk.path],
+        accepted=decision.accepted,
         drafters=drafters,
         proposed_by=bytes(map(drafters.index, proposed_by)),
     )

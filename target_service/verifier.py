@@ -200,7 +200,8 @@ class Verifier(Role[TargetSession], PassObserver):
 
     def load(self) -> pb.LoadReport:
         """The engine's load; also exports metrics, and sends progress messages that are due."""
-        self._learn()
+        if not (self._works_behind and self._admission.ready()):
+            self._learn()  # else it is done during the next pass
         self._recorder.write()
         stats = self._engine.stats()
         credit = self.pacing.draft_credit(self._settings.max_draft_tokens)

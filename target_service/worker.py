@@ -7,7 +7,7 @@ from specdec.replica.bridge.frames import EnginePort
 from specdec.replica.worker.role import Wire
 from specdec.v1 import target_pb2
 
-WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult, "verify session", "decode")
+WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, "verify session", "decode")
 
 
 def run_engine(port: EnginePort, settings: TargetSettings) -> None:

@@ -95,7 +95,7 @@ class AheadSlots:
         """Free a sequence's blocks behind its computed tokens and slots."""
         num_slots = seq.num_computed_tokens + len(seq.ahead_token_ids)
         num_kept = -(-num_slots // self._pool.block_size)
-        dropped = seq.block_ids[num_kept:]
-        if dropped:
+        if num_kept < len(seq.block_ids):
+            dropped = seq.block_ids[num_kept:]
             del seq.block_ids[num_kept:]
             self._pool.free(dropped)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specdec.engine.outputs import ItemOutput
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
 from specdec.engine.states.plan import StatePlan, plan_of
 from specdec.engine.tap import HiddenTap
@@ -59,21 +60,8 @@ class Batch:
     """States of recurrent layers; None: sequences begin here, or the model has none."""
 
 
-@dataclass(slots=True)
-class ItemRows:
-    """An item's rows of the logits ``[R, V]``: ``[row_start, row_start + num_rows)``.
-
-    They are [last pending token, node 0, node 1, ...] if the item completes. If the sequence wants prompt logits, the
-    chunk's other tokens come before them.
-    """
-
-    item: ScheduledItem
-    row_start: int
-    num_rows: int
-
-
-def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str) -> tuple[Batch, list[ItemRows]]:
-    """A non-empty step as tensors on `device`.
+def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str) -> tuple[Batch, list[ItemOutput]]:
+    """A non-empty step as tensors on `device`, and each item's rows of its output.
 
     Cost: one host-to-device copy; for each item some extensions of lists, whatever its number of rows.
     """
@@ -86,12 +74,22 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
     contexts: list[int] = []
     path_ends = [0]
     path_slots: list[int] = []
-    item_rows: list[ItemRows] = []
+    outputs: list[ItemOutput] = []
     for line, item in enumerate(items):
         seq, start, num_new, num_nodes = item.seq, item.start, item.num_new_tokens, item.num_tree_nodes
         first_row, first_logits, end = len(input_ids), len(logits), start + num_new + num_nodes
         logits += _rows_with_logits(item, first_row)
-        item_rows.append(ItemRows(item, first_logits, len(logits) - first_logits))
+        outputs.append(
+            ItemOutput(
+                seq=seq,
+                rows=slice(first_logits, len(logits)),
+                start=start,
+                num_new_tokens=num_new,
+                tree_nodes=num_nodes,
+                completes=item.completes,
+                batch_rows=slice(first_row, first_row + end - start),
+            )
+        )
         # An item's rows write one run of logical slots, nodes after tokens.
         slots += _physical_slots(seq.block_ids, start, end, block_size)
         row_seq += [line] * (end - start)
@@ -139,7 +137,7 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
         num_seqs=len(items),
         states=_states(items),
     )
-    return batch, item_rows
+    return batch, outputs
 
 
 def _states(items: list[ScheduledItem]) -> StatePlan | None:

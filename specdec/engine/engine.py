@@ -25,9 +25,9 @@ from specdec.engine.batch import Batch, build_batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.errors import KVInvariantError, SequenceStateError, TreeError
 from specdec.engine.flight import Flight
-from specdec.engine.outputs import EngineStats, StepOutput
+from specdec.engine.outputs import EngineStats, ItemOutput, StepOutput
 from specdec.engine.runner import DeviceMemory, LaunchedPass, PassObserver, Runner
-from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
+from specdec.engine.scheduler import ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.tap import HiddenTap
 
@@ -151,8 +151,10 @@ class Engine:
         """
         self._check_landed()
         self.scheduler.check_length(len(seq.token_ids) + len(token_ids))
-        self.ahead.appending(seq, token_ids)
-        self._forget_nodes(seq)
+        if seq.ahead_token_ids:
+            self.ahead.appending(seq, token_ids)
+        if seq.verified_tree is not None:
+            self._forget_nodes(seq)
         seq.tree = None
         seq.token_ids.extend(token_ids)
 
@@ -253,12 +255,12 @@ class Engine:
             self.runner.copy_blocks(scheduled.copies)
             observer.blocks_copied(scheduled.copies)
         self._check_writes(scheduled)
-        batch, item_rows = build_batch(scheduled, self.block_pool.block_size, self.runner.device)
+        batch, items = build_batch(scheduled, self.block_pool.block_size, self.runner.device)
         observer.pass_begins(scheduled.items)
         if self.tap_ids:
             batch.tap = HiddenTap(self.tap_ids)
         compute = self.launch_pass or self.runner.forward
-        self._flight = Flight(scheduled, item_rows, batch, compute(batch))
+        self._flight = Flight(scheduled, items, batch, compute(batch))
         return True
 
     def is_done(self) -> bool:
@@ -286,9 +288,9 @@ class Engine:
             raise SequenceStateError("no step is launched")
         logits = flight.logits()
         self._flight = None
-        for rows in flight.item_rows:
-            if rows.item.seq not in flight.freed:
-                self._advance(rows.item)
+        for item in flight.items:
+            if item.seq not in flight.freed:
+                self._advance(item)
         for seq in flight.freed:
             self.scheduler.release(seq)
         return flight.output(logits)
@@ -351,14 +353,14 @@ class Engine:
             for index in range(item.start // block_size, (end - 1) // block_size + 1):
                 self.block_pool.check_write(item.seq.block_ids[index])
 
-    def _advance(self, item: ScheduledItem) -> None:
+    def _advance(self, item: ItemOutput) -> None:
         seq = item.seq
         seq.num_computed_tokens += item.num_new_tokens
         if item.completes:
             seq.num_served_tokens = len(seq.token_ids)
         if item.completes and seq.tree is not None:
-            if item.num_tree_nodes:
-                seq.verified_tree, seq.num_verified_nodes = seq.tree, item.num_tree_nodes
+            if item.tree_nodes:
+                seq.verified_tree, seq.num_verified_nodes = seq.tree, item.tree_nodes
                 self._unaccepted.append(seq)
             seq.tree = None
         self._hash_final_blocks(seq)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specdec.engine.batch import Batch, ItemRows
+from specdec.engine.batch import Batch
 from specdec.engine.outputs import ItemOutput, StepOutput
 from specdec.engine.runner import LaunchedPass, ResultT
-from specdec.engine.scheduler import ScheduledItem, ScheduledStep
+from specdec.engine.scheduler import ScheduledStep
 from specdec.engine.sequence import Sequence
 
 
@@ -19,7 +19,7 @@ class Flight:
     """A launched step. Until it is collected no sequence advances and no block changes its owner."""
 
     scheduled: ScheduledStep
-    item_rows: list[ItemRows]
+    items: list[ItemOutput]
     batch: Batch
     computed: torch.Tensor | LaunchedPass
     """The logits, or the pass that will give them."""
@@ -40,18 +40,11 @@ class Flight:
 
     def output(self, logits: torch.Tensor) -> StepOutput:
         """The step's output, without sequences freed since."""
-        items: list[ItemOutput] = []
-        first, freed = 0, self.freed
-        for rows in self.item_rows:
-            end = first + rows.item.num_new_tokens + rows.item.num_tree_nodes
-            if rows.item.seq not in freed:
-                logits_rows = slice(rows.row_start, rows.row_start + rows.num_rows)
-                items.append(_item_output(rows.item, logits_rows, slice(first, end)))
-            first = end
+        items, freed = self.items, self.freed
         preempted = self.scheduled.preempted
         return StepOutput(
             logits=logits,
-            items=items,
+            items=[item for item in items if item.seq not in freed] if freed else items,
             preempted=[seq for seq in preempted if seq not in freed] if freed else preempted,
             num_tokens=self.scheduled.num_tokens,
             hidden=None if self.batch.tap is None else self.batch.tap.states,
@@ -61,15 +54,3 @@ class Flight:
 
 def _unknown_gap_s() -> float | None:
     return None
-
-
-def _item_output(item: ScheduledItem, rows: slice, batch_rows: slice) -> ItemOutput:
-    return ItemOutput(
-        seq=item.seq,
-        rows=rows,
-        start=item.start,
-        num_new_tokens=item.num_new_tokens,
-        tree_nodes=item.num_tree_nodes,
-        completes=item.completes,
-        batch_rows=batch_rows,
-    )

@@ -98,10 +98,10 @@ class TokenTree:
 
     def child(self, parent: int, token_id: int) -> int | None:
         """The child of `parent` (or `ROOT`) with `token_id`, or None."""
-        token_ids, parents, node = self.token_ids, self.parents, parent
-        while parent in parents[node + 1 :]:
-            node = parents.index(parent, node + 1)  # children come after their parent
-            if token_ids[node] == token_id:
+        token_ids, node = self.token_ids, -1
+        for _ in range(token_ids.count(token_id)):
+            node = token_ids.index(token_id, node + 1)
+            if self.parents[node] == parent:
                 return node
         return None
 
@@ -119,9 +119,12 @@ class TokenTree:
     @property
     def is_set(self) -> bool:
         """Whether children of one parent have different tokens."""
+        num_nodes = len(self.token_ids)
+        if len(set(self.token_ids)) == num_nodes:
+            return True
         # Numbers, unlike pairs, are no objects that garbage collections walk.
         pairs = {parent << 32 | token for parent, token in zip(self.parents, self.token_ids, strict=True)}
-        return len(pairs) == len(self.token_ids)
+        return len(pairs) == num_nodes
 
     def subtree(self, root: int) -> tuple[TokenTree, list[int]]:
         """The tree below `root`, with `ROOT` in its place, and the index in this one of each of its nodes."""

@@ -35,14 +35,10 @@ class Expectations:
         """Estimated probability that each node is reached and accepted; 0 for nodes deeper than `max_depth`."""
         tokens, nodes = session.tree.tokens, session.tree.nodes
         is_rejection = session.mode is VerifyMode.REJECTION
-        scores: list[float] = []
         if not (is_rejection or session.tree.has_offers):
             own = session.own_records.get(DRAFT_MODEL)
-            rates = self.acceptance[DRAFT_MODEL].rates([node.score for node in nodes], tokens.depths, own)
-            for rate, parent, depth in zip(rates, tokens.parents, tokens.depths, strict=True):
-                above = scores[parent] if parent >= 0 else 1.0
-                scores.append(rate * above if depth <= max_depth else 0.0)
-            return scores
+            return self.acceptance[DRAFT_MODEL].path_scores([node.score for node in nodes], tokens, own, max_depth)
+        scores: list[float] = []
         for node, parent, depth in zip(nodes, tokens.parents, tokens.depths, strict=True):
             if depth > max_depth or (is_rejection and not node.is_drawn):
                 rate = 0.0

@@ -131,7 +131,7 @@ class Pacing:
             session.seq.tree = None  # left over from a step that had no room for the session
         candidates = [s for s in ready if len(s.tree) and s.seq.num_pending_tokens <= 1 and self.may_offer(s)]
         limits = [s.max_nodes for s in candidates]
-        scores = [self.expectations.path_scores(s, min(s.end.max_depth(s.num_tokens), _credit(s))) for s in candidates]
+        scores = [self.expectations.path_scores(s, _most_depth(s)) for s in candidates]
         weights = None
         if any(s.wanted_token_s for s in candidates):
             weights = [s.urgency(now_s) for s in candidates]
@@ -263,7 +263,7 @@ def _waits_for_nothing(session: TargetSession) -> bool:
 
 def _with_window(session: TargetSession, nodes: list[int]) -> list[int]:
     """The given nodes and all window nodes of a drafter within credit; both are closed under parents."""
-    tree, depth = session.tree, min(session.end.max_depth(session.num_tokens), _credit(session))
+    tree, depth = session.tree, _most_depth(session)
     window = [
         node
         for node, (payload, own) in enumerate(zip(tree.nodes, tree.tokens.depths, strict=True))
@@ -272,6 +272,6 @@ def _with_window(session: TargetSession, nodes: list[int]) -> list[int]:
     return sorted({*nodes, *window})
 
 
-def _credit(session: TargetSession) -> int:
-    """Number of nodes that may be accepted before the session pauses; one more token always follows them."""
-    return max(0, session.credit_position - session.num_tokens - 1)
+def _most_depth(session: TargetSession) -> int:
+    """Number of nodes that may be accepted before the session ends or pauses; one more token always follows them."""
+    return max(0, min(session.end.most_tokens, session.credit_position) - session.num_tokens - 1)

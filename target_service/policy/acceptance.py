@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec.engine.tree import MAX_TREE_NODES, TokenTree
 from specdec.target_service.policy.means import PRIOR_WEIGHT, SLOW_WEIGHT, WEIGHT
 
 NUM_BANDS = 8
@@ -58,33 +59,44 @@ class SourceRecord:
     """Counts of one source in all sessions."""
 
     bands: list[list[Counts]] = field(default_factory=lambda: [[Counts() for _ in range(NUM_BANDS)] for _ in _DEPTHS])
+    _at_depth: list[list[Counts]] = field(init=False, repr=False)
+    """The bands of each depth."""
+
+    def __post_init__(self) -> None:
+        self._at_depth = [self.bands[max(0, bisect(_DEPTHS, depth) - 1)] for depth in range(MAX_TREE_NODES + 1)]
 
     def observe(self, score: float, depth: int, accepted: bool, own: OwnRecord | None) -> None:
         """Count a node below a committed token; `accepted`: it equals the target's next token."""
         band = score_band(score)
-        self.bands[bisect(_DEPTHS, depth) - 1][band].observe(accepted)
+        self._at_depth[depth][band].observe(accepted)
         if own is not None:
             counts = own.bands[band]
             counts.accepted = counts.accepted * (1 - WEIGHT) + accepted
             counts.reached = counts.reached * (1 - WEIGHT) + 1.0
 
-    def rates(self, scores: Sequence[float], depths: Sequence[int], own: OwnRecord | None) -> list[float]:
-        """`rate` of many nodes, whose scores are from 0 to 1."""
-        found: list[float] = []
-        for score, depth in zip(scores, depths, strict=True):
+    def path_scores(
+        self, scores: Sequence[float], tree: TokenTree, own: OwnRecord | None, max_depth: int
+    ) -> list[float]:
+        """Each node's product of `rate` along its path, 0 below `max_depth`; scores are from 0 to 1."""
+        products: list[float] = []
+        at_depth, own_bands = self._at_depth, None if own is None else own.bands
+        for score, parent, depth in zip(scores, tree.parents, tree.depths, strict=True):
+            if depth > max_depth:
+                products.append(0.0)
+                continue
             band = int(score * NUM_BANDS) if score < 1 else NUM_BANDS - 1
-            counts = self.bands[bisect(_DEPTHS, depth) - 1][band]
+            counts = at_depth[depth][band]
             rate = (counts.accepted + PRIOR_WEIGHT * score) / (counts.reached + PRIOR_WEIGHT)
-            if own is not None:
-                counts = own.bands[band]
+            if own_bands is not None:
+                counts = own_bands[band]
                 rate = (counts.accepted + PRIOR_WEIGHT * rate) / (counts.reached + PRIOR_WEIGHT)
-            found.append(rate)
-        return found
+            products.append(rate * products[parent] if parent >= 0 else rate)
+        return products
 
     def rate(self, score: float, depth: int, own: OwnRecord | None) -> float:
         """Estimated probability that a node of this score is accepted when its parent is."""
         band = score_band(score)
-        rate = self.bands[bisect(_DEPTHS, depth) - 1][band].rate(min(1.0, max(0.0, score)))
+        rate = self._at_depth[depth][band].rate(min(1.0, max(0.0, score)))
         return rate if own is None else own.bands[band].rate(rate)
 
 

@@ -77,7 +77,10 @@ class Gathering:
 
     def _absorb(self, session: TargetSession, pacing: Pacing, now_s: float) -> None:
         self._host.steps.work_on([session.key])
-        self._try(session, lambda one: self._intake.absorb(one, pacing, now_s))
+        try:
+            self._intake.absorb(session, pacing, now_s)
+        except Exception as error:
+            self._fault(session, error)
 
     def _ask(self, sessions: Sequence[TargetSession], pacing: Pacing, least_worth: float) -> None:
         self._local_drafters.propose(sessions, pacing, least_worth)

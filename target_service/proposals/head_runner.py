@@ -20,7 +20,8 @@ from specdec.target_service.pacing.expectations import note_call
 from specdec.target_service.policy.marginal_gains import Headroom
 from specdec.target_service.proposals.deadline import Deadline, Overdue
 from specdec.target_service.proposals.features import computed
-from specdec.target_service.proposals.session_drafters import DrafterInSession, DrafterRecorder, DrafterStep
+from specdec.target_service.proposals.session_drafters import DrafterInSession, DrafterRecorder
+from specdec.target_service.records.step_record import DrafterStep
 from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import TargetSession
 from specdec.wire.sampling_params import VerifyMode

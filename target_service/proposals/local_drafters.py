@@ -35,10 +35,10 @@ from specdec.target_service.proposals.head_runner import Due, HeadRunner
 from specdec.target_service.proposals.session_drafters import (
     DrafterInSession,
     DrafterRecorder,
-    DrafterStep,
     SessionDrafters,
 )
 from specdec.target_service.proposals.window import charge_windows
+from specdec.target_service.records.step_record import DrafterStep
 from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import SessionState, TargetSession
 from specdec.target_service.tree.proposed import Node
@@ -288,7 +288,7 @@ class LocalDrafters:
         steps = {drafter.name: drafter.step for drafter in own.drafters if drafter.step is not None}
         credits = dict.fromkeys(steps, 0.0)
         depths: dict[str, list[int]] = {name: [] for name in steps}
-        verified, accepted = set(chosen), {chosen[node] for node in decision.walk.path}
+        verified, accepted = set(chosen), set(decision.accepted)
         reached = {ROOT: 0}
         """Depths of the root and of the tree's nodes on the committed path."""
         for node, payload in enumerate(tree.nodes):

@@ -9,6 +9,7 @@ from typing import Protocol
 from specdec.drafting.interface import Context, SessionDrafter
 from specdec.target_service.policy.budget import SHARE, TRIAL_STEPS
 from specdec.target_service.policy.means import WEIGHT
+from specdec.target_service.records.step_record import DrafterStep
 from specdec.target_service.session import TargetSession
 
 _MOST_INTERVAL = 64
@@ -32,19 +33,6 @@ class DrafterRecorder(Protocol):
 
     def dropped(self, drafter: str) -> None:
         """Count a drafter that is not asked any more."""
-
-
-@dataclass(slots=True)
-class DrafterStep:
-    """Record of a drafter for a session's present step."""
-
-    name: str
-    num_proposed: int = 0
-    num_verified: int = 0
-    num_accepted: int = 0
-    elapsed_s: float = 0.0
-    window_tokens: float = 0.0
-    """Cost of its window's rows, in tokens that the step could have decoded plainly meanwhile."""
 
 
 @dataclass(slots=True)

@@ -12,8 +12,9 @@ from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.engine.outputs import EngineStats
 from specdec.replica.worker.engine_gauges import EngineGauges
-from specdec.target_service.records.step_record import Payoff, StepRecord
-from specdec.target_service.session import TargetSession
+from specdec.target_service.records.step_record import Payoff, StepRecord, Taken
+from specdec.target_service.sample_and_walk import Decision
+from specdec.target_service.session import SessionState
 from specdec.target_service.tree.speculation_tree import Hung
 from specdec.telemetry import Tallies, TargetMetrics
 from specdec.v1 import common_pb2 as pb
@@ -167,40 +168,30 @@ class TargetRecorder:
         self._count_depths(self._accepted_at, self._accepted_down_to)
         self._tallies.write()
 
-    def verdict(
-        self,
-        session: TargetSession,
-        verdict: pb.Verdict,
-        num_stale: int,
-        last_at_s: float | None,
-        decided_at_s: float,
-    ) -> None:
-        """Count one verdict, decided at `decided_at_s`, and the one before at `last_at_s`."""
-        metrics, tallies = self._metrics, self._tallies
-        origins, verified = list(verdict.origins), list(verdict.verified_by_depth)
-        num_accepted = verdict.num_accepted
-        for origin in set(origins):
-            tallies.count(self._tokens[origin], origins.count(origin))
-        if last_at_s is None:
-            tallies.observe(metrics.ttft_seconds, decided_at_s - session.times.opened_at_s)
+    def verdict(self, decision: Decision, taken: Taken) -> None:
+        """Count one verdict."""
+        metrics, tallies, candidate, walk = self._metrics, self._tallies, decision.candidate, decision.walk
+        num_nodes, num_tokens, num_accepted = candidate.num_nodes, len(walk.token_ids), len(walk.path)
+        for origin in set(walk.origins):
+            tallies.count(self._tokens[origin], walk.origins.count(origin))
+        if taken.last_at_s is None:
+            tallies.observe(metrics.ttft_seconds, taken.decided_at_s - candidate.session.times.opened_at_s)
         else:
-            num_tokens = len(origins)
-            each_s = (decided_at_s - last_at_s) / max(1, num_tokens)
+            each_s = (taken.decided_at_s - taken.last_at_s) / num_tokens
             tallies.observe(metrics.inter_token_seconds, each_s, num_tokens)
-            tallies.count(metrics.hits if verdict.hit else metrics.misses)
-            tallies.observe(metrics.hold_off_seconds, verdict.hold_off_us * 1e-6)
-        self._proposed_down_to[len(verified)] += 1
+            tallies.count(metrics.hits if taken.state is SessionState.HIT else metrics.misses)
+            tallies.observe(metrics.hold_off_seconds, taken.held_s)
+        self._proposed_down_to[max(candidate.tree.depths[:num_nodes], default=0)] += 1
         self._accepted_down_to[num_accepted] += 1
-        if verified:
-            tallies.observe(metrics.committed_per_verify, len(origins))
-        num_rejected = sum(verified) - num_accepted
-        if num_rejected:
+        if num_nodes:
+            tallies.observe(metrics.committed_per_verify, num_tokens)
+        if num_nodes > num_accepted:
             tallies.count(metrics.rollbacks)
-            tallies.observe(metrics.rollback_tokens, num_rejected)
-        tallies.count(metrics.wasted_tokens, verdict.num_wasted)
-        tallies.count(metrics.stale_proposals, num_stale)
-        if verdict.finish_reason:
-            metrics.requests.labels(_FINISH[verdict.finish_reason]).inc()
+            tallies.observe(metrics.rollback_tokens, num_nodes - num_accepted)
+        tallies.count(metrics.wasted_tokens, taken.num_wasted)
+        tallies.count(metrics.stale_proposals, taken.tree.num_stale)
+        if walk.finish_reason:
+            metrics.requests.labels(_FINISH[walk.finish_reason]).inc()
 
     def _count_depths(self, counters: _Labelled[int], down_to: Counter[int]) -> None:
         """Count each depth once per verdict that reached it: a tree has nodes at every depth above its deepest."""

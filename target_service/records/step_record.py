@@ -10,6 +10,7 @@ from specdec.target_service.policy.gate import SpeculationGate
 from specdec.target_service.policy.gate_state import GateState
 from specdec.target_service.sample_and_walk import Decision
 from specdec.target_service.session import SessionState, TargetSession
+from specdec.target_service.tree.speculation_tree import Hung
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,45 @@ class Payoff:
     """Seconds that the tokens took, hold-off included."""
     plain_s: float
     """Seconds that plain decoding of the same batch would have taken; plain_s / decode_s is the speed-up."""
+
+
+@dataclass(slots=True)
+class DrafterStep:
+    """Record of a drafter for a session's present step."""
+
+    name: str
+    num_proposed: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    elapsed_s: float = 0.0
+    window_tokens: float = 0.0
+    """Cost of its window's rows, in tokens that the step could have decoded plainly meanwhile."""
+
+
+@dataclass(slots=True)
+class Taken:
+    """What the verdict of a decision tells of its session as it was before it took the decision's tokens."""
+
+    tree: Hung
+    """The tree of which the decision's nodes were chosen."""
+    start: int
+    """Number of committed tokens."""
+    state: SessionState
+    last_at_s: float | None
+    """Time of the decision before; None: there was none. Times are of time.monotonic."""
+    began_at_s: float
+    """Start of the step."""
+    elapsed_s: float
+    """Seconds of the step."""
+    held_s: float
+    """Seconds that the step was held off for this session's draft."""
+    decided_at_s: float
+    num_wasted: int
+    """Number of proposed tokens that were dropped."""
+    suspends_draft: bool
+    """The draft shall propose nothing for the tokens that follow."""
+    drafters: Sequence[DrafterStep]
+    """Records of the target's drafters."""
 
 
 @dataclass(slots=True, kw_only=True)

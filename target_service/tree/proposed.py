@@ -86,7 +86,7 @@ def check_proposal(
 
     Raises SessionFailure: the proposal is no valid tree, or in rejection mode no chain with distributions.
     """
-    token_ids, parents = list(proposal.token_ids), list(proposal.parents)
+    token_ids, parents = proposal.token_ids[:], proposal.parents[:]
     num_nodes = len(token_ids)
     chain = list(range(-1, num_nodes - 1)) if is_chain or not parents else []
     parents = parents or chain

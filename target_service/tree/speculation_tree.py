@@ -185,12 +185,15 @@ class SpeculationTree:
             self.num_hung = {}
         return before
 
-    def advance(self, token_ids: list[int]) -> int:
-        """Keep the nodes below the newly committed tokens; returns the number of nodes dropped unaccepted."""
+    def advance(self, token_ids: list[int], accepted: Sequence[int] = ()) -> int:
+        """Keep the nodes below the newly committed tokens; returns the number of nodes dropped unaccepted.
+
+        `accepted`: the nodes of the first of these tokens, as far as they are known.
+        """
         if not self.nodes:
             return 0
-        root, num_walked = ROOT, 0
-        for token in token_ids:
+        root, num_walked = (accepted[-1] if accepted else ROOT), len(accepted)
+        for token in token_ids[num_walked:]:
             child = self.tokens.child(root, token)
             if child is None:
                 return self.clear() - num_walked

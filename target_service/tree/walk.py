@@ -69,7 +69,7 @@ class EndOfChoice:
 def walk_tree(
     tree: TokenTree,
     num_verified: int,
-    decide: Callable[[int, int | None], int],
+    decide: Callable[[int], int],
     end: EndOfChoice,
     num_tokens: int,
     plain_origin: pb.Origin.ValueType,
@@ -79,31 +79,28 @@ def walk_tree(
     Args:
         tree: a tree whose first `num_verified` nodes were verified.
         num_verified: number of nodes that the step verified.
-        decide: function from a row (node, or `ROOT`) and its only verified child (None: none or several) to the
-            target's token at the next position.
+        decide: function from a row (node, or `ROOT`) to the target's token at the next position.
         end: conditions that end the choice.
         num_tokens: committed tokens before the step.
         plain_origin: origin of the token when the step verified nothing.
     """
-    walk = Walk()
-    above, node = tree.parents[:num_verified], ROOT
-    while True:
-        num_below = above.count(node)
-        token = decide(node, above.index(node) if num_below == 1 else None)
-        num_tokens += 1
-        walk.token_ids.append(token)
-        walk.rows.append(node)
-        child = tree.child(node, token) if num_below else None
-        node = child if child is not None and child < num_verified else ROOT
-        if node != ROOT:
-            walk.origins.append(pb.ORIGIN_DRAFT)
-            walk.path.append(node)
-        elif num_below:
-            walk.origins.append(pb.ORIGIN_RECOVERED)
-        else:
-            walk.origins.append(pb.ORIGIN_BONUS if num_verified else plain_origin)
-        if token in end.token_ids or num_tokens >= end.most_tokens:
-            walk.finish_reason, walk.stop_token_id = end.check(token, num_tokens)
-            return walk
-        if node == ROOT:
-            return walk
+    token_ids: list[int] = []
+    path: list[int] = []
+    node, is_over, most = ROOT, False, end.most_tokens - num_tokens
+    while not is_over:
+        token = decide(node)
+        token_ids.append(token)
+        is_over = token in end.token_ids or len(token_ids) >= most
+        child = tree.child(node, token) if num_verified else None
+        if child is None or child >= num_verified:
+            break
+        node = child
+        path.append(node)
+    walk = Walk(token_ids, [pb.ORIGIN_DRAFT] * len(path), [ROOT, *path][: len(token_ids)], path)
+    if len(path) < len(token_ids):
+        is_recovered = node in tree.parents[:num_verified]
+        bonus = pb.ORIGIN_BONUS if num_verified else plain_origin
+        walk.origins.append(pb.ORIGIN_RECOVERED if is_recovered else bonus)
+    if is_over:
+        walk.finish_reason, walk.stop_token_id = end.check(token_ids[-1], num_tokens + len(token_ids))
+    return walk

@@ -219,7 +219,7 @@ class Pair:
         if tree is None:
             tree = SpeculationTree(VOCABULARY).tokens
 
-        def decide(row: int, _: int | None) -> int:
+        def decide(row: int) -> int:
             return token_at(num_before + tree.depth(row))
 
         walk: Walk = walk_tree(tree, len(chosen), decide, session.end, num_before, pb.ORIGIN_DECODE)

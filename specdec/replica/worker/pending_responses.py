@@ -50,7 +50,8 @@ class TooLarge:
 class _Stream:
     message_bytes: int
     """Its coordinator's message limit."""
-    results: list[Any] = field(default_factory=list)
+    response: Any
+    """The next message, with the queued results: each is copied once, into it."""
     attached: pb.Attached | None = None
     waiting: deque[bytes] = field(default_factory=deque)
     """Messages that the servicer has no room for."""
@@ -82,7 +83,7 @@ class PendingResponses:
 
     def add(self, stream_id: int, session_id: str, epoch: int, **body: Any) -> None:
         """Queue a result; `body` is the one field of its oneof."""
-        self._stream(stream_id).results.append(self._wire.result(session_id=session_id, epoch=epoch, **body))
+        self._stream(stream_id).response.results.add(session_id=session_id, epoch=epoch, **body)
 
     def attached(self, stream_id: int, answer: pb.Attached) -> None:
         """Queue the answer to an attach; it leads the stream's next message."""
@@ -91,7 +92,7 @@ class PendingResponses:
     @property
     def streams(self) -> set[int]:
         """Streams with queued results or answers."""
-        return {stream_id for stream_id, s in self._streams.items() if s.results or s.attached is not None}
+        return {stream_id for stream_id, s in self._streams.items() if s.response.results or s.attached is not None}
 
     @property
     def has_attached(self) -> bool:
@@ -164,26 +165,24 @@ class PendingResponses:
         load_on_attach: pb.LoadReport | None,
         too_large: list[TooLarge],
     ) -> Iterable[bytes]:
-        results, stream.results = stream.results, []
-        first = self._wire.response()
+        first, stream.response = stream.response, self._wire.response()
         told = load
         if stream.attached is not None:
             first.attached.CopyFrom(stream.attached)
             stream.attached, told = None, load_on_attach
         if told is not None:
             first.load.CopyFrom(told)
-        whole = self._wire.response(results=results)
-        whole.MergeFrom(first)
-        message = whole.SerializeToString()
+        message = first.SerializeToString()
         most = frame_bytes(stream.message_bytes)
         if len(message) <= most:
             return [message]
-        kept, sizes = self._that_fit(stream_id, stream, results, too_large)
+        kept, sizes = self._that_fit(stream_id, stream, first.results, too_large)
         messages = [self._wire.response(results=kept[piece]).SerializeToString() for piece in frame_slices(sizes, most)]
+        first.ClearField("results")
         return [first.SerializeToString(), *messages] if first.ByteSize() else messages
 
     def _that_fit(
-        self, stream_id: int, stream: _Stream, results: list[Any], too_large: list[TooLarge]
+        self, stream_id: int, stream: _Stream, results: Iterable[Any], too_large: list[TooLarge]
     ) -> tuple[list[Any], list[int]]:
         """The results that fit, and their sizes; after one that does not fit, its session's results are dropped."""
         most = most_entry_bytes(stream.message_bytes)
@@ -218,5 +217,5 @@ class PendingResponses:
     def _stream(self, stream_id: int) -> _Stream:
         stream = self._streams.get(stream_id)
         if stream is None:
-            stream = self._streams[stream_id] = _Stream(self.limits.max_message_bytes)
+            stream = self._streams[stream_id] = _Stream(self.limits.max_message_bytes, self._wire.response())
         return stream

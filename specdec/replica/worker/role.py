@@ -79,7 +79,6 @@ class Wire:
 
     request: type[Any]
     response: type[Any]
-    result: type[Any]
     span_name: str = "session"
     """Name of a traced session's span."""
     last_phase: str = "decode"

@@ -42,8 +42,8 @@ _FORWARD_S = 2e-5
 """For clocks that are read before and after a forward pass."""
 _LEAST_WAIT_S = 1e-4
 _WIRES = {
-    "target": Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult),
-    "draft": Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult, joins_links=True),
+    "target": Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse),
+    "draft": Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, joins_links=True),
 }
 
 

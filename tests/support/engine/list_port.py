@@ -10,8 +10,8 @@ from specdec.replica.bridge.local_sockets import LocalSockets
 from specdec.replica.worker.role import Wire
 from specdec.v1 import draft_pb2, target_pb2
 
-TARGET_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult)
-DRAFT_WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult)
+TARGET_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse)
+DRAFT_WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse)
 STREAM = 1
 FIRST_CALL = 1000
 

@@ -32,7 +32,7 @@ def test_a_chunk_a_decode_and_a_chain_share_one_batch() -> None:
     chunk = item(sequence(9, [5, 2]), 2, 5)
     decode = item(sequence(5, [7, 1]), 4, 1)
     chain = item(sequence(3, [3, 4], TokenTree([50, 51])), 2, 1, 2)
-    batch, rows = build_batch(ScheduledStep([chunk, decode, chain]), BLOCK_SIZE, "cpu")
+    batch, outputs = build_batch(ScheduledStep([chunk, decode, chain]), BLOCK_SIZE, "cpu")
     check_batch(batch)
     assert batch.num_seqs == 3
     assert batch.input_ids.tolist() == [102, 103, 104, 105, 106, 104, 102, 50, 51]
@@ -43,7 +43,7 @@ def test_a_chunk_a_decode_and_a_chain_share_one_batch() -> None:
     assert batch.path_slots.tolist() == []
     assert batch.block_tables.tolist() == [[5, 2], [7, 1], [3, 4]]
     assert batch.logits_indices.tolist() == [5, 6, 7, 8]
-    assert [(r.row_start, r.num_rows) for r in rows] == [(0, 0), (0, 1), (1, 3)]
+    assert [each.rows for each in outputs] == [slice(0, 0), slice(0, 1), slice(1, 4)]
 
 
 def test_nodes_of_a_bush_read_their_own_path_only() -> None:
@@ -69,11 +69,11 @@ def test_paths_of_two_bushes_stay_apart() -> None:
             item(sequence(1, [2], TokenTree([7, 8, 9], [-1, -1, 1])), 0, 1, 3),
         ]
     )
-    batch, rows = build_batch(step, BLOCK_SIZE, "cpu")
+    batch, outputs = build_batch(step, BLOCK_SIZE, "cpu")
     check_batch(batch)
     assert attended_slots(batch, 2, BLOCK_SIZE) == [0, 2]
     assert attended_slots(batch, 7, BLOCK_SIZE) == [8, 10, 11]
-    assert [(r.row_start, r.num_rows) for r in rows] == [(0, 3), (3, 1), (4, 4)]
+    assert [each.rows for each in outputs] == [slice(0, 3), slice(3, 4), slice(4, 8)]
 
 
 def test_a_bush_cut_to_its_leading_chain_has_no_paths() -> None:
@@ -86,24 +86,24 @@ def test_a_bush_cut_to_its_leading_chain_has_no_paths() -> None:
 def test_prompt_logits_keep_every_row_of_a_chunk() -> None:
     seq = sequence(9, [0, 1, 2])
     seq.prompt_logits = True
-    batch, [rows] = build_batch(ScheduledStep([item(seq, 0, 4)]), BLOCK_SIZE, "cpu")
+    batch, [output] = build_batch(ScheduledStep([item(seq, 0, 4)]), BLOCK_SIZE, "cpu")
     assert batch.logits_indices.tolist() == [0, 1, 2, 3]
-    assert (rows.row_start, rows.num_rows) == (0, 4)
+    assert output.rows == slice(0, 4)
 
 
 def test_a_sequence_that_only_warms_the_cache_has_no_logits() -> None:
     seq = sequence(4, [0])
     seq.wants_logits = False
-    batch, [rows] = build_batch(ScheduledStep([item(seq, 0, 4)]), BLOCK_SIZE, "cpu")
-    assert (batch.logits_indices.tolist(), rows.num_rows) == ([], 0)
+    batch, [output] = build_batch(ScheduledStep([item(seq, 0, 4)]), BLOCK_SIZE, "cpu")
+    assert (batch.logits_indices.tolist(), output.rows) == ([], slice(0, 0))
 
 
 def test_a_tree_without_a_new_token_has_only_the_rows_of_its_nodes() -> None:
     seq = sequence(4, [0, 1], TokenTree([50, 51]))
-    batch, [rows] = build_batch(ScheduledStep([item(seq, 4, 0, 2)]), BLOCK_SIZE, "cpu")
+    batch, [output] = build_batch(ScheduledStep([item(seq, 4, 0, 2)]), BLOCK_SIZE, "cpu")
     check_batch(batch)
     assert batch.slot_mapping.tolist() == [4, 5]
-    assert (batch.logits_indices.tolist(), rows.num_rows) == ([0, 1], 2)
+    assert (batch.logits_indices.tolist(), output.rows) == ([0, 1], slice(0, 2))
 
 
 def test_tables_of_different_lengths_are_padded() -> None:
@@ -162,10 +162,10 @@ def steps(draw: st.DrawFn) -> ScheduledStep:
 
 @given(step=steps())
 def test_each_row_has_its_token_place_and_path(step: ScheduledStep) -> None:
-    batch, rows = build_batch(step, BLOCK_SIZE, "cpu")
+    batch, outputs = build_batch(step, BLOCK_SIZE, "cpu")
     check_batch(batch)
     row, with_logits = 0, []
-    for line, (each, of_item) in enumerate(zip(step.items, rows, strict=True)):
+    for line, (each, of_item) in enumerate(zip(step.items, outputs, strict=True)):
         seq, length = each.seq, len(each.seq.token_ids)
         slots = [block * BLOCK_SIZE + offset for block in seq.block_ids for offset in range(BLOCK_SIZE)]
         first_logits = len(with_logits)
@@ -183,7 +183,7 @@ def test_each_row_has_its_token_place_and_path(step: ScheduledStep) -> None:
             ):
                 with_logits.append(row)
             row += 1
-        assert (of_item.row_start, of_item.num_rows) == (first_logits, len(with_logits) - first_logits)
+        assert of_item.rows == slice(first_logits, len(with_logits))
     assert batch.logits_indices.tolist() == with_logits
     assert len(batch.input_ids) == row
 
@@ -194,10 +194,10 @@ def test_what_has_no_row_of_logits_per_token_is_not_a_step_of_single_tokens(chan
     seq.wants_logits = change != "no logits"
     other = {"chunk": item(seq, 4, 2), "not its last": item(seq, 4, 1), "nodes": item(seq, 5, 1, 1)}
     step = ScheduledStep([item(sequence(5, [7, 8]), 4, 1), other.get(change, item(seq, 5, 1))])
-    batch, rows = build_batch(step, BLOCK_SIZE, "cpu")
+    batch, outputs = build_batch(step, BLOCK_SIZE, "cpu")
     check_batch(batch)
     num_logits = {"nodes": 2, "chunk": 1}.get(change, 0)
-    assert [each.num_rows for each in rows] == [1, num_logits]
+    assert [each.rows.stop - each.rows.start for each in outputs] == [1, num_logits]
 
 
 def test_tables_of_long_contexts_are_copied_and_never_lists_of_numbers() -> None:

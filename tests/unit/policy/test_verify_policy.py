@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from specdec.engine.tree import TokenTree
 from specdec.target_service.policy.acceptance import Acceptance, OwnRecord, SourceRecord
 from specdec.target_service.policy.step_time import StepTimeModel
 from specdec.target_service.policy.urgency import urgency
@@ -158,11 +159,15 @@ def test_what_a_token_is_worth_follows_the_wish() -> None:
 
 
 @pytest.mark.parametrize("has_own", [True, False])
-def test_the_rates_of_many_nodes_are_those_of_each(has_own: bool) -> None:
+def test_the_scores_of_a_trees_paths_are_products_of_its_nodes_rates(has_own: bool) -> None:
     record, own = SourceRecord(), OwnRecord() if has_own else None
     draws = random.Random(5)
     for _ in range(400):
         record.observe(draws.random(), draws.randint(1, 64), draws.random() < 0.6, own)
-    scores = [number / 255 for number in range(256)]
-    depths = [1 + number % 64 for number in range(256)]
-    assert record.rates(scores, depths, own) == [record.rate(*each, own) for each in zip(scores, depths, strict=True)]
+    tree = TokenTree(range(64), [draws.randint(-1, node - 1) for node in range(64)])
+    scores = [draws.randint(0, 255) / 255 for _ in range(64)]
+    products: list[float] = []
+    for score, parent, depth in zip(scores, tree.parents, tree.depths, strict=True):
+        rate = record.rate(score, depth, own) if depth <= 3 else 0.0
+        products.append(rate * products[parent] if parent >= 0 else rate)
+    assert record.path_scores(scores, tree, own, 3) == products

@@ -32,7 +32,7 @@ def walk(
 ) -> Walk:
     """Walk with a target whose token after node ``n`` is ``target[n]`` (-1: after the last committed token)."""
     num_verified = len(tree) if num_verified is None else num_verified
-    return walk_tree(tree, num_verified, lambda node, _: target[node], end or end_of_choice(), num_tokens, plain)
+    return walk_tree(tree, num_verified, lambda node: target[node], end or end_of_choice(), num_tokens, plain)
 
 
 @pytest.mark.parametrize("origin", [pb.ORIGIN_PREFILL, pb.ORIGIN_DECODE])
@@ -74,17 +74,6 @@ def test_a_node_that_was_not_verified_is_not_accepted() -> None:
     assert result.token_ids == [7, 8]
     assert result.origins == [pb.ORIGIN_DRAFT, pb.ORIGIN_BONUS]
     assert result.path == [0]
-
-
-def test_a_lone_child_is_offered_to_the_decision_and_one_of_several_is_not() -> None:
-    offered: list[tuple[int, int | None]] = []
-
-    def decide(node: int, child: int | None) -> int:
-        offered.append((node, child))
-        return {-1: 7, 0: 9, 2: 1}[node]
-
-    walk_tree(TokenTree([7, 8, 9], [-1, 0, 0]), 3, decide, end_of_choice(), PROMPT, pb.ORIGIN_DECODE)
-    assert offered == [(-1, 0), (0, None), (2, None)]
 
 
 @pytest.mark.parametrize("token", [EOS, STOP])
