@@ -122,7 +122,7 @@ class Commits:
         self._unlearnt.append((decision, taken, pacing))
         if session.trace is not None:
             trace_verdict(session.trace, verdict)
-        for piece in pieces_of(verdict, self._host.piece_bytes(session.owner)):
+        for piece in pieces_of(verdict, self._host.piece_bytes(session.owner)) if decision.logprobs else [verdict]:
             session.sent.append(piece)
             self._host.emit(session, verdict=piece)
 

@@ -204,7 +204,7 @@ class _Rows:
         """Walk the verified tree by the session's mode of verification."""
         candidate, session = self.candidate, self.candidate.session
         num_tokens, decider = session.num_tokens, self._decider(sampler)
-        is_first = session.state is SessionState.PREFILL and num_tokens == session.body.num_prompt_tokens
+        is_first = session.state is SessionState.PREFILL and num_tokens == session.end.num_prompt_tokens
         plain_origin = pb.ORIGIN_PREFILL if is_first else pb.ORIGIN_DECODE
         return walk_tree(candidate.tree, candidate.num_nodes, decider, session.end, num_tokens, plain_origin)
 
@@ -235,10 +235,8 @@ class _Rows:
 
     def _coupled(self, node: int) -> int:
         token = self.tokens[self.first + 1 + node]
-        if node in self.faults:
-            raise self.faults[node]
-        if token is None:
-            raise NonFiniteLogits
+        if token is None or node in self.faults:
+            raise self.faults.get(node) or NonFiniteLogits()
         return token
 
     def _decider(self, sampler: Sampler) -> Callable[[int], int]:
@@ -294,7 +292,7 @@ def _contexts(session: TargetSession, tree: TokenTree, num_nodes: int) -> list[R
 
     Cost: per node a tuple of its path where the tokens before it count; else one context for each depth.
     """
-    params, num_tokens, num_prompt_tokens = session.params, session.num_tokens, session.body.num_prompt_tokens
+    params, num_tokens, num_prompt_tokens = session.params, session.num_tokens, session.end.num_prompt_tokens
     if not params.needs_history:
         depths = tree.depths[:num_nodes]
         end = num_tokens + 1 + max(depths, default=0)

@@ -165,7 +165,7 @@ class TargetSession(EngineSession):
         """
         if self._seq is None:
             return
-        is_starved = self.num_tokens >= max(self.credit_position, self.body.num_prompt_tokens + 1)
+        is_starved = self.num_tokens >= max(self.credit_position, self.end.num_prompt_tokens + 1)
         if self.state is SessionState.PREFILL and self.prompt_logprobs is not None:
             is_starved = is_starved or self.prompt_logprobs.is_starved
         awaits_mask = self.apart is not None and self.apart.mask is None

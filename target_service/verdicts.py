@@ -89,11 +89,11 @@ def describe_drafters(verdict: pb.Verdict, accepted_by: Sequence[str], drafters:
 
 
 def pieces_of(verdict: pb.Verdict, most_bytes: int) -> list[pb.Verdict]:
-    """Split a verdict of more than `most_bytes` bytes with log-probabilities; any other is returned as the only piece.
+    """Split a verdict with log-probabilities if it has more than `most_bytes` bytes; else it is the only piece.
 
     Each piece has its own start position, so that it can be resent alone; the last one has the step's statistics.
     """
-    if not verdict.logprobs or verdict.ByteSize() <= most_bytes:
+    if verdict.ByteSize() <= most_bytes:
         return [verdict]
     sizes = [position.ByteSize() + _TOKEN_BYTES for position in verdict.logprobs]
     *before, rest = frame_slices(sizes, max(1, most_bytes - _STATISTICS_BYTES))

@@ -77,8 +77,12 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
     outputs: list[ItemOutput] = []
     for line, item in enumerate(items):
         seq, start, num_new, num_nodes = item.seq, item.start, item.num_new_tokens, item.num_tree_nodes
-        first_row, first_logits, end = len(input_ids), len(logits), start + num_new + num_nodes
-        logits += _rows_with_logits(item, first_row)
+        first_logits, end = len(logits), start + num_new + num_nodes
+        first_row, end_row = len(input_ids), len(input_ids) + end - start
+        if seq.prompt_logits:
+            logits += range(first_row, end_row)
+        elif item.completes and (num_nodes or seq.wants_logits):
+            logits += range(first_row + max(0, num_new - 1), end_row)
         outputs.append(
             ItemOutput(
                 seq=seq,
@@ -87,7 +91,7 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
                 num_new_tokens=num_new,
                 tree_nodes=num_nodes,
                 completes=item.completes,
-                batch_rows=slice(first_row, first_row + end - start),
+                batch_rows=slice(first_row, end_row),
             )
         )
         # An item's rows write one run of logical slots, nodes after tokens.
@@ -143,18 +147,6 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
 def _states(items: list[ScheduledItem]) -> StatePlan | None:
     states = [item.states for item in items if item.states is not None]
     return plan_of(states) if states else None
-
-
-def _rows_with_logits(item: ScheduledItem, first_row: int) -> range:
-    end = first_row + item.num_new_tokens + item.num_tree_nodes
-    if item.seq.prompt_logits:
-        return range(first_row, end)
-    if not item.completes:
-        return range(0)
-    last_token = first_row + max(0, item.num_new_tokens - 1)
-    if item.num_tree_nodes == 0 and not item.seq.wants_logits:
-        return range(0)
-    return range(last_token, end)
 
 
 def _physical_slots(block_ids: array[int], start: int, end: int, block_size: int) -> Iterable[int]:

@@ -216,7 +216,7 @@ class Engine:
         length = len(seq.token_ids)
         if self._move_nodes(seq, node_indices):
             seq.num_computed_tokens = length + len(node_indices)
-        seq.token_ids.extend(tree.token_ids[node] for node in node_indices)
+        seq.token_ids += [tree.token_ids[node] for node in node_indices]
         seq.num_served_tokens = len(seq.token_ids)
         self._forget_nodes(seq)
 

@@ -206,33 +206,35 @@ class Scheduler:
         pending = len(seq.token_ids) - start
         num_new = self.states.chunk(seq, min(pending, limit))
         # A sequence without blocks starts only if all of it fits: unfinished prefills would preempt each other.
-        if not self._make_room(seq, step, pending if was_waiting else num_new):
+        num_blocks = self._make_room(seq, step, pending if was_waiting else num_new)
+        if num_blocks is None:
             if was_waiting:
                 self.release(seq)
             return None
         self.states.reserve(seq)
-        step.copies += self.block_pool.ensure_writable(seq.block_ids, start, num_new)
+        if num_blocks:
+            step.copies += self.block_pool.ensure_writable(seq.block_ids, start, num_new)
         step.items.append(ScheduledItem(seq, start, num_new, 0, num_new == pending))
         if was_waiting:
             self._count_admission(seq)
         return num_new
 
-    def _make_room(self, seq: Sequence, step: ScheduledStep, num_slots: int) -> bool:
-        """Preempt until `num_slots` more slots of `seq` and its states can be written. Returns False if that is
-        impossible.
+    def _make_room(self, seq: Sequence, step: ScheduledStep, num_slots: int) -> int | None:
+        """Preempt until `num_slots` more slots of `seq` and its states can be written. Returns the number of blocks to
+        allocate for them; None: that is impossible.
         """
         pool, states = self.block_pool, self.states
-        while pool.num_blocks_to_write(
-            seq.block_ids, seq.num_computed_tokens, num_slots
-        ) > pool.num_free or states.is_short(seq):
+        while True:
+            needed = pool.num_blocks_to_write(seq.block_ids, seq.num_computed_tokens, num_slots)
+            if needed <= pool.num_free and not states.is_short(seq):
+                return needed
             victim = self._victim(seq, step)
             if victim is None:
-                return False
+                return None
             self.preempt(victim)
             step.preempted.append(victim)
             # A victim in the step has only a tree there.
             step.items = [item for item in step.items if item.seq is not victim]
-        return True
 
     def _victim(self, seq: Sequence, step: ScheduledStep) -> Sequence | None:
         """The sequence to preempt for `seq`: the worst-ranked holder of blocks below it, outside this step.

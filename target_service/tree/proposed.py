@@ -178,7 +178,9 @@ def payloads(proposal: pb.Proposal) -> Callable[[int], Node]:
 
 def model_nodes(scores: bytes, indices: Iterable[int]) -> list[Node]:
     """Payloads of some nodes of a draft model's proposal; `scores` has a byte for each node, or none."""
-    return [_BY_SCORE[scores[index]] for index in indices] if scores else [_WITHOUT_SCORE for _ in indices]
+    if not scores:
+        return [_WITHOUT_SCORE for _ in indices]
+    return [*map(_BY_SCORE.__getitem__, map(scores.__getitem__, indices))]
 
 
 @cache

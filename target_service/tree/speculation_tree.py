@@ -70,6 +70,8 @@ class SpeculationTree:
     @property
     def lasting_depth(self) -> int:
         """Depth of the deepest node that a draft has proposed; in a tree for rejection, of the chain to verify."""
+        if not self.nodes:
+            return 0
         if self.is_chain:
             above, depth = ROOT, 0
             for node, parent in enumerate(self.tokens.parents):
@@ -77,7 +79,7 @@ class SpeculationTree:
                     above, depth = node, depth + 1
             return depth
         if not self.has_offers:
-            return max(self.tokens.depths, default=0)
+            return max(self.tokens.depths)
         depths = zip(self.tokens.depths, self.nodes, strict=True)
         return max([depth for depth, node in depths if node.source == DRAFT_MODEL], default=0)
 
