@@ -187,7 +187,7 @@ class Played:
         settings = TargetSettings(model="played", adaptive_speculation=False, max_sessions=256)
         host = SessionHost[TargetSession](model.port, _WIRE, identity, session_ttl_s=600.0)
         role = Verifier(host, built, settings, TargetRecorder(TargetMetrics(CollectorRegistry())))
-        role.pacing.clock.rows = FixedTimes(base_s=1.0, row_s=1e-9)
+        role.steps.pacing.clock.rows = FixedTimes(base_s=1.0, row_s=1e-9)
         self._worker = EngineWorker(model.port, _WIRE, built.info, host, role)
         self._send(target_pb2.VerifyRequest(attach=pb.Attach(owner_id="bench")))
         sampling = pb.TokenSampling(

@@ -125,8 +125,8 @@ class Worker:
         pair = tiny_local_pair()
         self._client = WorkerClient(pair, side.role)
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(0))  # the pair has silenced it
-        pair.verifier.pacing = Pacing(0.0)
-        pair.verifier.pacing.clock.rows = FreeRows()
+        pair.verifier.steps.pacing = Pacing(0.0)
+        pair.verifier.steps.pacing.clock.rows = FreeRows()
         self._expected = self._good_tokens(lambda: None)
 
     def try_messages(self, messages: list[bytes]) -> None:

@@ -186,7 +186,7 @@ def _left_at_engine(core: Any) -> Iterator[tuple[str, Any]]:
     yield "blocks", engine.stats().blocks_used
     yield "responses", core.host.responses.streams
     if hasattr(role, "_admission"):
-        yield "suspects of a step", role._steps._halves
+        yield "suspects of a step", role.steps.isolated._halves
         yield "forks", role._admission.num_waiting
         yield "sessions of sequences", role._admission.by_seq
     else:

@@ -233,11 +233,11 @@ class LocalPair:
         """
         use_draft = use_draft and self.own_draft is None
         is_drafted = use_draft or propose is not None
-        self.verifier.pacing = Pacing(hold_off_ms if is_drafted else 0.0)
+        self.verifier.steps.pacing = Pacing(hold_off_ms if is_drafted else 0.0)
         if verify_all:
-            self.verifier.pacing.clock.rows = FreeRows()
+            self.verifier.steps.pacing.clock.rows = FreeRows()
         if gate is not None:
-            self.verifier.pacing.gate = gate
+            self.verifier.steps.pacing.gate = gate
         self._withheld = {}
         self.opens = dict(opens)
         self.epochs = dict.fromkeys(opens, 1)

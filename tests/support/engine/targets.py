@@ -17,7 +17,7 @@ PROMPT = prompts()[0][:20]
 def target_client(pair: LocalPair, step_time: StepTimeModel) -> Iterator[WorkerClient]:
     """An attached client of the target, whose cost model is `step_time`; checks that its sessions leave nothing."""
     client = WorkerClient(pair, "target")
-    client.pair.verifier.pacing.clock.rows = step_time
+    client.pair.verifier.steps.pacing.clock.rows = step_time
     client.attach()
     client.turn()
     yield client

@@ -33,13 +33,13 @@ class Watched(MaskFilling):
 
 @pytest.fixture
 def beside(pair: LocalPair) -> Iterator[LocalPair]:
-    pair.verifier._masks = Watched()
+    pair.verifier.steps.masks = Watched()
     yield pair
     pair.reset()
 
 
 def filling(pair: LocalPair) -> Watched:
-    masks = pair.verifier._masks
+    masks = pair.verifier.steps.masks
     assert isinstance(masks, Watched)
     return masks
 
@@ -59,10 +59,10 @@ def test_output_is_that_of_masks_filled_behind_the_pass(
     bodies |= {name: constrained(each, temperature=temperature, verify_mode=mode) for name, each in TEXTS.items()}
     bodies["fork"] = constrained(TEXTS["words"], temperature=temperature, choice=1, body={"fork_from": "words"})
     bodies["fork"].verify_mode = mode
-    pair.verifier._masks = MaskFilling(None)
+    pair.verifier.steps.masks = MaskFilling(None)
     expected = pair.run(bodies)
     pair.reset()
-    pair.verifier._masks = Watched()
+    pair.verifier.steps.masks = Watched()
     found = pair.run(bodies)
     for session_id, outcome in found.items():
         assert_equal(outcome, expected[session_id])
@@ -76,7 +76,7 @@ def test_preemption_and_any_schedule_change_nothing(temperature: float, tight_pa
         for name in ("record", "long names", "nested", "uuid")
     }
     expected = plainly(tight_pair, bodies)
-    tight_pair.verifier._masks = Watched()
+    tight_pair.verifier.steps.masks = Watched()
     for session_id, outcome in tight_pair.run(bodies, rng=random.Random(4)).items():
         assert_equal(outcome, expected[session_id])
     tight_pair.reset()
@@ -125,7 +125,7 @@ def test_a_step_that_raised_is_run_again_with_masks_of_its_own(
 ) -> None:
     bodies = {str(seed): constrained(json_schema(SCHEMAS["nested"]), temperature=1.0, seed=seed) for seed in range(4)}
     expected = plainly(beside, bodies)
-    beside.verifier._masks = Watched()
+    beside.verifier.steps.masks = Watched()
     engine = beside.target_built.engine
     forward, num_raised, num_passes = engine.runner.forward, 0, 0
 
@@ -196,7 +196,7 @@ def test_the_time_of_masks_is_told_of_the_steps_that_had_some(worth_s: float | N
 
     free = constrained(pb.Constraint(), max_tokens=10)
     free.sampling.ClearField("constraint")
-    pair.verifier._masks = MaskFilling(worth_s)
+    pair.verifier.steps.masks = MaskFilling(worth_s)
     pair.run({"a": free}, use_draft=False)
     assert num_steps("mask") == 0
     outcome = pair.run({"a": constrained(json_schema(SCHEMAS["nested"]))}, use_draft=False)["a"]
@@ -206,14 +206,14 @@ def test_the_time_of_masks_is_told_of_the_steps_that_had_some(worth_s: float | N
 
 def test_few_cheap_masks_wake_no_thread_and_its_thread_ends_with_the_filling(pair: LocalPair) -> None:
     bodies = {"a": constrained(json_schema(SCHEMAS["nested"]))}
-    pair.verifier._masks = MaskFilling(10.0)
+    pair.verifier.steps.masks = MaskFilling(10.0)
     pair.run(bodies)
-    assert pair.verifier._masks._jobs is None
+    assert pair.verifier.steps.masks._jobs is None
     pair.reset()
-    pair.verifier._masks = MaskFilling(0.0)
+    pair.verifier.steps.masks = MaskFilling(0.0)
     pair.run(bodies)
     thread = [thread for thread in threading.enumerate() if thread.name == "masks"][-1]
     assert thread.is_alive()
-    pair.verifier._masks = MaskFilling(None)
+    pair.verifier.steps.masks = MaskFilling(None)
     thread.join(10.0)
     assert not thread.is_alive()

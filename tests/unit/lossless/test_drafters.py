@@ -123,7 +123,7 @@ def test_a_call_that_offered_nothing_is_judged_with_its_step(restored: LocalPair
     restored.run({"a": body}, use_draft=False, each_turn=count)
     assert len(num_asked) > 10
     assert max(num_asked) <= 1
-    assert restored.verifier.pacing.expectations.marginal.expected("ngram", Headroom(8, 8)) < 4.0
+    assert restored.verifier.steps.pacing.expectations.marginal.expected("ngram", Headroom(8, 8)) < 4.0
 
 
 @pytest.mark.long
@@ -168,8 +168,8 @@ def test_lookahead_is_asked_less_where_its_windows_rows_cost_more_than_it_brings
     restored.reset(drafters=[EVERY["lookahead"]])
 
     def price(pair: LocalPair) -> None:
-        if is_dear and not isinstance(pair.verifier.pacing.clock.rows, DearRows):
-            pair.verifier.pacing.clock.rows = DearRows(base_s=0.075, row_s=0.025)
+        if is_dear and not isinstance(pair.verifier.steps.pacing.clock.rows, DearRows):
+            pair.verifier.steps.pacing.clock.rows = DearRows(base_s=0.075, row_s=0.025)
 
     outcome = restored.run({"one": body}, use_draft=False, verify_all=not is_dear, each_turn=price)["one"]
     assert_equal(outcome, expected)

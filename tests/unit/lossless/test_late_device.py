@@ -199,8 +199,8 @@ def told(
     engine = pair.target_built.engine
     engine.launch_pass = device.launch if is_late else None
     client = WorkerClient(pair, "target")
-    pair.verifier.pacing = Pacing(0.0)
-    pair.verifier.pacing.clock.rows = unhurried()
+    pair.verifier.steps.pacing = Pacing(0.0)
+    pair.verifier.steps.pacing.clock.rows = unhurried()
     client.attach()
     salt = b"%d" % next(salts)
     for name, body in bodies.items():

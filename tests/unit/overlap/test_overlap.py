@@ -122,7 +122,7 @@ def test_verdicts_are_sent_at_once_where_no_step_follows(client: WorkerClient, t
 
 
 def test_verdicts_are_sent_where_the_next_step_is_held_off(client: WorkerClient, truth: dict[str, list[int]]) -> None:
-    client.pair.verifier.pacing._hold_off_ms = 60_000.0
+    client.pair.verifier.steps.pacing._hold_off_ms = 60_000.0
     client.entry("s", open=a_session())
     client.turn()
     assert client.session().num_tokens == 21
@@ -130,7 +130,7 @@ def test_verdicts_are_sent_where_the_next_step_is_held_off(client: WorkerClient,
 
 
 def test_verdicts_wait_for_the_pass_where_the_draft_is_silent(client: WorkerClient) -> None:
-    pacing = client.pair.verifier.pacing
+    pacing = client.pair.verifier.steps.pacing
     pacing._hold_off_ms, pacing._num_vain = None, 100
     client.entry("s", open=a_session())
     client.turn()
@@ -215,9 +215,9 @@ def test_a_bad_proposal_is_answered_as_ever(client: WorkerClient, device: LateDe
 
 
 def test_masks_are_filled_before_the_device_is_done(client: WorkerClient, device: LateDevice) -> None:
-    device.before_compute = lambda batch: filled.append(len(client.pair.verifier._masks._shares))
+    device.before_compute = lambda batch: filled.append(len(client.pair.verifier.steps.masks._shares))
     filled: list[int] = []
-    client.pair.verifier._masks._worth_s = float("inf")  # no thread is worth it: as where a GPU computes
+    client.pair.verifier.steps.masks._worth_s = float("inf")  # no thread is worth it: as where a GPU computes
     client.entry("s", open=constrained(json_schema(SCHEMAS["record"]), temperature=1.0))
     until_s = time.monotonic() + 60.0
     while not filled and time.monotonic() < until_s:  # until it is compiled

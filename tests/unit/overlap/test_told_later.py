@@ -93,7 +93,7 @@ def test_what_is_learnt_and_counted_is_that_of_steps_that_are_computed_at_once(
                 told = [
                     (v.start_position, [*v.token_ids], v.num_accepted, v.num_wasted) for v in client.take("verdict")
                 ]
-                acceptance = pair.verifier.pacing.expectations.acceptance
+                acceptance = pair.verifier.steps.pacing.expectations.acceptance
                 found.append((told, acceptance.depth_rate, repr(acceptance["draft_model"])))
     finally:
         pair.target_built.engine.launch_pass = device.launch
@@ -104,7 +104,7 @@ def test_what_is_learnt_and_counted_is_that_of_steps_that_are_computed_at_once(
 
 def noted(client: WorkerClient, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of rows that are sampled when a pass is over."""
-    sampler, num_rows = client.pair.verifier._sampler, list[int]()
+    sampler, num_rows = client.pair.verifier.steps.sampler, list[int]()
     sample = sampler.sample
 
     def noting(logits: torch.Tensor, rows: Sequence[RowContext]) -> list[int | None]:
@@ -138,7 +138,7 @@ def test_rows_that_await_masks_are_sampled_with_them(client: WorkerClient, monke
 def test_where_drawing_behind_a_pass_fails_rows_are_sampled_when_it_is_over(
     client: WorkerClient, truth: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_rows, sampler = noted(client, monkeypatch), client.pair.verifier._sampler
+    num_rows, sampler = noted(client, monkeypatch), client.pair.verifier.steps.sampler
     start: Callable[..., Any] = Sampler.start
     num_calls = 0
 

@@ -146,7 +146,7 @@ def test_a_draft_that_lies_about_its_time_costs_the_target_nothing(pair: LocalPa
     client.turn(6)
     assert client.take("verdict")
     assert not client.take("error")
-    assert pair.verifier.pacing.draft_latency.node_s <= 1.0
+    assert pair.verifier.steps.pacing.draft_latency.node_s <= 1.0
     client.end_all()
 
 

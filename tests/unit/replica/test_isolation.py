@@ -14,7 +14,7 @@ from specdec.engine.errors import KVInvariantError
 from specdec.replica.ranks.watch import RankLost
 from specdec.replica.worker.errors import FaultLog, SessionFailure
 from specdec.replica.worker.isolation import each_or_halves
-from specdec.target_service import committing, verifier
+from specdec.target_service import committing, stepping
 from specdec.target_service.pacing.pacing import Pacing
 from specdec.v1 import common_pb2 as pb
 from tests.fuzz.links.worker import open_body, tiny_local_pair
@@ -92,7 +92,7 @@ def test_a_step_that_raises_for_one_session_costs_the_others_nothing(
     check(pair.run(opens(speculate=use_draft), use_draft=use_draft), undisturbed)
 
 
-@pytest.mark.parametrize(("module", "share"), [(verifier, "decide"), (committing, "make_verdict")])
+@pytest.mark.parametrize(("module", "share"), [(stepping, "decide"), (committing, "make_verdict")])
 def test_a_share_that_raises_for_one_session_costs_the_others_nothing(
     pair: LocalPair, monkeypatch: pytest.MonkeyPatch, module: Any, share: str
 ) -> None:

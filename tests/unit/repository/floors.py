@@ -345,6 +345,7 @@ FLOORS = {
         proposals
         turn_times verdicts
         committing
+        stepping
         verifier
         model_process
         worker

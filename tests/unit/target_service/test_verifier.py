@@ -96,7 +96,7 @@ def test_a_verdict_counts_what_was_verified_accepted_and_wasted(client: WorkerCl
 def test_what_was_drafted_past_the_end_of_a_choice_does_not_count_as_refused(
     client: WorkerClient, truth: list[int]
 ) -> None:
-    acceptance = client.pair.verifier.pacing.expectations.acceptance
+    acceptance = client.pair.verifier.steps.pacing.expectations.acceptance
     before = acceptance.depth_rate
     client.entry("s", open=a_session(stop_token_ids=[truth[21]], body={"credit_position": 21}))
     client.turn(4)
@@ -210,4 +210,4 @@ def test_rows_are_free_up_to_what_steps_are_really_padded_to(
     monkeypatch.setattr(loaded_pair.target_built.model, "replays", replays)
     monkeypatch.setattr(HeadRunner, "prepare", lambda self: setattr(replays, "row_edges", edges))
     loaded_pair.reset()
-    assert loaded_pair.verifier.pacing.clock.rows.edges == edges
+    assert loaded_pair.verifier.steps.pacing.clock.rows.edges == edges

@@ -16,7 +16,7 @@ from tests.support.engine.worker_client import WorkerClient
 def held(client: WorkerClient, pacing: Pacing) -> WorkerClient:
     """A session whose first token is decided, on a target that waits for drafts as `pacing` says."""
     pacing.clock.rows = FreeRows()
-    client.pair.verifier.pacing = pacing
+    client.pair.verifier.steps.pacing = pacing
     client.entry("s", open=a_session())
     client.turn()
     assert client.session().num_tokens == 21
@@ -145,7 +145,7 @@ def test_a_draft_whose_network_becomes_slower_is_waited_for_as_long_as_its_answe
 def test_where_no_draft_answers_in_time_new_sessions_do_not_wait_to_find_out(
     client: WorkerClient, truth: list[int], answers: bool
 ) -> None:
-    pacing = client.pair.verifier.pacing = Pacing(None)
+    pacing = client.pair.verifier.steps.pacing = Pacing(None)
     pacing.clock.rows, pacing.clock.rows.base_s = FreeRows(), 0.002
     waits_s: list[int | float] = []
     for number in range(20):
@@ -181,8 +181,8 @@ def test_prefill_and_sessions_without_drafts_are_not_kept_waiting(client: Worker
 def test_nobody_waits_for_a_draft_that_is_not_there_until_one_has_sent_something(
     client: WorkerClient, truth: list[int]
 ) -> None:
-    client.pair.verifier.pacing = Pacing(1e6)
-    client.pair.verifier.pacing.clock.rows = FreeRows()
+    client.pair.verifier.steps.pacing = Pacing(1e6)
+    client.pair.verifier.steps.pacing.clock.rows = FreeRows()
     client.entry("s", open=a_session(body={"has_no_draft": True}))
     client.turn(4)
     assert client.session().num_tokens == 24
@@ -201,7 +201,7 @@ def test_stale_proposals_do_not_count_as_an_answer(client: WorkerClient) -> None
         client.turn()
         client.clock.now_s += 0.6
         client.turn()
-    assert client.pair.verifier.pacing.draft_latency == latency
+    assert client.pair.verifier.steps.pacing.draft_latency == latency
     assert client.session().misses.num_unanswered == 2
 
 

@@ -16,7 +16,7 @@ LATENCY = DraftLatency(first_s=0.005, node_s=0.001)
 @pytest.fixture
 def client(client: WorkerClient) -> WorkerClient:
     """Sessions s and t, whose first tokens are decided, on a target that finds it best to wait."""
-    pacing = client.pair.verifier.pacing = Pacing(None)
+    pacing = client.pair.verifier.steps.pacing = Pacing(None)
     pacing.clock.rows = FreeRows()
     choice = pacing._hold_off["greedy"]
     choice._current, choice._num_left = DEPTHS[-1], 1000
@@ -30,7 +30,7 @@ def client(client: WorkerClient) -> WorkerClient:
 def test_who_has_something_waits_along_where_little_is_decoded_meanwhile(
     truth: list[int], client: WorkerClient
 ) -> None:
-    client.pair.verifier.pacing.expectations.tokens_per_s = 10.0
+    client.pair.verifier.steps.pacing.expectations.tokens_per_s = 10.0
     client.entry("s", proposal=chain(21, truth[21:29]))
     client.turn(3)
     assert client.session("t").hold_off is not None
@@ -40,7 +40,7 @@ def test_who_has_something_waits_along_where_little_is_decoded_meanwhile(
 def test_who_has_something_does_not_wait_along_where_more_is_decoded_meanwhile(
     truth: list[int], client: WorkerClient
 ) -> None:
-    client.pair.verifier.pacing.expectations.tokens_per_s = 10_000.0
+    client.pair.verifier.steps.pacing.expectations.tokens_per_s = 10_000.0
     client.entry("s", proposal=chain(21, truth[21:29]))
     client.turn()
     assert client.session("s").num_tokens == 30
@@ -48,7 +48,7 @@ def test_who_has_something_does_not_wait_along_where_more_is_decoded_meanwhile(
 
 
 def test_where_nobody_has_anything_all_wait_whatever_is_decoded_meanwhile(client: WorkerClient) -> None:
-    client.pair.verifier.pacing.expectations.tokens_per_s = 10_000.0
+    client.pair.verifier.steps.pacing.expectations.tokens_per_s = 10_000.0
     client.turn(3)
     assert all(client.session(name).hold_off is not None for name in ("s", "t"))
 
