@@ -16,7 +16,7 @@ from specdec.replica.worker.errors import invalid
 from specdec.replica.worker.opening import check_open, check_prediction, rejection_method, sampling_params, verify_mode
 from specdec.replica.worker.sessions import EngineSessionTable, Owner
 from specdec.target_service.constraint_costs import ConstraintCosts
-from specdec.target_service.prompt_logprobs import PromptLogprobs
+from specdec.target_service.logprobs import PromptLogprobs
 from specdec.target_service.session import SessionState, SessionTimes, TargetSession
 from specdec.target_service.tree.speculation_tree import SpeculationTree
 from specdec.target_service.tree.walk import EndOfChoice

@@ -11,12 +11,12 @@ from specdec.constraints.grammar.apart import ApartFollower
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.sequence import Sequence as EngineSequence
 from specdec.replica.worker.sessions import EngineSession
+from specdec.target_service.logprobs import PromptLogprobs
 from specdec.target_service.policy.acceptance import OwnRecord
 from specdec.target_service.policy.gate_state import GateState
 from specdec.target_service.policy.hold_off import HoldOff, MissRecord
 from specdec.target_service.policy.marginal_gains import DrafterCall
 from specdec.target_service.policy.urgency import urgency
-from specdec.target_service.prompt_logprobs import PromptLogprobs
 from specdec.target_service.tree.proposed import ReadProposal
 from specdec.target_service.tree.speculation_tree import SpeculationTree
 from specdec.target_service.tree.walk import EndOfChoice

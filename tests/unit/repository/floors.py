@@ -337,7 +337,7 @@ FLOORS = {
     """,
     "specdec.target_service": """
         __main__ logprobs policy tree
-        api prompt_logprobs
+        api
         session
         constraint_costs masks pacing
         admission sample_and_walk
