@@ -69,7 +69,7 @@ def test_on_a_machine_that_the_draft_slows_down_speculation_is_held_against_quie
     """Every step takes 10 ms, and 15 ms while the draft works: no proposal is ever right, so that nothing is gained."""
     pair.reset()
     clock = SteppingClock()
-    for module in ("verifier", "turn_times"):
+    for module in ("verifier", "stepping", "turn_times"):
         monkeypatch.setattr(f"specdec.target_service.{module}.time", SimpleNamespace(monotonic=clock))
     pair.target._clock = clock
     launch, prompt = pair.target_built.engine.launch, prompts()[0][:20]
