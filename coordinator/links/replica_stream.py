@@ -27,6 +27,9 @@ _MOST_FIRST_WAITS_IN_NEED = 5
 """Longest wait between attempts, in first waits, while sessions wait for this replica."""
 SPREAD = (0.75, 1.25)
 """Random factors of a wait: coordinators that lost a replica together must not all return together."""
+_RESULTS_PER_TURN = 8
+"""Results taken in one turn of the event loop. Each wakes a client's stream, and gRPC accepts one call in a turn,
+behind what these streams write (docs/decisions/coordinator.md)."""
 _ASK_AGAIN_S = 1.0
 """Seconds for the question how an engine ended, as its sessions wait for the answer."""
 _CLOSED = "the replica closed the stream"
@@ -187,7 +190,9 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
             writer = asyncio.create_task(self._write_frames(call))
             frame: ResultFrame[ResultT] | None = first
             while frame is not None:
-                for result in frame.results:
+                for num_taken, result in enumerate(frame.results):
+                    if num_taken and num_taken % _RESULTS_PER_TURN == 0:
+                        await asyncio.sleep(0)
                     self._owner.on_result(result)
                 if frame.HasField("load"):
                     self._owner.on_load(frame.load)

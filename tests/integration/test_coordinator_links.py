@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -224,3 +226,29 @@ async def test_a_fault_in_what_the_end_of_a_stream_sets_off_does_not_cost_the_re
             await harness.replica_changed()
         assert (await collect(harness.stub.Generate(request()))).ids() == expected_ids(target, 20)
     assert not faults
+
+
+async def test_a_frame_of_many_results_leaves_turns_to_new_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = ScriptedTarget()
+    target.step_s = 0.02  # the results of a step come in one frame
+    taken, turn = Counter[int](), 0
+    on_result = TargetLink.on_result
+
+    def counted(link: TargetLink, result: target_pb2.TargetResult) -> None:
+        taken[turn] += 1
+        on_result(link, result)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(TargetLink, "on_result", counted)
+    async with running([target]) as harness:
+        calls = [harness.stub.Generate(request(max_tokens=10, seed=seed)) for seed in range(40)]
+        counting = asyncio.create_task(count_turns())
+        results = await asyncio.gather(*map(collect, calls))
+        counting.cancel()
+    assert [result.ids() for result in results] == [expected_ids(target, 10, seed=seed) for seed in range(40)]
+    assert max(taken.values()) <= 8
