@@ -22,9 +22,10 @@ PROCESS_FOLDERS = tuple(f"tests/{name}/" for name in ("integration", "clients", 
 # Two workers with all cores' OpenMP threads each would stall one another. Read when torch is first imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# No test may depend on what the developer's shell says, or on a network.
+# No test may depend on what the developer's shell says, or on a network. `make test-isa` chooses the kernels.
 for name in [name for name in os.environ if name.startswith("SPECDEC_") or name in ("NO_COLOR", "FORCE_COLOR")]:
-    del os.environ[name]
+    if name != "SPECDEC_NATIVE_ISA":
+        del os.environ[name]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Read when a kernel in Triton is defined: without a GPU it is interpreted.

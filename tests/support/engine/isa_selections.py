@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from specdec.engine.native.variants import ISA_VARIABLE, cpu_features, missing_features, variants_for
 
+ASKED_ISA = "TEST_ISA"
+"""Variable with the kernels that a run is for, which a test compares with those that run."""
 _FOLDER = "tests/unit/engine"
 _TORCH_TESTS = [
     f"{_FOLDER}/test_{name}.py"
@@ -77,7 +79,7 @@ def run(selection: Selection) -> bool:
     """Run the tests under a selection and print their output; without kernels, only torch's tests."""
     chosen = [*_TORCH_TESTS, "-k", "torch"] if selection.isa == "none" else _ALL_TESTS
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
-    more = {ISA_VARIABLE: selection.isa, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
+    more = {ISA_VARIABLE: selection.isa, ASKED_ISA: selection.isa, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
     began_s = time.monotonic()
     done = subprocess.run(
         command,

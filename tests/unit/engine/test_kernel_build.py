@@ -17,6 +17,7 @@ from specdec.engine.native.kernels import NativeKernels
 from specdec.engine.native.variants import UnsupportedIsa, choose_variant, variants_for
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.settings import EngineSettings
+from tests.support.engine.isa_selections import ASKED_ISA
 from tests.support.engine.kernel_variants import fast_compiler
 from tests.support.engine.tiny_models import save_tiny_model
 
@@ -96,7 +97,7 @@ def test_the_kernels_that_run_are_those_that_were_chosen() -> None:
     assert aten == os.environ.get("ATEN_CPU_CAPABILITY", aten)
     kernels = NativeKernels(1)
     chosen = {variant.name: variant for variant in variants_for(platform.machine())}[kernels.variant]
-    assert kernels.variant == os.environ.get("SPECDEC_NATIVE_ISA", kernels.variant)
+    assert kernels.variant == os.environ.get(ASKED_ISA, kernels.variant)
     assert kernels.lanes == chosen.lanes
 
 
