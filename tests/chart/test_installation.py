@@ -20,6 +20,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
+from specdec.commands.up import service_process
 from specdec.commands.up.cluster import free_port
 from specdec.store.urls import RedisOptions, connect
 from specdec.wire.tls_files import TlsFile, TlsPaths
@@ -31,6 +32,7 @@ from tests.support.services.faults import eventually
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 SPECDEC = str(Path(sys.executable).with_name("specdec"))
+COMMAND = (sys.executable, "-m", "specdec.commands.main")
 SECRET = "a secret of a certain length"
 
 
@@ -95,9 +97,10 @@ class Installation:
     def running(self, role: str, pod: Document, container: Document, redis_port: int) -> Iterator[None]:
         """The container's process."""
         assert container["command"][0] == "specdec"
-        command = [SPECDEC, *container["command"][1:], *self.arguments(role, pod, container, redis_port)]
+        command = [*COMMAND, *container["command"][1:], *self.arguments(role, pod, container, redis_port)]
+        start = service_process.subprocess.Popen  # the fork server's
         with (self.folder / f"{role}.log").open("w") as log:
-            process = subprocess.Popen(command, cwd=ROOT, env=self.environment(container), stdout=log, stderr=log)
+            process = start(command, cwd=str(ROOT), env=self.environment(container), stdout=log, stderr=log)
             try:
                 yield
             finally:

@@ -32,10 +32,11 @@ ENGINE = "specdec.replica.bridge.engine_child"
 REPLICAS = ("specdec.target_service", "specdec.draft_service", "tests.support.services.deadly_target")
 COMMAND = "specdec.commands.main"
 PROBE = "specdec.commands.tune.probe"
+_ENGINES = "specdec.replica.bridge.engine_launch"
 _RANKS = "specdec.replica.ranks.processes"
 _STARTED_BY = {
-    COMMAND: ("specdec.commands.up.service_process", "specdec.commands.tune.probe_processes"),
-    **dict.fromkeys(REPLICAS, ("specdec.replica.bridge.engine_launch", _RANKS)),
+    COMMAND: ("specdec.commands.up.service_process", "specdec.commands.tune.probe_processes", _ENGINES),
+    **dict.fromkeys(REPLICAS, (_ENGINES, _RANKS)),
     ENGINE: (_RANKS,),
 }
 """Modules that start processes, by the module of the process in which they do."""
