@@ -118,6 +118,7 @@ class Gateway:
         endpoint = metrics_endpoint(settings, self._registry, self._server_tls)
         self.metrics_port = self._endpoints.enter_context(endpoint)
         self.port = sockets[0].getsockname()[1]
+        await self._coordinators.reach()
         await self._server.start(sockets)
         if probed:
             self.health_port = probed[0].getsockname()[1]

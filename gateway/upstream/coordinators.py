@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
@@ -19,6 +20,8 @@ from specdec.wire.rendezvous import word
 
 _LOOK_UP_S = 5.0
 """Seconds between two look-ups of names."""
+_REACH_S = 1.0
+"""Seconds that a starting gateway waits for its coordinators before it listens."""
 _LOOK_S = 2.0
 """Seconds between two questions to each coordinator whether it still hears."""
 _HEARS_S = 4.0
@@ -85,11 +88,23 @@ class Coordinators:
             member.client.address: answer for member, answer in zip(members, told, strict=True) if answer is not None
         }
 
+    async def reach(self) -> None:
+        """Look up names and connect, for a limited time, so that the first chats go where their later turns will."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REACH_S):
+                await asyncio.gather(*(refresh() for refresh in self._refreshers))
+                self._take()
+                if len(self._members()) > 1:
+                    await self.any_serves()
+
     async def keep_finding(self) -> None:
         """Look up names until cancelled, at intervals and when a coordinator does not answer."""
-        named = [found.refresh for found in self._found.values() if found.has_names]
-        if named:
-            await keep_finding(_LOOK_UP_S, named, self._take, self._wanted)
+        if refreshers := self._refreshers:
+            await keep_finding(_LOOK_UP_S, refreshers, self._take, self._wanted)
+
+    @property
+    def _refreshers(self) -> list[Callable[[], Awaitable[object]]]:
+        return [found.refresh for found in self._found.values() if found.has_names]
 
     def _take(self) -> None:
         """Connect to those that are new. Those that are gone get no new calls; running ones go on."""

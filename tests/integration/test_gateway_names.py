@@ -54,12 +54,8 @@ async def knows(one: GatewayAtHand, *addresses: str) -> None:
     await eventually(does, f"the gateway knows {addresses}")
 
 
-async def are_connected(one: GatewayAtHand) -> None:
-    async def all_are() -> bool:
-        connected = [member.client.is_connected for member in one._coordinators._members()]
-        return all(connected)
-
-    await eventually(all_are, "all coordinators are connected")
+def all_are_connected(one: GatewayAtHand) -> bool:
+    return all(member.client.is_connected for member in one._coordinators._members())
 
 
 def socket_address(address: str) -> tuple[str, int]:
@@ -88,6 +84,18 @@ async def test_all_addresses_of_a_name_are_known_one_by_one_and_looked_up_again_
             one._coordinators._wanted.set()
             assert await completion(one, {**body, "prompt": PROMPT}) == expected_ids(targets[0], 6, seed=11)
             assert len(known(one)) == 2, "a broken name server removes nobody"
+
+
+async def test_a_gateway_listens_once_it_has_reached_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, targets = Names(monkeypatch), [ScriptedTarget() for _ in range(2)]
+    async with running(targets[:1]) as first, running(targets[1:], owner_id="coordinator-2") as second:
+        names.addresses = [socket_address(first.address), socket_address(second.address)]
+        async with gateway(NAME) as one:
+            assert known(one) == sorted([first.address, second.address])
+            assert all_are_connected(one)
+        names.addresses = None
+        async with gateway(NAME) as one, one.http() as client:
+            assert (await client.get("/version")).status_code == 200
 
 
 async def test_streams_go_on_at_a_coordinator_that_its_name_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +132,7 @@ async def test_all_turns_of_a_chat_go_to_one_coordinator_and_other_chats_to_both
         gateway(first.address, second.address) as one,
         one.http() as client,
     ):
-        await are_connected(one)
+        assert all_are_connected(one)
         served = set()
         for number in range(20):  # all at one of two: once in half a million runs
             messages = [{"role": "system", "content": "one for all"}]
@@ -171,7 +179,7 @@ async def test_a_coordinator_that_hears_nothing_is_left_although_something_still
         black_hole(first.address) as one_way,
         gateway(one_way.address, second.address) as one,
     ):
-        await are_connected(one)
+        assert all_are_connected(one)
         body = {"max_tokens": 60, "seed": 11, "ignore_eos": True, "return_token_ids": True}
         prompts = [[5, 6, number] for number in range(12)]  # others, so that each coordinator gets some
         answers = [asyncio.create_task(completion(one, {**body, "prompt": prompt})) for prompt in prompts]
