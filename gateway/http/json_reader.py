@@ -61,10 +61,14 @@ def parsed(data: bytes | bytearray, token_fields: Collection[str] = (), large_fi
     return _Reader(data, token_fields, {*token_fields, *large_fields}).whole()
 
 
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Start of what some Windows programs write as UTF-8."""
+
+
 class _Reader:
     def __init__(self, data: bytes | bytearray, token_fields: Collection[str], large_fields: Collection[str]) -> None:
         self._data = data
-        self._at = 0
+        self._at = len(_BYTE_ORDER_MARK) if data.startswith(_BYTE_ORDER_MARK) else 0
         self._token_fields = token_fields
         self._large_fields = large_fields
         self._num_left = self._most = MOST_VALUES

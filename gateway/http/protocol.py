@@ -43,7 +43,9 @@ _TOO_LARGE = _refusal(
 )
 _NOT_HTTP = _refusal("400 Bad Request", "this is not valid HTTP", "invalid_http")
 _UNKNOWN_CODING = _refusal(
-    "501 Not Implemented", "transfer-encoding: only chunked is understood", "unsupported_transfer_encoding"
+    "501 Not Implemented",
+    "transfer-encoding: only chunked is understood, and none in HTTP/1.0",
+    "unsupported_transfer_encoding",
 )
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 """An answer that clients skip, and that resets a connection which its client has left."""
@@ -221,7 +223,8 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             if sum(len(name) + len(value) + _BYTES_PER_HEADER for name, value in self.headers) > MOST_HEADER_BYTES:
                 self._refuse(_TOO_LARGE)
                 raise _Refused
-            if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+            if codings and (codings != [b"chunked"] or self.parser.get_http_version() == "1.0"):
                 self._refuse(_UNKNOWN_CODING)
                 raise _Refused
             if self._has_offer:

@@ -98,11 +98,13 @@ async def test_who_leaves_within_a_request_is_noticed() -> None:
 CODINGS = [b"gzip, chunked", b"gzip", b"chunked, chunked", b"identity", b"chunked;q=1"]
 
 
-@pytest.mark.parametrize("coding", CODINGS, ids=str)
-async def test_transfer_codings_besides_chunked_are_refused(coding: bytes) -> None:
+@pytest.mark.parametrize(("coding", "version"), [*((each, b"1.1") for each in CODINGS), (b"chunked", b"1.0")], ids=str)
+async def test_transfer_codings_besides_chunked_and_all_before_http_1_1_are_refused(
+    coding: bytes, version: bytes
+) -> None:
     app = App()
     async with connection(app) as (reader, writer):
-        writer.write(b"POST /one HTTP/1.1\r\nhost: x\r\ntransfer-encoding: %s\r\n\r\n0\r\n\r\n" % coding)
+        writer.write(b"POST /one HTTP/%s\r\nhost: x\r\ntransfer-encoding: %s\r\n\r\n0\r\n\r\n" % (version, coding))
         told = await reader.read()
     assert told.startswith((b"HTTP/1.1 501 ", b"HTTP/1.1 400 "))
     assert b"connection: close" in told

@@ -37,7 +37,7 @@ def test_values_are_those_of_orjson(value: Any, indent: bool, ascii_only: bool) 
 def test_what_orjson_refuses_is_refused(value: Any, at: float, put: bytes, cut: int) -> None:
     text = orjson.dumps(value)
     place = int(at * len(text))
-    broken = text[:place] + put + text[place + cut :]
+    broken = (text[:place] + put + text[place + cut :]).removeprefix(b"\xef\xbb\xbf")
     try:
         orjson.loads(broken)
     except orjson.JSONDecodeError:
@@ -45,6 +45,13 @@ def test_what_orjson_refuses_is_refused(value: Any, at: float, put: bytes, cut: 
             parsed(broken)
         return
     assert parsed(broken) == json.loads(broken)
+
+
+def test_a_byte_order_mark_before_the_body_is_skipped() -> None:
+    assert parsed(b'\xef\xbb\xbf {"a": 1}') == {"a": 1}
+    for broken in (b"\xef\xbb\xbf", b"\xef\xbb\xbf\xef\xbb\xbf1", b"1\xef\xbb\xbf"):
+        with pytest.raises(ApiError):
+            parsed(broken)
 
 
 @pytest.mark.parametrize("digits", [19, 20, 30, 308])
