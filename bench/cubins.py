@@ -28,16 +28,11 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import TritonAttention
-from specdec.engine.cuda.cuts import NUM_CUT_NUMBERS, CutKinds, launch_cuts
 from specdec.engine.cuda.launch import Launch
 from specdec.engine.cuda.layers import rotate_write
-from specdec.engine.cuda.sampling import launch_top
-from specdec.engine.drawing.adjustments import Adjustments
+from specdec.engine.cuda.sampling import launch_scores, launch_top
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
-from specdec.engine.sampling.logit_processors import RowContext
-from specdec.engine.sampling.token_history import TokenHistory
-from specdec.wire.sampling_params import SamplingParams
 
 ARCHITECTURES = (80, 90, 100)
 _WARP = 32
@@ -122,14 +117,6 @@ def meta_batch(num_rows: int, context_len: int, block_size: int = 16) -> Batch:
     )
 
 
-def adjusted_on_meta(logits: torch.Tensor) -> torch.Tensor:
-    """Logits after a bias, with the launches of a call's first draw and of counting it."""
-    adjustments = Adjustments(len(logits), logits.shape[1], _META)
-    params = SamplingParams(seed=1, max_tokens=9, logit_bias={5: 1.0}, presence_penalty=1.0)
-    adjustments.fill([RowContext(params, 2, 2, TokenHistory([5, 6]))])
-    return adjustments.adjusted(logits, 0)
-
-
 def launches_of(shape: AttentionShape) -> dict[str, list[Launch]]:
     """Launches of a step with a model of this shape, by variant."""
     heads, dim = shape.num_heads, shape.head_dim
@@ -149,10 +136,10 @@ def launches_of(shape: AttentionShape) -> dict[str, list[Launch]]:
     found = {}
     for num_rows in (8, 512):
         with torch.inference_mode(), LaunchCounter() as counter:
-            logits = adjusted_on_meta(decoder(meta_batch(num_rows, 4096), cache))
-            cuts = torch.empty(num_rows, NUM_CUT_NUMBERS, dtype=torch.float64, device=_META)
-            logits = launch_cuts(logits, cuts, CutKinds(has_top_k=True, has_top_p=True))
-            launch_top(logits, torch.empty(num_rows, 3, dtype=torch.int32, device=_META), 4)
+            logits = decoder(meta_batch(num_rows, 4096), cache)
+            numbers = torch.empty(num_rows, 5, dtype=torch.float64, device=_META)
+            scores = launch_scores(logits, numbers, (True, True))
+            launch_top(scores, numbers, torch.empty(num_rows, 2, dtype=torch.int32, device=_META), 4)
         found[f"{num_rows} rows"] = counter.launches
     ordered = DeviceDecoder(
         random_model(config, shape.dtype, _META), [AttentionOptions(dim**-0.5)], 8192, row_invariant=True
@@ -172,7 +159,7 @@ def launches_of(shape: AttentionShape) -> dict[str, list[Launch]]:
     qkv = torch.empty(8, (heads + 2 * shape.num_kv_heads) * dim, dtype=shape.dtype, device=_META)
     with LaunchCounter() as counter:
         kernel(query, key, value, 0, ForwardContext(batch, cache, kernel), options)
-        rotate_write(qkv, heads, 0, batch, cache, (tables[0], tables[1]), (norms[0], norms[1]), 1e-6)
+        rotate_write(qkv, heads, 0, batch, cache, (tables[0], tables[1]), norms, 1e-6)
     found["window, softcap, sinks, norms of heads"] = counter.launches
     return found
 

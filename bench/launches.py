@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
 from specdec.engine.cuda.launch import Launch, LaunchObserver
 
+_ACCESSED_IN_PART = frozenset({"keys", "values", "cosines", "sines", "part_peak", "part_total", "part_out"})
+"""Arguments of kernels."""
 _NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "detach", "_to_copy_view", "lift_fresh"})
 
 
@@ -29,20 +32,18 @@ class LaunchCounter(LaunchObserver):
         """Count one of torch's operations."""
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        if name not in _NO_KERNEL and not func.is_view:
+        if name == "index_select":  # of whose source it reads as much as it writes
+            self.operations.append((name, 2 * _num_bytes([result])))
+        elif name not in _NO_KERNEL and not func.is_view:
             self.operations.append((name, _num_bytes([*args, *(kwargs or {}).values(), result])))
         return result
 
-    def saw(self, launch: Launch, cached: tuple[torch.Tensor, ...]) -> None:
-        """Count one launch; the bytes of ``cached`` tensors are not counted."""
+    def saw(self, launch: Launch) -> None:
+        """Count one launch; tensors of which it accesses only a part are not counted."""
         self.launches.append(launch)
-        skipped = {tensor.untyped_storage()._cdata for tensor in cached}
-        tensors = [a for a in launch.arguments if not _is_in(a, skipped)]
-        self.operations.append((launch.name, _num_bytes(tensors)))
-
-
-def _is_in(argument: Any, storages: set[int]) -> bool:
-    return isinstance(argument, torch.Tensor) and argument.untyped_storage()._cdata in storages
+        names = inspect.signature(launch.kernel.fn).parameters
+        whole = [each for name, each in zip(names, launch.arguments, strict=False) if name not in _ACCESSED_IN_PART]
+        self.operations.append((launch.name, _num_bytes(whole)))
 
 
 def _num_bytes(values: list[Any]) -> int:

@@ -15,10 +15,11 @@ import torch
 from triton.testing import do_bench
 
 from bench.shaped import TINY, random_runner, rows_of
-from specdec.engine.cuda.sampling import launch_top, row_parameters
+from specdec.engine.cuda.sampling import start_draws
 from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.rows import DrawRow, DrawRule
 from specdec.engine.model.runner import ModelRunner
+from specdec.engine.sampling.logit_processors import row_numbers
 from specdec.engine.sampling.sampler import Sampler
 from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine import paged_scenarios as play
@@ -57,8 +58,9 @@ def runner_of(shape: str, max_len: int, **settings: Any) -> ModelRunner:
 
 def test_a_replay_equals_an_eager_step_and_never_waits_for_the_device(record_property: Record) -> None:
     runner, context = runner_of("llama-1b", 96 if IS_PLAYED else 2048), 40 if IS_PLAYED else 1024
-    assert runner.replayed is not None
-    replays, cache = runner.replayed
+    replays = runner.replays
+    assert replays is not None
+    cache = replays.cache
     runner.forward(rows_of(runner, 0, context)[0])
     record_property("captured steps", runner.num_graphs)
     for num_rows in (1, 4) if IS_PLAYED else (1, 8, 64):  # whole buckets: products over padded rows may differ
@@ -79,9 +81,9 @@ def test_tokens_are_sampled_as_on_the_cpu_with_all_controls(record_property: Rec
     pairs = [(a, b) for of_row in zip(wanted, drawn, strict=True) for a, b in zip(*of_row, strict=True)]
     assert [a.token_id for a, _ in pairs] == [b.token_id for _, b in pairs]
     record_property("scores that differ", sum(a.score != b.score for a, b in pairs))
-    eight, parameters = logits[:8].to(DEVICE), row_parameters([1.0] * 8, list(range(16))).to(DEVICE)
+    eight, numbers = logits[:8].to(DEVICE), row_numbers([make_row(seed=1, max_tokens=9)] * 8, vocab_size)
     if not IS_PLAYED:
-        record_property("sampling of 8 rows, ms", do_bench(partial(launch_top, eight, parameters, 4)))
+        record_property("sampling of 8 rows, ms", do_bench(partial(start_draws, eight, numbers, list(range(16)), 4)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -128,9 +130,9 @@ def test_bits_of_rows_in_chunks_in_trees_and_in_company(
 def test_eight_tokens_are_drafted_in_one_graph(record_property: Record) -> None:
     context, num_tokens = (8, 3) if IS_PLAYED else (1024, 8)
     runner = runner_of("llama-1b", 96 if IS_PLAYED else 2048)
-    assert runner.replayed is not None
+    assert runner.replays is not None
     sampler = Sampler(runner.vocab_size, DEVICE)
-    drawing = DeviceDrawing(*runner.replayed, runner.vocab_size, runner.max_model_len, sampler)
+    drawing = DeviceDrawing(runner.replays, runner.max_model_len, sampler)
     rule = DrawRule(SamplingParams(seed=1, max_tokens=99, temperature=1.0))
     row = DrawRow(rule, 0, context + 1, num_tokens, array("i", range(runner.max_model_len // runner.block_size)))
     logits = runner.forward(rows_of(runner, context, 1)[0])  # the first token is drawn from them

@@ -55,7 +55,7 @@ class _Replays(BucketedPasses[HeadPass | Projection]):
     def __init__(self, cache: HeadCache, steps: BucketedSteps, dtype: torch.dtype, max_len: int) -> None:
         num_blocks = min(cache.spare_block, table_blocks(max_len, cache.block_size))
         shape = PassShape(num_blocks, cache.spare_block, cache.block_size, cache.device)
-        super().__init__(steps.graphs, "a head's pass", shape, may_replay=lambda: bool(steps.row_edges))
+        super().__init__(steps.capture, "a head's pass", shape, may_replay=lambda: bool(steps.row_edges))
         self._cache, self._dtype = cache, dtype
 
     def made(self, kind: HeadPass | Projection, num_rows: int) -> tuple[tuple[torch.Tensor, ...], Forward]:

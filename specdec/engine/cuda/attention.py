@@ -116,20 +116,14 @@ def attend(
     *,
     row_invariant: bool = False,
 ) -> torch.Tensor:
-    """Attention ``[T, num_heads, value_dim]`` of queries ``[T, num_heads, key_dim]`` whose keys are in the cache.
+    """Attention ``[T, num_heads, value_dim]`` of rotated queries ``[T, num_heads, key_dim]``, whose keys are cached.
 
     The elements of a head must be contiguous. Row-invariant on one device up to ``MOST_FINE_ROWS`` rows, and if
     ``row_invariant`` for any number of rows: a row's bits depend on its tokens only. No program computes more than one
     split. Cost: two kernels, more for many rows of long contexts.
 
-    Args:
-        query: rotated queries.
-        layer: index of the layer in the cache.
-        batch: rows of the pass.
-        cache: KV cache of the model.
-        options: of the layer.
-        plans: empty at the beginning of a pass, then what its layers share.
-        row_invariant: whether large passes take the tiles of small ones.
+    ``plans``: empty at the beginning of a pass, then what its layers share. ``row_invariant``: whether large passes
+    take the tiles of small ones.
     """
     num_rows, num_heads, _ = query.shape
     geometry, window = cache.geometries[layer], options.sliding_window or 0
@@ -140,7 +134,6 @@ def attend(
     if key not in plans:
         plans[key] = plan_work(batch, shape, cache.block_size, window, bytes_per_split)
     out = query.new_empty(num_rows, num_heads, geometry.value_dim)
-    caches = cache.keys[layer], cache.values[layer]
     block_v = min(shape.block_v, _FOLDED_DIM)
     sources = batch, shape, geometry, options
     for work in plans[key]:
@@ -158,8 +151,8 @@ def attend(
             query=query,
             query_row_stride=query.stride(0),
             query_head_stride=query.stride(1),
-            keys=caches[0],
-            values=caches[1],
+            keys=cache.keys[layer],
+            values=cache.values[layer],
             table_stride=batch.block_tables.stride(0),
             softcap=options.softcap or 1.0,
             BLOCK_SIZE=cache.block_size,
@@ -170,7 +163,6 @@ def attend(
                 "num_stages": shape.num_stages,
                 "maxnreg": 255,  # else ptxas limits programs to 168 registers and spills, for an occupancy not reached
             },
-            cached=(*caches, peaks, parts),
             **named,
         )
         launch(
@@ -183,7 +175,6 @@ def attend(
             BLOCK_V=block_v,
             HAS_SINKS=options.sinks is not None,
             options={"num_warps": 1},
-            cached=(peaks, parts),
             **named,
         )
     return out

@@ -88,12 +88,6 @@ def _weights(scores, peak, total):
 
 
 @triton.jit
-def _lines(slots, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Lines of physical slots of one head in the cache, seen as [block * kv head * slot, dim]."""
-    return ((slots // BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slots % BLOCK_SIZE
-
-
-@triton.jit
 def _slots(n, last, context, path, table, path_slots, block_tables, BLOCK_SIZE: tl.constexpr):
     """Physical slots of positions ``n``: below ``context`` from the block table, from there on from the path."""
     by_table = n < context
@@ -148,7 +142,8 @@ def attention_kernel(
             n = tile_low + tl.arange(0, BLOCK_N)
             is_read = n <= last
             slots = _slots(n, last, own_context, own_path, table, path_slots, block_tables, BLOCK_SIZE)
-            lines = _lines(slots, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+            # In the cache, seen as [block * kv head * slot, dim].
+            lines = ((slots // BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slots % BLOCK_SIZE
             key_mask = is_read[None, :] & (k[:, None] < KEY_DIM)
             key_tile = tl.load(keys + lines[None, :] * KEY_DIM + k[:, None], mask=key_mask, other=0.0)
             products = tl.dot(q, key_tile.to(q.dtype), input_precision="ieee")

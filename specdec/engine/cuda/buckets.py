@@ -7,21 +7,29 @@ may be: attention's programs follow a list of what there is to do.
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.passes import CudaCapture, GraphCache, GraphStore
+from specdec.engine.cuda.passes import CudaCapture
+from specdec.engine.errors import is_out_of_memory
 from specdec.engine.tap import HiddenTap
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PATH_SLOTS_PER_ROW = 16
 """Path slots per row that a captured step has room for, a power of two; deeper trees are not captured."""
+_MOST_GRAPHS = 64
+"""Captured graphs of one kind of passes: steps, drawn tokens, or those of a head."""
+_MOST_FAILURES = 3
+"""Failed captures after which none is tried."""
+_logger = logging.getLogger(__name__)
 
 KindT = TypeVar("KindT")
 Forward = Callable[[Batch], torch.Tensor]
@@ -29,14 +37,9 @@ Forward = Callable[[Batch], torch.Tensor]
 
 def bucket_of(batch: Batch, num_blocks: int) -> int | None:
     """Rows of the captured step that serves a batch; None: no bucket fits. ``num_blocks``: of a captured table."""
-    rows = row_bucket(batch.input_ids.shape[0])
-    if (
-        rows is None
-        or batch.path_slots.shape[0] > PATH_SLOTS_PER_ROW * rows
-        or batch.block_tables.shape[1] > num_blocks
-    ):
-        return None
-    return rows
+    rows = row_bucket(batch.input_ids.shape[0]) or 0
+    fits = len(batch.path_slots) <= PATH_SLOTS_PER_ROW * rows and batch.block_tables.shape[1] <= num_blocks
+    return rows if rows and fits else None
 
 
 def row_bucket(num_rows: int) -> int | None:
@@ -45,8 +48,7 @@ def row_bucket(num_rows: int) -> int | None:
 
 
 def table_blocks(max_len: int, block_size: int) -> int:
-    """Blocks of a captured table: for sequences of ``max_len`` tokens, with the nodes of a tree in blocks of their
-    own."""
+    """Blocks of a captured table: for sequences of ``max_len`` tokens with the nodes of a tree behind them."""
     return -(-(max_len + ROW_BUCKETS[-1]) // block_size)
 
 
@@ -134,15 +136,26 @@ class ReplayedPass(NamedTuple):
             static[: len(own)].copy_(own, non_blocking=True)
 
 
-class BucketedPasses(GraphStore[tuple[KindT, int], ReplayedPass]):
-    """Passes of several kinds, captured for each bucket of rows at first use unless `capture_ahead` did so."""
+class BucketedPasses(Generic[KindT]):
+    """Passes of several kinds, captured for each bucket of rows at first use unless `capture_ahead` did so.
+
+    The least recently used one is dropped first. A pass is None, so that its kernels are launched one by one, where its
+    capture fails, after three such failures, while there is no memory for another graph, and while none may be
+    replayed.
+    """
 
     def __init__(
-        self, graphs: GraphCache, subject: str, shape: PassShape, may_replay: Callable[[], bool] = lambda: True
+        self, capture: CudaCapture, subject: str, shape: PassShape, may_replay: Callable[[], bool] = lambda: True
     ) -> None:
-        """`shape`: of all passes; for the others see ``GraphStore``."""
-        super().__init__(graphs, subject, may_replay)
-        self._shape = shape
+        """`capture`: shared with other passes; `subject`: name of these in logs; `shape`: of all of them;
+        `may_replay`: called by each `get`."""
+        self.capture = capture
+        self.shape = shape
+        self._subject = subject
+        self._may_replay = may_replay
+        self._graphs: OrderedDict[tuple[KindT, int], ReplayedPass] = OrderedDict()
+        self._num_failures = 0
+        capture.stores.add(self)
 
     @abstractmethod
     def made(self, kind: KindT, num_rows: int) -> tuple[tuple[torch.Tensor, ...], Forward]:
@@ -151,18 +164,71 @@ class BucketedPasses(GraphStore[tuple[KindT, int], ReplayedPass]):
     def replayed(self, kind: KindT, batch: Batch | None, *inputs: torch.Tensor) -> ReplayedPass | None:
         """The pass after a replay for a batch and other inputs, which have a line for each row; None: it is not
         captured. Cost: see ``ReplayedPass.take``."""
-        rows = row_bucket(len(inputs[0])) if batch is None else bucket_of(batch, self._shape.num_blocks)
+        rows = row_bucket(len(inputs[0])) if batch is None else bucket_of(batch, self.shape.num_blocks)
         found = None if rows is None else self.get((kind, rows))
         if found is not None:
             found.take(batch, *inputs)
             found.replay()
         return found
 
+    @property
+    def num_graphs(self) -> int:
+        """Number of captured graphs."""
+        return len(self._graphs)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no graph is captured or replayed any more."""
+        return self._num_failures >= _MOST_FAILURES
+
+    def get(self, key: tuple[KindT, int]) -> ReplayedPass | None:
+        """The pass of a kind and a number of rows, captured now if it is missing; None: see the class."""
+        if self.has_failed or not self._may_replay():
+            return None
+        if key not in self._graphs:
+            if not self.capture.has_memory():
+                return None
+            try:
+                self._graphs[key] = self.captured(key)
+            except RuntimeError as error:
+                if not self.capture.is_alone:
+                    raise
+                self._num_failures += 1
+                _logger.exception(f"{self._subject} could not be captured; its kernels are launched one by one")
+                if is_out_of_memory(error):
+                    self.capture.halve()
+                if self.has_failed:
+                    self.stop()
+                return None
+        self._graphs.move_to_end(key)
+        if len(self._graphs) > _MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+        return self._graphs[key]
+
+    def capture_ahead(self, keys: Iterable[tuple[KindT, int]], clock: Callable[[], float] = time.monotonic) -> None:
+        """Capture graphs before the first request until one fails, or time or memory is used up."""
+        began_s, capture = clock(), self.capture
+        is_complete = all(capture.has_room(clock() - began_s) and self.get(key) is not None for key in keys)
+        elapsed_s = clock() - began_s
+        capture.ahead_s += elapsed_s
+        figures = {"num": self.num_graphs, "seconds": round(elapsed_s, 3), "complete": is_complete}
+        _logger.info("graphs_captured", extra={"subject": self._subject, **figures})
+
+    def halve(self) -> None:
+        """Drop the half that was used longest ago."""
+        for _ in range(-(-len(self._graphs) // 2)):
+            self._graphs.popitem(last=False)
+
+    def stop(self) -> None:
+        """Replay nothing from now on, and drop all graphs."""
+        self._num_failures = _MOST_FAILURES
+        self._graphs.clear()
+
     def captured(self, key: tuple[KindT, int]) -> ReplayedPass:
-        """See ``GraphStore``."""
-        batch, padding = (shape.empty_batch(key[1]) for shape in (self._shape, self._shape._replace(num_blocks=1)))
+        """Capture a pass, which does not refer to these: in a cycle, an exchanged head would keep its memory."""
+        batch, padding = (shape.empty_batch(key[1]) for shape in (self.shape, self.shape._replace(num_blocks=1)))
         inputs, run = self.made(*key)
-        return ReplayedPass(batch, padding, inputs, *self.graphs.capture(lambda: run(batch)))
+        return ReplayedPass(batch, padding, inputs, *self.capture(lambda: run(batch)))
 
 
 class BucketedSteps(BucketedPasses[tuple[int, ...]]):
@@ -178,15 +244,12 @@ class BucketedSteps(BucketedPasses[tuple[int, ...]]):
         cache: KVCache,
         capture: CudaCapture,
         max_len: int | None = None,
-        *,
-        is_alone: bool = True,
     ) -> None:
-        """Replay steps over `cache` for sequences of at most ``max_len`` tokens; None: of any size. `is_alone`: see
-        ``GraphCache``."""
-        super().__init__(GraphCache(capture, is_alone=is_alone), "a step", PassShape.of(cache, max_len))
+        """Replay steps over `cache` for sequences of at most ``max_len`` tokens; None: of any size."""
+        super().__init__(capture, "a step", PassShape.of(cache, max_len))
         self.forward = forward
         """The function that runs a step directly."""
-        self._cache = cache
+        self.cache = cache
         self._logits: torch.Tensor | None = None
 
     @property
@@ -195,18 +258,14 @@ class BucketedSteps(BucketedPasses[tuple[int, ...]]):
         return () if self.has_failed else ROW_BUCKETS
 
     def prepare(self, *, tap_ids: tuple[int, ...] = (), clock: Callable[[], float] = time.monotonic) -> None:
-        """Capture all steps, so that no request waits for captures: most rows first, whose memory others reuse.
-
-        Args:
-            tap_ids: layers whose hidden states the steps hand out.
-            clock: monotonic time in seconds.
-        """
+        """Capture all steps that hand out these layers' hidden states, so that no request waits for captures: most rows
+        first, whose memory others reuse."""
         self.capture_ahead(((tap_ids, rows) for rows in reversed(ROW_BUCKETS)), clock)
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Logits ``[R, V]``, copied from those of a replay; see ``StepModel``."""
         tap_ids = () if batch.tap is None else batch.tap.layer_ids
-        found = self.replayed(tap_ids, batch) if cache is self._cache else None
+        found = self.replayed(tap_ids, batch) if cache is self.cache else None
         if found is None:
             return self.forward(batch, cache)
         tap = found.batch.tap
@@ -219,7 +278,7 @@ class BucketedSteps(BucketedPasses[tuple[int, ...]]):
 
         def run(batch: Batch) -> torch.Tensor:
             batch.tap = HiddenTap(kind) if kind else None
-            logits = self.forward(batch, self._cache)
+            logits = self.forward(batch, self.cache)
             if self._logits is None or self._logits.shape[1] != logits.shape[1]:  # of the first run
                 self._logits = logits.new_empty(ROW_BUCKETS[-1], logits.shape[1])
             return self._logits[:num_rows].copy_(logits)

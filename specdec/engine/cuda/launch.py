@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 Place = tuple[str, str, int | None]
@@ -37,8 +36,8 @@ class LaunchObserver(TorchDispatchMode):
     """A mode of torch that sees launches as well."""
 
     @abstractmethod
-    def saw(self, launch: Launch, cached: tuple[torch.Tensor, ...]) -> None:
-        """See one launch; the kernel accesses only a part of ``cached`` tensors."""
+    def saw(self, launch: Launch) -> None:
+        """See one launch."""
 
 
 def launch(
@@ -46,17 +45,13 @@ def launch(
     grid: tuple[int, ...],
     *sources: object,
     options: Mapping[str, Any],
-    cached: tuple[torch.Tensor, ...] = (),
     **named: Any,
 ) -> None:
     """Launch a kernel; on meta tensors it is only seen.
 
     Args:
         kernel: a function of ``triton.jit``; its first argument is a tensor, its last are constants, named in capitals.
-        grid: number of programs in each dimension.
         sources: objects whose classes declare the kernel's other arguments, constants in small letters.
-        options: options of the compiler, such as ``num_warps``.
-        cached: tensors of which the kernel accesses only a part.
         named: arguments and constants by name; names that the kernel does not have are left out.
     """
     places = _places(kernel.fn, tuple(map(type, sources)), tuple(named))
@@ -66,7 +61,7 @@ def launch(
     )
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, LaunchObserver):
-            mode.saw(Launch(kernel, grid, tuple(arguments.values()), constants, options), cached)
+            mode.saw(Launch(kernel, grid, tuple(arguments.values()), constants, options))
     if next(iter(arguments.values())).device.type != "meta":
         kernel[grid](*arguments.values(), **constants, **options)
 

@@ -1,4 +1,4 @@
-"""A decoder layer's operations between its matrix products, in Triton, computed in float32: one launch each.
+"""Norms, rotation and writes to the cache of a decoder layer, in Triton, computed in float32: one launch each.
 
 Each program has one row, whose bits therefore depend on no other row.
 """
@@ -13,7 +13,6 @@ from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.launch import launch, power_of_two
 
-_GATE_BLOCK = 1024
 LARGEST_FP8 = tl.constexpr(448.0)
 
 
@@ -27,29 +26,22 @@ def _stored(numbers, pointer):
     return numbers.to(pointer.dtype.element_ty)
 
 
-# A batch's tensors are parts of one packed copy: a kernel is compiled once for all alignments.
-@triton.jit(do_not_specialize=["part_stride"], do_not_specialize_on_alignment=["input_ids"])
+@triton.jit(do_not_specialize=["part_stride"])
 def add_norm_kernel(
-    added, input_ids, weight, residual, normed, part_stride, epsilon, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    NUM_EMBEDDINGS: tl.constexpr, BLOCK: tl.constexpr,
+    added, weight, residual, normed, part_stride, epsilon, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``add_norm``; grid (rows,). Without an embedding, ``NUM_EMBEDDINGS`` is 0."""
+    """``add_norm``; grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
-    if NUM_EMBEDDINGS > 0:
-        token = tl.load(input_ids + row)
-        is_known = (token >= 0) & (token < NUM_EMBEDDINGS)
-        x = tl.load(added + token * WIDTH + d, mask=(d < WIDTH) & is_known, other=0.0)
-        x = tl.where(is_known | (d >= WIDTH), x, float("nan"))
-    else:
-        x = tl.load(residual + row * WIDTH + d, mask=d < WIDTH, other=0.0)
-        total = tl.load(added + row * WIDTH + d, mask=d < WIDTH, other=0.0)
-        if NUM_PARTS > 1:
-            total = total.to(tl.float32)
-            for part in tl.static_range(1, NUM_PARTS):
-                lines = added + part * part_stride.to(tl.int64) + row * WIDTH
-                total += tl.load(lines + d, mask=d < WIDTH, other=0.0).to(tl.float32)
-        x = x + total.to(x.dtype)
+    x = tl.load(residual + row * WIDTH + d, mask=d < WIDTH, other=0.0)
+    total = tl.load(added + row * WIDTH + d, mask=d < WIDTH, other=0.0)
+    if NUM_PARTS > 1:
+        total = total.to(tl.float32)
+        for part in tl.static_range(1, NUM_PARTS):
+            lines = added + part * part_stride.to(tl.int64) + row * WIDTH
+            total += tl.load(lines + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+    x = x + total.to(x.dtype)
     tl.store(residual + row * WIDTH + d, x, mask=d < WIDTH)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
@@ -57,17 +49,10 @@ def add_norm_kernel(
     tl.store(normed + row * WIDTH + d, (x * scale).to(w.dtype) * w, mask=d < WIDTH)
 
 
-@triton.jit
-def _head_norm(low, high, weight, d, epsilon, HALF: tl.constexpr):
-    scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / (2 * HALF) + epsilon)
-    low_weight = tl.load(weight + d, mask=d < HALF, other=0.0).to(tl.float32)
-    high_weight = tl.load(weight + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
-    return low * scale * low_weight, high * scale * high_weight
-
-
+# A batch's tensors are parts of one packed copy: a kernel is compiled once for all alignments.
 @triton.jit(do_not_specialize_on_alignment=["position_ids", "slot_mapping"])
 def rotate_write_kernel(
-    qkv, query, keys, values, cosines, sines, query_norm, key_norm, position_ids, slot_mapping, epsilon,
+    qkv, query, keys, values, cosines, sines, norms, position_ids, slot_mapping, epsilon,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -81,10 +66,10 @@ def rotate_write_kernel(
     low = tl.load(own + d, mask=is_dim, other=0.0).to(tl.float32)
     high = tl.load(own + HALF + d, mask=is_dim, other=0.0).to(tl.float32)
     if HAS_NORM:
-        if head < NUM_HEADS:
-            low, high = _head_norm(low, high, query_norm, d, epsilon, HALF)
-        else:
-            low, high = _head_norm(low, high, key_norm, d, epsilon, HALF)
+        scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / DIM + epsilon)
+        norm = norms + tl.where(head < NUM_HEADS, 0, DIM) + d
+        low = low * scale * tl.load(norm, mask=is_dim, other=0.0).to(tl.float32)
+        high = high * scale * tl.load(norm + HALF, mask=is_dim, other=0.0).to(tl.float32)
     pos = tl.load(position_ids + row)
     cosine = tl.load(cosines + pos * HALF + d, mask=is_dim, other=0.0)
     sine = tl.load(sines + pos * HALF + d, mask=is_dim, other=0.0)
@@ -104,36 +89,19 @@ def rotate_write_kernel(
         tl.store(to_value + HALF + d, _stored(tl.load(value + HALF + d, mask=is_dim), values), mask=is_dim)
 
 
-@triton.jit
-def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """``gate``; grid (rows, blocks)."""
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + row * 2 * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + d, mask=d < WIDTH, other=0.0)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)
-    tl.store(out + row * WIDTH + d, activated * up, mask=d < WIDTH)
-
-
 def add_norm(
-    added: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor,
-    normed: torch.Tensor,
-    epsilon: float,
-    input_ids: torch.Tensor | None = None,
+    added: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, epsilon: float
 ) -> None:
     """Add ``added`` to ``residual`` in place, and write its norm to ``normed``; all are ``[T, width]``, contiguous.
 
     ``added`` may also be ``[parts, T, width]``: the parts are summed in order in float32, and the sum is rounded before
-    it is added. With ``input_ids`` it is an embedding, whose rows replace ``residual``; an id out of range gives NaN.
+    it is added.
     """
     num_rows, width = residual.shape
     launch(
         add_norm_kernel,
         (num_rows,),
         added=added,
-        input_ids=residual if input_ids is None else input_ids,
         weight=weight,
         residual=residual,
         normed=normed,
@@ -141,10 +109,8 @@ def add_norm(
         epsilon=epsilon,
         NUM_PARTS=added.shape[0] if added.dim() == 3 else 1,
         WIDTH=width,
-        NUM_EMBEDDINGS=0 if input_ids is None else added.shape[0],
         BLOCK=power_of_two(width),
         options={"num_warps": 4 if width <= 2048 else 8},
-        cached=() if input_ids is None else (added,),
     )
 
 
@@ -155,7 +121,7 @@ def rotate_write(
     batch: Batch,
     cache: KVCache,
     tables: tuple[torch.Tensor, torch.Tensor],
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None,
+    head_norms: torch.Tensor | None,
     epsilon: float,
 ) -> torch.Tensor:
     """Rotated queries ``[T, num_heads, dim]``; rotated keys and values are written to the cache.
@@ -163,17 +129,12 @@ def rotate_write(
     Args:
         qkv: ``[T, (num_heads + 2 * num_kv_heads) * dim]``, contiguous.
         num_heads: number of query heads.
-        layer: index of the layer.
-        batch: positions and slots of the rows.
-        cache: KV cache of the model.
+        layer: index of the layer in the cache.
         tables: cosines and sines ``[positions, dim / 2]`` float32.
-        head_norms: weights ``[dim]`` of the norms of queries and keys; None: the model has no such norms.
-        epsilon: epsilon of these norms.
+        head_norms: weights ``[2, dim]`` of the norms of queries and keys; None: the model has no such norms.
     """
     geometry, num_rows = cache.geometries[layer], qkv.shape[0]
     query = qkv.new_empty(num_rows, num_heads, geometry.key_dim)
-    query_norm, key_norm = head_norms or (query, query)
-    cached = {"keys": cache.keys[layer], "values": cache.values[layer], "cosines": tables[0], "sines": tables[1]}
     launch(
         rotate_write_kernel,
         (num_rows, num_heads + geometry.num_kv_heads),
@@ -181,8 +142,11 @@ def rotate_write(
         geometry,
         qkv=qkv,
         query=query,
-        query_norm=query_norm,
-        key_norm=key_norm,
+        norms=query if head_norms is None else head_norms,
+        keys=cache.keys[layer],
+        values=cache.values[layer],
+        cosines=tables[0],
+        sines=tables[1],
         epsilon=epsilon,
         NUM_HEADS=num_heads,
         HALF=geometry.key_dim // 2,
@@ -190,17 +154,5 @@ def rotate_write(
         BLOCK=power_of_two(geometry.key_dim // 2),
         HAS_NORM=head_norms is not None,
         options={"num_warps": 1},
-        cached=tuple(cached.values()),
-        **cached,
     )
     return query
-
-
-def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """SiLU of the first half of rows ``[T, 2 * width]``, times the second half: ``[T, width]``."""
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(num_rows, width)
-    block = min(_GATE_BLOCK, power_of_two(width))
-    grid = (num_rows, -(-width // block))
-    launch(gate_kernel, grid, gate_up=gate_up, out=out, WIDTH=width, BLOCK=block, options={"num_warps": 4})
-    return out

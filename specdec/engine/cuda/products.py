@@ -1,13 +1,11 @@
 """Linear layers on a GPU: row-invariant ones, and ones with weights of 8 bits.
 
 A row-invariant output is one sum over the inputs in rising order, for any number of rows: no sum is split between
-programs, and a row of a matrix instruction depends on no other row. On Hopper, programs have 64 rows, of which few are
-used in small steps: for fewer it takes another instruction, which sums differently.
+programs, and a row of a matrix instruction depends on no other row.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +14,8 @@ import triton.language as tl
 
 from specdec.engine.cuda.launch import launch
 
-_TILE_ROWS, _LEAST_ROWS = 64, 16
-_HOPPER = 9
-"""Compute capability from which on tiles of fewer than 64 rows take another instruction, and a row gets other bits."""
+_TILE_ROWS = 64
+"""Rows of a tile, also in small steps: on Hopper smaller tiles take an instruction that sums differently."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -77,20 +74,14 @@ class ProductTiles:
     num_stages: int
 
 
-def product_tiles(num_rows: int, num_outputs: int, dtype: torch.dtype, capability: int = _HOPPER) -> ProductTiles:
+def product_tiles(num_rows: int, num_outputs: int, dtype: torch.dtype) -> ProductTiles:
     """Tiles for a product: narrow ones for few rows, so that all multiprocessors read weights."""
     if dtype == torch.float32:
-        return ProductTiles(_LEAST_ROWS, 32, 32, num_warps=4, num_stages=2)
+        return ProductTiles(16, 32, 32, num_warps=4, num_stages=2)
     if num_rows > _TILE_ROWS:
         return ProductTiles(_TILE_ROWS, 128, 64, num_warps=4, num_stages=3)
-    block_m = _LEAST_ROWS if capability < _HOPPER and num_rows <= _LEAST_ROWS else _TILE_ROWS
     # About one program per multiprocessor, with 28 KiB of weights in flight or more; 4 TB/s need 25 KiB each.
-    return ProductTiles(block_m, 32 if num_outputs <= 1 << 13 else 64, 64, num_warps=4, num_stages=7)
-
-
-@functools.cache
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else _HOPPER
+    return ProductTiles(_TILE_ROWS, 32 if num_outputs <= 1 << 13 else 64, 64, num_warps=4, num_stages=7)
 
 
 def ordered_linear(
@@ -106,7 +97,7 @@ def ordered_linear(
     out = rows.new_empty(num_rows, num_outputs)
     if num_rows == 0:
         return out
-    tiles = tiles or product_tiles(num_rows, num_outputs, rows.dtype, _capability(rows.device))
+    tiles = tiles or product_tiles(num_rows, num_outputs, rows.dtype)
     launch(
         product_kernel,
         (-(-num_rows // tiles.block_m), -(-num_outputs // tiles.block_n)),
@@ -146,6 +137,6 @@ def fp8_linear(
         NUM_INPUTS=num_inputs,
         MOST=torch.finfo(numbers.dtype).max,
         BLOCK=1024,
-        options={"num_warps": 4},
+        options={},
     )
     return torch._scaled_mm(rounded, numbers.t(), scale_a=of_rows, scale_b=scales, bias=bias, out_dtype=rows.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,31 +14,24 @@ import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedPasses, BucketedSteps, Forward, PassShape, row_bucket
-from specdec.engine.cuda.cuts import CutKinds, cut_parameters, launch_cuts
-from specdec.engine.cuda.sampling import MOST_TOP, ids_of, launch_top, read_top, scored
-from specdec.engine.drawing.adjustments import Adjustments, can_adjust
-from specdec.engine.drawing.graph_parts import call_layout, call_parts, packed_call, scaling_of
-from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, IdTables, OtherIds, pruned
-from specdec.engine.drawing.sparse import launch_sparse, read_sparse
+from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedPasses, BucketedSteps, Forward, row_bucket
+from specdec.engine.cuda.sampling import MOST_TOP, CutKinds, cut_kinds, launch_scores, launch_top
+from specdec.engine.drawing.rows import Draw, Drawing, DrawRow, DrawRule, IdTables, OtherIds, pruned
+from specdec.engine.drawing.uploads import Adjustments, call_layout, call_parts, packed_call
 from specdec.engine.model.beside import PassRows
-from specdec.engine.sampling.logit_processors import RowContext, cut_arguments
+from specdec.engine.sampling.logit_processors import RowContext, row_numbers
 from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.sampler import Sampler
+from specdec.engine.sampling.scored_ids import ids_of, read_top, scored
+from specdec.engine.sampling.sparse import certain, draw_sparse, read_sparse
 from specdec.wire.sampling_params import SamplingParams
 
 ROUND_BUCKETS = (2, 4, 8)
 """Numbers of draws of captured graphs; the first draw is launched before the graph, from the last step's logits."""
-_USE_WEIGHT = 0.1
-"""Weight of one call in the moving mean of used draws."""
-_USE_MARGIN = 1.5
-"""Factor over the mean number of used draws that a graph has. Chosen, not measured."""
 _PREPARED_ROWS = (8, 4, 2, 1)
 _MOST_WIDE_ROWS = 32
 """Most rows of a graph with adjusted logits or sparse draws, which take several bytes per row and token. Chosen, not
 measured."""
-
-
 _logger = logging.getLogger(__name__)
 
 
@@ -47,22 +39,23 @@ class _Kind(NamedTuple):
     num_draws: int
     num_top: int
     """Tokens of each draw."""
-    cuts: CutKinds | None = None
+    cuts: CutKinds = (False, False)
     is_adjusted: bool = False
     """Whether the graph adjusts logits before they are cut and drawn."""
     is_sparse: bool = False
     """Whether draws are for rejection verification; `num_top` is then the size of their distributions plus one."""
 
 
-class DeviceDrawing(BucketedPasses[_Kind]):
+class DeviceDrawing(BucketedPasses[_Kind], Drawing):
     """``Drawing`` on a GPU: every row is computed to the end, and the host drops draws past a row's end.
 
     A captured call reads a packed upload (`call_layout`) and the block tables of its batch. It fills scored ids
-    ``[draws, rows, num_top]``, of which the first draw is launched before the replay.
+    ``[draws, rows, num_top]``, of which the first draw is launched before the replay. It has at most twice the draws
+    of which the call before used some.
 
-    Cost: one copy to the device, five launches, a graph, and one copy back, for which it waits. If a row has cuts, each
-    draw adds the launches of `launch_cuts`. If a row's logits are adjusted, each draw adds two launches, and a call the
-    cost of `Adjustments.fill`. Graphs of these kinds are captured when the first such row comes.
+    Cost: one copy to the device, about 15 launches, a graph, and one copy back, for which it waits. If a row's logits
+    are adjusted, a call adds the cost of `Adjustments.fill`. Graphs of rows with cuts or adjusted logits are captured
+    when the first such row comes.
     """
 
     most_rounds = ROUND_BUCKETS[-1]
@@ -71,45 +64,28 @@ class DeviceDrawing(BucketedPasses[_Kind]):
     most_call_s = 8e-3
     """Seconds, about two steps of a target that is worth drafting for. Chosen, not measured."""
 
-    def __init__(
-        self,
-        steps: BucketedSteps,
-        cache: KVCache,
-        vocab_size: int,
-        max_len: int,
-        sampler: Sampler,
-        other_ids: OtherIds | None = None,
-    ) -> None:
-        """Draw by the model of ``steps`` over ``cache``, whose last block is the spare one.
+    def __init__(self, steps: BucketedSteps, max_len: int, sampler: Sampler, other_ids: OtherIds | None = None) -> None:
+        """Draw by the model of ``steps``, which has ``max_len`` positions, the ids that ``sampler`` samples.
 
-        Args:
-            steps: model that replays captured steps.
-            cache: KV cache of the model.
-            vocab_size: number of ids that are drawn.
-            max_len: number of positions of the model.
-            sampler: draws single tokens where no graph serves.
-            other_ids: ids to draw by in place of the model's; None: the model's.
+        ``sampler`` draws single tokens where no graph serves. ``other_ids``: replace the model's; None: none do.
         """
-        shape, subject = PassShape.of(cache, max_len), "drawing several tokens"
-        super().__init__(steps.graphs, subject, shape, may_replay=lambda: bool(steps.row_edges))
-        self.num_passes = 0
+        subject = "drawing several tokens"
+        super().__init__(steps.capture, subject, steps.shape, may_replay=lambda: bool(steps.row_edges))
         self._steps = steps
-        self._cache = cache
-        self._vocab_size = vocab_size
+        self._cache = cache = steps.cache
+        self._vocab_size = sampler.vocab_size
         self._max_len = max_len
         self._sampler = sampler
-        self._mean_used = float(ROUND_BUCKETS[-1])
+        self._last_used = ROUND_BUCKETS[-1]
         self._other_ids = None if other_ids is None else IdTables(other_ids, cache.device, cache.device)
 
     def takes(self, rule: DrawRule) -> bool:
         """See ``Drawing``: it takes all rules without bad words."""
-        return can_adjust(rule.params)
+        return not rule.params.bad_words
 
     def by_ids(self, ids: OtherIds) -> DeviceDrawing:
         """See ``Drawing``; ids that the model does not have raise in torch. Cost: a copy of the logits of each pass."""
-        num_ids = len(ids.columns)
-        sampler = Sampler(num_ids, self._sampler.device)
-        return DeviceDrawing(self._steps, self._cache, num_ids, self._max_len, sampler, ids)
+        return DeviceDrawing(self._steps, self._max_len, Sampler(len(ids.columns), self._sampler.device), ids)
 
     def prepare(self, num_top: int) -> None:
         """Capture graphs for few rows as time and memory allow, and check one of them. The cache must be empty."""
@@ -155,7 +131,7 @@ class DeviceDrawing(BucketedPasses[_Kind]):
         """See ``Drawing``."""
         self._check(rows)
         num_top, num_draws = min(num_top, self._vocab_size), max(row.num_rounds for row in rows)
-        wanted = min(num_draws, math.ceil(_USE_MARGIN * self._mean_used))
+        wanted = min(num_draws, 2 * self._last_used)
         results = self._replayed(rows, logits, wanted, num_top) if num_top <= MOST_TOP else None
         if results is not None:
             token_ids, scores = read_top(results)
@@ -165,7 +141,7 @@ class DeviceDrawing(BucketedPasses[_Kind]):
         of_rounds = [draws[at : at + len(rows)] for at in range(0, len(draws), len(rows))]
         drawn = pruned(rows, of_rounds)
         if results is not None:
-            self._mean_used += _USE_WEIGHT * (max(map(len, drawn)) - self._mean_used)
+            self._last_used = max(map(len, drawn))
         return drawn
 
     def draw_sparse(
@@ -192,20 +168,20 @@ class DeviceDrawing(BucketedPasses[_Kind]):
         None: no graph serves."""
         self.num_passes = 0
         num_rows = row_bucket(len(rows)) if num_draws > 1 else None
-        cuts, kinds = self._cuts(rows, is_sparse=is_sparse)
+        numbers = row_numbers([row.context for row in rows], self._vocab_size)
         is_adjusted = any(row.adjusting is not None for row in rows)
         most_rows = _MOST_WIDE_ROWS if is_adjusted or is_sparse else ROW_BUCKETS[-1]
-        if num_rows is None or num_rows > most_rows or max(len(row.block_ids) for row in rows) > self._shape.num_blocks:
+        if num_rows is None or num_rows > most_rows or max(len(row.block_ids) for row in rows) > self.shape.num_blocks:
             return None
         bucket = next((bucket for bucket in ROUND_BUCKETS if bucket >= num_draws), ROUND_BUCKETS[-1])
-        kind = _Kind(bucket, num_top, kinds, is_adjusted, is_sparse)
+        kind = _Kind(bucket, num_top, cut_kinds(numbers, self._vocab_size), is_adjusted, is_sparse)
         graph = self.get((kind, num_rows))
         if graph is None:
             return None
         self.num_passes = bucket - 1
         width = max(len(row.block_ids) for row in rows)
         layout = call_layout(bucket, num_rows, width)
-        graph.take(None, packed_call(rows, layout, cuts, self._shape, is_sparse=is_sparse))
+        graph.take(None, packed_call(rows, layout, numbers, self.shape, is_sparse=is_sparse))
         packed, drawn, _ = graph.inputs
         parts = call_parts(packed, layout)
         graph.batch.block_tables[:, :width].copy_(parts["tables"])
@@ -224,30 +200,22 @@ class DeviceDrawing(BucketedPasses[_Kind]):
         """Logits of the rows' first draws."""
         return logits[[row.logits_row for row in rows], : self._vocab_size]
 
-    def _cuts(self, rows: Sequence[DrawRow], *, is_sparse: bool) -> tuple[torch.Tensor, CutKinds | None]:
-        """Parameters of rows' cuts, and their kinds; None: no row needs `launch_cuts`. Sparse draws always need it, as
-        it divides by the temperature."""
-        temperatures = [
-            scaling_of(row) if row.rule.params.has_cuts or (is_sparse and not row.rule.params.is_greedy) else 0.0
-            for row in rows
-        ]
-        parameters, kinds = cut_parameters(temperatures, cut_arguments([row.context for row in rows]), self._vocab_size)
-        return parameters, kinds if is_sparse or any(temperatures) else None
-
     def _launch_draw(
         self, kind: _Kind, parts: Mapping[str, torch.Tensor], number: int, logits: torch.Tensor, drawn: torch.Tensor
     ) -> None:
         """Launch one draw for each row of the logits, by a call's first rows."""
         num_rows = len(logits)
-        out, parameters = drawn[number, :num_rows], parts["parameters"][number, :num_rows]
+        out, numbers, keys = drawn[number, :num_rows], parts["numbers"][:num_rows], parts["keys"][number, :num_rows]
         if kind.is_adjusted:
             logits = self._adjustments.adjusted(logits, number)
-        if kind.cuts is not None:
-            logits = launch_cuts(logits, parts["cuts"][:num_rows], kind.cuts)
+        scores = launch_scores(logits, numbers, kind.cuts)
         if kind.is_sparse:
-            launch_sparse(logits, parameters, out)
+            probs = torch.softmax(scores.to(torch.float64), dim=1).to(torch.float32)
+            probs = torch.where(numbers[:, :1] == 0.0, certain(scores), probs)
+            # A copy: a view may begin at an address that is not aligned for float64.
+            out.copy_(draw_sparse(probs, keys.clone().view(torch.float64), kind.num_top - 1))
         else:
-            launch_top(logits, parameters, kind.num_top, out)
+            out.copy_(launch_top(scores, numbers, keys, kind.num_top))
 
     def _check(self, rows: Sequence[DrawRow]) -> None:
         for row in rows:
@@ -258,9 +226,9 @@ class DeviceDrawing(BucketedPasses[_Kind]):
 
     def made(self, kind: _Kind, num_rows: int) -> tuple[tuple[torch.Tensor, ...], Forward]:
         """All passes and draws after the first draw: see ``BucketedPasses``."""
-        layout, device = call_layout(kind.num_draws, num_rows, self._shape.num_blocks), self._cache.device
+        layout, device = call_layout(kind.num_draws, num_rows, self.shape.num_blocks), self._cache.device
         packed = torch.zeros(layout.itemsize // 4, dtype=torch.int32, device=device)
-        call_parts(packed, layout)["slots"].fill_(self._shape.spare_slot)  # where runs before the capture write
+        call_parts(packed, layout)["slots"].fill_(self.shape.spare_slot)  # where runs before the capture write
         row_seq = torch.arange(num_rows, dtype=torch.int32, device=device)
         zeros = torch.zeros(kind.num_draws, num_rows, kind.num_top, device=device)
         drawn = scored(zeros, zeros.to(torch.int64))

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from specdec.engine.attention.kv_cache import KVCache
-from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, NativeRow, OtherIds
+from specdec.engine.drawing.rows import Draw, Drawing, DrawRow, DrawRule, NativeRow, OtherIds
 from specdec.engine.model.fused import FusedDecoder
-from specdec.engine.sampling.rejection import DraftSample
 
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -26,13 +25,12 @@ class _Call(ctypes.Structure):
     ]
 
 
-class DrawingDecoder:
+class DrawingDecoder(Drawing):
     """``Drawing`` on a CPU: draws from logits and computes the drawn tokens, round by round, in one native call."""
 
     most_rounds = 4
     most_call_s = 1e-3
     ends_at_forks = True
-    has_sparse = False
 
     def __init__(
         self, decoder: FusedDecoder, cache: KVCache, vocab_size: int, other_ids: OtherIds | None = None
@@ -50,7 +48,6 @@ class DrawingDecoder:
             self._vocab_size = len(other_ids.columns)
             self._other_ids = array("i", other_ids.inputs), array("i", other_ids.columns)
         self._logits = torch.empty(0, decoder.num_logits)
-        self.num_passes = 0
         self._function = decoder.library.specdec_decoder_ahead
 
     def takes(self, rule: DrawRule) -> bool:
@@ -100,15 +97,6 @@ class DrawingDecoder:
             ends = range(first + num_top, first + num_drawn[index] * num_top + 1, num_top)
             drawn.append([(token_ids[end - num_top : end], scores[end - num_top : end]) for end in ends])
         return drawn
-
-    def draw_sparse(
-        self, rows: Sequence[DrawRow], logits: torch.Tensor, num_sparse: int
-    ) -> list[list[DraftSample | None]]:
-        """Not supported: each draw sorts a row of logits, beside which the cost of separate calls is negligible."""
-        raise NotImplementedError
-
-    def prepare(self, num_top: int) -> None:
-        """Does nothing."""
 
     def by_ids(self, ids: OtherIds) -> "DrawingDecoder":
         """See ``Drawing``. Cost: a pass over a row of logits for each drawn token but the first of a call."""

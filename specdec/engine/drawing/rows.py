@@ -136,11 +136,11 @@ class Drawing(Protocol):
     """Most draws of a row that a call should ask for."""
     most_call_s: float
     """Most seconds that a call should take: commits wait for its end."""
-    has_sparse: bool
-    """Whether `draw_sparse` is supported."""
+    has_sparse: bool = False
+    """Whether `draw_sparse` is supported. On a CPU each draw sorts a row of logits, beside which calls are cheap."""
     ends_at_forks: bool
     """Whether all rows should end where one forks: more rounds without the forked rows gain less than they cost."""
-    num_passes: int
+    num_passes: int = 0
     """Number of forward passes of the last call."""
 
     def takes(self, rule: DrawRule) -> bool:
@@ -172,9 +172,11 @@ class Drawing(Protocol):
         The number of a row's draws does not depend on drawn tokens: it is `num_rounds`, or a lower limit for all rows.
         A None, where no token can be drawn, is a row's last draw.
         """
+        raise TypeError("draws have no distributions")
 
     def prepare(self, num_top: int) -> None:
         """Prepare calls with `num_top` tokens per draw, before the first request."""
+        return
 
     def by_ids(self, ids: OtherIds) -> Drawing:
         """A ``Drawing`` over the same model that takes and draws other ids than the model's.

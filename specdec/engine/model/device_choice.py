@@ -21,7 +21,7 @@ from specdec.engine.parallel.rank_group import RankGroup
 
 _MAX_HEAD_DIM = 256  # wider heads do not fit into the registers and the shared memory of a multiprocessor
 _MOST_REASON = 300  # characters of another library's error
-_KERNELS_VERSION = 3  # raise it with every change of a kernel that may change a bit
+_KERNELS_VERSION = 4  # raise it with every change of a kernel that may change a bit
 
 
 def is_on_gpu(device: torch.device) -> bool:
@@ -37,9 +37,10 @@ def missing_kernels(device: torch.device) -> str:
     if not is_on_gpu(device):
         return ""
     try:
-        from specdec.engine.cuda.layers import gate
+        from specdec.engine.cuda.layers import add_norm
 
-        gate(torch.zeros(1, 2, device=device))
+        row = torch.zeros(1, 2, device=device)
+        add_norm(row, row[0], row, row, 1.0)
         torch.cuda.synchronize(device)
     except ImportError as error:
         return f"triton cannot be imported ({error}): pip install triton"
@@ -102,7 +103,7 @@ def with_replays(step_model: StepModel, cache: KVCache, max_len: int, *, is_alon
     tokens of a sequence; ``is_alone``: the model has no other ranks."""
     if cache.device.type != "cuda":
         return None
-    return BucketedSteps(step_model, cache, CudaCapture(), max_len, is_alone=is_alone)
+    return BucketedSteps(step_model, cache, CudaCapture(is_alone=is_alone), max_len)
 
 
 def triton_path(part: str, device: torch.device) -> str:

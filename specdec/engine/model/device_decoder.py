@@ -1,4 +1,4 @@
-"""Llama-like decoders on a GPU: four matrix products and Triton kernels per layer, at most ten launches.
+"""Llama-like decoders on a GPU: four matrix products and Triton kernels per layer, at most eleven launches.
 
 transformers' modules launch sixty kernels per layer, which dominate small batches. As with the CPU's fused decoder, the
 self-test decides: without the logits of the model's dense forward pass this decoder is not used.
@@ -6,10 +6,11 @@ self-test decides: without the logits of the model's dense forward pass this dec
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
 from specdec.engine.attention.kv_cache import KVCache
@@ -17,7 +18,7 @@ from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
 from specdec.engine.checkpoints.fp8 import Fp8Weight
 from specdec.engine.cuda.attention import attend
-from specdec.engine.cuda.layers import add_norm, gate, rotate_write
+from specdec.engine.cuda.layers import add_norm, rotate_write
 from specdec.engine.cuda.products import fp8_linear, ordered_linear
 from specdec.engine.model.fused import rotary_tables
 from specdec.engine.model.skipping import has_attention, has_mlp
@@ -25,19 +26,21 @@ from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharded_modules import GatheredLinear, RowSplitLinear, VocabSplitEmbedding
 from specdec.engine.tap import FINAL, TapCollector
 
-Weight = tuple[Any, torch.Tensor | None]
-"""A tensor or an `Fp8Weight`, and a bias."""
+Weight = tuple[torch.Tensor, torch.Tensor | None]
+"""A weight and a bias."""
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""A linear layer."""
 _FP8_SIZES = 16
 """Divisor of the sizes of weights that `fp8_linear` takes."""
-Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(slots=True)
 class _Attention:
     norm: torch.Tensor
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None
-    qkv: Weight
-    output: Weight
+    head_norms: torch.Tensor | None
+    """[2, dim], of queries and keys."""
+    qkv: Product
+    output: Product
     layer: int
     """Number of its keys and values in the cache, which counts layers that attend."""
 
@@ -45,8 +48,8 @@ class _Attention:
 @dataclass(slots=True)
 class _Mlp:
     norm: torch.Tensor
-    gate_up: Weight
-    down: Weight
+    gate_up: Product
+    down: Product
 
 
 class DeviceDecoder:
@@ -75,7 +78,7 @@ class DeviceDecoder:
         decoder: Any = model.model
         head: Any = model.lm_head
         self._options = list(options)
-        self._linear: Product = _mixed_linear if is_fp8 else ordered_linear if row_invariant else linear
+        pack = _in_fp8 if is_fp8 else partial(_as_it_is, ordered_linear if row_invariant else linear)
         self._group, self._is_ordered = group, row_invariant
         self._num_heads = int(model.config.num_attention_heads) // (1 if group is None else group.size)
         self._epsilon = float(model.config.rms_norm_eps)
@@ -84,61 +87,58 @@ class DeviceDecoder:
         self._final_norm = decoder.norm.weight.detach()
         self._split_outputs = head.out_features if isinstance(head, GatheredLinear) else None
         head = head.local if isinstance(head, GatheredLinear) else head
-        self._head: Weight = (head.weight.detach(), _detached(head.bias))
-        if is_fp8:
-            self._head = _in_fp8(self._head)
+        self._head = pack((head.weight.detach(), head.bias))
         self._tables = rotary_tables(decoder.rotary_emb, max_model_len, self._embedding.device)
         self._layers: list[list[_Attention | _Mlp]] = []
         num_attending = 0
         for layer in decoder.layers:
-            self._layers.append(_taken(layer, num_attending, group, _in_fp8 if is_fp8 else lambda weight: weight))
+            self._layers.append(_taken(layer, num_attending, group, pack))
             num_attending += has_attention(layer)
             if self._embedding.is_cuda:
                 torch.cuda.empty_cache()  # of joined weights: the next layer's may not fit the hole
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """See ``StepModel``. Cost: ten launches per layer and six per pass; with ranks, two collectives
+        """See ``StepModel``. Cost: eleven launches per layer and ten per pass; with ranks, two collectives
         per layer and two per pass.
         """
         plans: dict[str, Any] = {}
         epsilon = self._epsilon
         parts = [part for layer in self._layers for part in layer]
         next_norms = iter([*(part.norm for part in parts[1:]), self._final_norm])
-        residual, normed = self._embed(batch.input_ids, parts[0].norm)
+        embedded = self._embed(batch.input_ids)
+        residual, normed = torch.zeros_like(embedded), torch.empty_like(embedded)
+        add_norm(embedded, parts[0].norm, residual, normed, epsilon)
         tap = TapCollector(batch.tap)
         for number, layer in enumerate(self._layers):
             tap.see(number, residual)
             for part in layer:
                 if isinstance(part, _Attention):
-                    qkv, index = self._linear(normed, *part.qkv), part.layer
+                    qkv, index = part.qkv(normed), part.layer
                     query = rotate_write(
                         qkv, self._num_heads, index, batch, cache, self._tables, part.head_norms, epsilon
                     )
                     attended = attend(
                         query, index, batch, cache, self._options[index], plans, row_invariant=self._is_ordered
                     )
-                    added = self._linear(attended.flatten(1), *part.output)
+                    added = part.output(attended.flatten(1))
                 else:
-                    added = self._linear(gate(self._linear(normed, *part.gate_up)), *part.down)
+                    gate, up = part.gate_up(normed).chunk(2, dim=1)
+                    added = part.down(silu(gate).mul_(up))
                 add_norm(self._summed(added), next(next_norms), residual, normed, epsilon)
         tap.see(len(self._layers), residual)
         tap.see(FINAL, normed)
         tap.done()
-        logits = self._linear(normed.index_select(0, batch.logits_indices), *self._head)
+        logits = self._head(normed.index_select(0, batch.logits_indices))
         if self._group is not None and self._split_outputs is not None:
             logits = self._group.gather_columns(logits, self._split_outputs)
         return logits.float()
 
-    def _embed(self, input_ids: torch.Tensor, first_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings and their norms; a token id outside the model gives NaN, with ranks zeros."""
-        weight, split = self._embedding, self._split_embedding
-        residual = torch.empty(len(input_ids), weight.shape[1], dtype=weight.dtype, device=weight.device)
-        normed = torch.empty_like(residual)
-        if split is None:
-            add_norm(weight, first_norm, residual, normed, self._epsilon, input_ids)
-        else:
-            add_norm(split(input_ids), first_norm, residual.zero_(), normed, self._epsilon)
-        return residual, normed
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings; a token id outside the model gives NaN, with ranks zeros."""
+        if self._split_embedding is not None:
+            return self._split_embedding(input_ids)
+        known = input_ids.clamp(0, len(self._embedding) - 1)
+        return self._embedding.index_select(0, known).masked_fill_((known != input_ids).unsqueeze(1), torch.nan)
 
     def _summed(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, or its parts, which ``add_norm`` adds in order."""
@@ -147,20 +147,16 @@ class DeviceDecoder:
         return self._group.gather(partial) if self._is_ordered else self._group.sum(partial)
 
 
-def _in_fp8(weight: Weight) -> Weight:
-    """The weight in 8 bits; sizes that torch's scaled products do not take stay as they are."""
-    takes = all(size % _FP8_SIZES == 0 for size in weight[0].shape)
-    return (Fp8Weight.of(weight[0]), weight[1]) if takes else weight
+def _as_it_is(product: Callable[..., torch.Tensor], weight: Weight) -> Product:
+    return partial(product, weight=weight[0], bias=weight[1])
 
 
-def _mixed_linear(rows: torch.Tensor, weight: torch.Tensor | Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    if isinstance(weight, Fp8Weight):
-        return fp8_linear(rows, weight.numbers, weight.scales, bias)
-    return linear(rows, weight, bias)
-
-
-def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.detach()
+def _in_fp8(weight: Weight) -> Product:
+    """A product with the weight in 8 bits; sizes that torch's scaled products do not take stay as they are."""
+    if any(size % _FP8_SIZES for size in weight[0].shape):
+        return _as_it_is(linear, weight)
+    rounded = Fp8Weight.of(weight[0])
+    return partial(fp8_linear, numbers=rounded.numbers, scales=rounded.scales, bias=weight[1])
 
 
 def _joined(modules: Sequence[Any]) -> Weight:
@@ -177,21 +173,21 @@ def _summand(module: Any, group: RankGroup | None) -> Weight:
     if not isinstance(module, RowSplitLinear):
         return _joined([module])
     weight, _ = _joined([module.local])
-    return weight, _detached(module.bias) if group is None or group.rank == 0 else None
+    return weight, module.bias if group is None or group.rank == 0 else None
 
 
 def _taken(
-    layer: Any, number: int, group: RankGroup | None, pack: Callable[[Weight], Weight]
+    layer: Any, number: int, group: RankGroup | None, pack: Callable[[Weight], Product]
 ) -> list[_Attention | _Mlp]:
     """The sublayers that a layer has; `number`: of its attention."""
     parts: list[_Attention | _Mlp] = []
     if has_attention(layer):
         attention = layer.self_attn
-        has_norms = hasattr(attention, "q_norm")
+        norms = [getattr(attention, each).weight.detach() for each in ("q_norm", "k_norm") if hasattr(attention, each)]
         parts.append(
             _Attention(
                 norm=layer.input_layernorm.weight.detach(),
-                head_norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if has_norms else None,
+                head_norms=torch.stack(norms) if norms else None,
                 qkv=pack(_joined([attention.q_proj, attention.k_proj, attention.v_proj])),
                 output=pack(_summand(attention.o_proj, group)),
                 layer=number,

@@ -148,11 +148,6 @@ class ModelRunner:
         """The fused decoder and its cache; None if another step model runs."""
         return (self._step_model, self._cache) if isinstance(self._step_model, FusedDecoder) else None
 
-    @property
-    def replayed(self) -> tuple[BucketedSteps, KVCache] | None:
-        """The replays and their cache, whose last block is theirs; None without replays."""
-        return None if self.replays is None else (self.replays, self._cache)
-
     def without(self, skipped: SkippedSublayers) -> SkippingPass:
         """Passes of the same weights over the same cache that skip sublayers.
 
@@ -246,14 +241,14 @@ class ModelRunner:
     def release_memory(self) -> None:
         """Give back device memory that only makes steps faster: half of the captured graphs."""
         if self.replays is not None:
-            self.replays.graphs.halve()
+            self.replays.capture.halve()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @property
     def num_graphs(self) -> int:
         """Number of captured graphs; 0: kernels are launched one by one."""
-        return 0 if self.replays is None else len(self.replays.graphs)
+        return 0 if self.replays is None else self.replays.capture.num_graphs
 
     @property
     def row_edges(self) -> tuple[int, ...]:

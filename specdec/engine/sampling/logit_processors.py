@@ -7,9 +7,8 @@ integers, which are exact in any order.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +26,8 @@ WEIGHT_ONE = 2.0**42
 _LARGEST = torch.finfo(torch.float32).max
 _EXP_COEFFICIENTS = tuple(1.0 / math.factorial(k) for k in range(11, -1, -1))
 
-CutArguments = tuple[Sequence[int], Sequence[float], Sequence[float]]
-"""By row: top-k (0 is off), top-p (1 is off), and the lowest score that min-p allows (minus infinity is off)."""
+Named = tuple[npt.NDArray[np.int64], npt.NDArray[Any]]
+"""Places of tokens in flattened logits, and a value of each."""
 
 
 class RowContext(NamedTuple):
@@ -71,59 +70,93 @@ def adjusted_logits(logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
 
 
 def _add_bias_(logits: Tensor, rows: Sequence[RowContext]) -> None:
-    biased_rows = [(r, row.params) for r, row in enumerate(rows) if row.params.logit_bias]
-    if not biased_rows:
-        return
-    vocab_size = logits.shape[1]
-    index, within = _flat_index([(r, params.bias_token_ids) for r, params in biased_rows], vocab_size)
-    bias = np.concatenate([np.frombuffer(params.bias_values, dtype=np.float32) for _, params in biased_rows])[within]
-    flat_index = torch.from_numpy(index).to(logits.device, non_blocking=True)
-    flat = logits.view(-1)
-    values = flat[flat_index]
-    flat[flat_index] = _saturated(values + torch.from_numpy(bias).to(logits.device, non_blocking=True), values)
-
-
-def _flat_index(
-    token_ids: Sequence[tuple[int, array[int]]], vocab_size: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Indices [M] of the rows' tokens in flattened logits, and a mask [N] of tokens inside the vocabulary."""
-    ids = np.concatenate([np.frombuffer(of_row, dtype=np.int64) for _, of_row in token_ids])
-    starts = np.repeat([r * vocab_size for r, _ in token_ids], [len(of_row) for _, of_row in token_ids])
-    within = (ids >= 0) & (ids < vocab_size)
-    return (starts + ids)[within], within
+    index, biases = biased_tokens(rows, logits.shape[1])
+    if len(index):
+        logits.view(-1).index_add_(0, _on(logits.device, index), _on(logits.device, biases))
 
 
 def _penalize_(logits: Tensor, rows: Sequence[RowContext]) -> None:
-    vocab_size = logits.shape[1]
-    index_parts, seen_parts, output_parts, sizes = [], [], [], []
-    penalties: list[tuple[float, float, float]] = []
-    for r, row in enumerate(rows):
-        params = row.params
-        if not params.has_penalties:
-            continue
-        counts = _history(row).counts(row.extra_tokens)
-        index_parts.append(counts.token_ids + r * vocab_size)
-        seen_parts.append(counts.seen)
-        output_parts.append(counts.num_output)
-        sizes.append(len(counts.token_ids))
-        penalties.append((params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
-    if not sizes:
-        return
-    device = logits.device
-    # [N] each, N = distinct tokens of all rows together
-    flat_index = torch.from_numpy(np.concatenate(index_parts)).to(device, non_blocking=True)
-    seen = torch.from_numpy(np.concatenate(seen_parts)).to(device, non_blocking=True)
-    num_output = torch.from_numpy(np.concatenate(output_parts)).to(device, non_blocking=True)
-    table = np.repeat(np.array(penalties, dtype=np.float32), sizes, axis=0)
-    repetition, presence, frequency = torch.from_numpy(table).to(device, non_blocking=True).unbind(1)
+    index, counts = counted_tokens(rows, logits.shape[1])
+    if len(index):
+        at, of_tokens = _on(logits.device, index), penalties_of(rows)[index // logits.shape[1]]
+        flat = logits.view(-1)
+        flat[at] = penalized(flat[at], _on(logits.device, counts), _on(logits.device, of_tokens))
 
-    flat = logits.view(-1)
-    values = flat[flat_index]
-    repeated = torch.where(values < 0, values * repetition, values / repetition)
-    penalized = torch.where(seen, repeated, values)
-    penalized = penalized - presence * (num_output > 0)
-    penalized = penalized - frequency * num_output
-    flat[flat_index] = _saturated(penalized, values)
+
+def _hold_back_(logits: Tensor, rows: Sequence[RowContext]) -> None:
+    index, _ = held_tokens(rows, logits.shape[1])
+    if len(index):
+        at, flat = _on(logits.device, index), logits.view(-1)
+        values = flat[at]
+        flat[at] = torch.where(values < math.inf, -math.inf, values)
+
+
+def _on(device: torch.device, array: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def biased_tokens(rows: Sequence[RowContext], vocab_size: int) -> Named:
+    """Tokens with a bias, and their float32 biases, which are too small to make a finite logit infinite."""
+    biased = [(r, row.params) for r, row in enumerate(rows) if row.params.logit_bias]
+    return named_tokens([(r, params.bias_token_ids, params.bias_values) for r, params in biased], vocab_size, "f")
+
+
+def counted_tokens(rows: Sequence[RowContext], vocab_size: int) -> Named:
+    """Tokens of the rows with penalties, and `penalized`'s counts. Raises ValueError as `adjusted_logits` does."""
+    named = []
+    for r, row in enumerate(rows):
+        if row.params.has_penalties:
+            counts = _history(row).counts(row.extra_tokens)
+            named.append((r, counts.token_ids, np.where(counts.seen, counts.num_output + 1, 0)))
+    return named_tokens(named, vocab_size, "i")
+
+
+def held_tokens(rows: Sequence[RowContext], vocab_size: int) -> Named:
+    """Tokens that min_tokens forbids, and the number of positions for which it does, int32."""
+    named = []
+    for r, (row, params) in enumerate((row, row.params) for row in rows):
+        num_output = row.position - row.num_prompt_tokens
+        if params.holds_back(num_output) and not row.must_end:
+            num_held = params.min_tokens - num_output
+            named.append((r, params.min_tokens_ids, np.full(len(params.min_tokens_ids), num_held)))
+    return named_tokens(named, vocab_size, "i")
+
+
+def named_tokens(named: Sequence[tuple[int, Any, Any]], vocab_size: int, kind: str) -> Named:
+    """Places [N] int64 of rows' tokens in logits [R, V], flattened, and their values [N] of a NumPy type.
+
+    Args:
+        named: rows, each with int64 token ids, of which those outside the vocabulary are left out, and their values.
+        vocab_size: V.
+        kind: code of the type.
+    """
+    ids = np.concatenate([np.empty(0, np.int64), *(np.asarray(each, np.int64) for _, each, _ in named)])
+    values = np.concatenate([np.empty(0, kind), *(np.asarray(each, kind) for _, _, each in named)])
+    starts = np.repeat(np.array([r * vocab_size for r, *_ in named], np.int64), [len(each) for _, each, _ in named])
+    is_there = (ids >= 0) & (ids < vocab_size)
+    return (starts + ids)[is_there], values[is_there]
+
+
+def penalties_of(rows: Sequence[RowContext]) -> npt.NDArray[np.float32]:
+    """Repetition, presence and frequency penalty of each row, [R, 3]."""
+    named = [(params.repetition_penalty, params.presence_penalty, params.frequency_penalty) for params, *_ in rows]
+    return np.array(named, np.float32).reshape(-1, 3)
+
+
+def penalized(values: Tensor, counts: Tensor, penalties: Tensor) -> Tensor:
+    """Logits after penalties; finite ones stay finite, and infinite ones and NaN stay unchanged.
+
+    Args:
+        values: logits, of any shape.
+        counts: int32, 0 for a token that is neither in the prompt nor in the output, else 1 more than its number of
+            occurrences in the output.
+        penalties: of the values, as in `penalties_of`.
+    """
+    repetition, presence, frequency = penalties.unbind(-1)
+    changed = torch.where(values < 0, values * repetition, values / repetition)
+    changed = changed - presence * (counts > 1)
+    changed = changed - frequency * (counts - 1)
+    return torch.where((counts > 0) & (values.abs() < math.inf), changed.clamp_(-_LARGEST, _LARGEST), values)
 
 
 def _history(row: RowContext) -> TokenHistory:
@@ -135,24 +168,6 @@ def _history(row: RowContext) -> TokenHistory:
 def _banned(row: RowContext) -> set[int]:
     """Tokens that would complete a bad word."""
     return row.params.banned_after(_history(row).tail(row.extra_tokens)) if row.params.bad_words else set()
-
-
-def _saturated(adjusted: Tensor, values: Tensor) -> Tensor:
-    """The adjusted values, clamped to finite; infinite values and NaN stay unchanged."""
-    return torch.where(values.abs() < math.inf, adjusted.clamp_(-_LARGEST, _LARGEST), values)
-
-
-def _hold_back_(logits: Tensor, rows: Sequence[RowContext]) -> None:
-    held_back = [
-        (r, row.params.min_tokens_ids)
-        for r, row in enumerate(rows)
-        if not row.must_end and row.params.holds_back(row.position - row.num_prompt_tokens)
-    ]
-    if held_back:
-        flat_index = torch.from_numpy(_flat_index(held_back, logits.shape[1])[0]).to(logits.device, non_blocking=True)
-        flat = logits.view(-1)
-        values = flat[flat_index]
-        flat[flat_index] = torch.where(values < math.inf, -math.inf, values)
 
 
 def temperature_scores(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
@@ -171,12 +186,23 @@ def temperature_scores(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     return (logits - best).div_(divisors)
 
 
-def cut_arguments(rows: Sequence[RowContext]) -> CutArguments:
+def cut_arguments(rows: Sequence[RowContext]) -> tuple[list[int], list[float], list[float]]:
     """The arguments of `cut_` for these rows."""
     top_k = [max(row.params.top_k, 0) for row in rows]
     top_p = [row.params.top_p for row in rows]
     min_score = [math.log(row.params.min_p) if row.params.min_p > 0.0 else -math.inf for row in rows]
     return top_k, top_p, min_score
+
+
+def row_numbers(rows: Sequence[RowContext], vocab_size: int) -> npt.NDArray[np.float64]:
+    """What scales and cuts rows of V logits, [R, 5]: 1 and the temperature (0 and 1 if greedy), top-k (V is off), top-p
+    (1 is off), and the lowest score that min-p allows (minus infinity is off). A greedy row has no cuts."""
+    numbers = np.ones((len(rows), 5))
+    top_k, top_p, min_score = cut_arguments(rows)
+    temperatures = [max(row.params.temperature, MIN_TEMPERATURE) for row in rows]
+    numbers[:, 1:] = np.array([temperatures, [min(k or vocab_size, vocab_size) for k in top_k], top_p, min_score]).T
+    numbers[[row.params.is_greedy for row in rows]] = 0.0, 1.0, vocab_size, 1.0, -math.inf
+    return numbers
 
 
 def cut_(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_score: Sequence[float]) -> Tensor:

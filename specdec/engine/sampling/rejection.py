@@ -12,9 +12,7 @@ chain sooner because of a token in it. docs/rejection.md has the argument and al
 """
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -52,13 +50,6 @@ class DraftSample:
             raise InvalidDraftDistribution("a probability is not positive and finite")
         if self.token_id not in self.ids:
             raise InvalidDraftDistribution(f"token {self.token_id} is outside its own distribution")
-
-
-def draw(ids: tuple[int, ...], probs: tuple[float, ...], u: float) -> int:
-    """The id at the point `u` in (0, 1) of the cumulated probs, which need not sum to 1."""
-    cumulated = list(accumulate(probs))
-    # The product can round up to the total.
-    return ids[min(bisect_right(cumulated, u * cumulated[-1]), len(ids) - 1)]
 
 
 def verify_token(target_probs: Tensor, draft: DraftSample, params: SamplingParams, t: int) -> tuple[bool, int]:

@@ -13,16 +13,19 @@ from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.sampling_ops import NativeSampling
 from specdec.engine.sampling import logit_processors
 from specdec.engine.sampling.logit_processors import (
-    CutArguments,
     RowContext,
     adjusted_logits,
     cut_arguments,
+    row_numbers,
     temperature_scores,
 )
 from specdec.engine.sampling.noise import Purpose, noise_keys, uniform
 from specdec.engine.sampling.perturbed_top import perturbed_top
-from specdec.engine.sampling.rejection import DraftSample, draw
+from specdec.engine.sampling.rejection import DraftSample
+from specdec.engine.sampling.scored_ids import read_top
+from specdec.engine.sampling.sparse import certain, draw_sparse, read_sparse
 from specdec.engine.sampling.token_history import TokenHistory
+from specdec.wire.sampling_params import SamplingParams
 
 __all__ = ["DraftSample", "RowContext", "Sampler", "ScoredToken", "TokenHistory", "TokenLogprobs"]
 
@@ -92,17 +95,10 @@ class Sampler:
         self._rows_at_once = rows_at_once or (None if self.device.type == "cpu" else _DEVICE_ROWS)
         self.is_native = False
         self._perturbed_top = perturbed_top
-        self._start_top: Callable[[Tensor, Sequence[float], Sequence[int], int], Callable[[], Top]] | None = None
-        self._most_top: float = math.inf
         self._cut_ = logit_processors.cut_
-        self._device_cuts: Callable[[Tensor, list[float], CutArguments], Tensor] | None = None
+        self._most_top = 0
         if self.device.type == "cuda" and native != "off":
-            from specdec.engine.cuda.cuts import device_cuts  # a CPU has no triton
-            from specdec.engine.cuda.sampling import MOST_TOP, device_perturbed_top, start_perturbed_top
-
-            self._perturbed_top, self._most_top = device_perturbed_top, MOST_TOP
-            self._start_top = start_perturbed_top
-            self._device_cuts = device_cuts
+            self.use_device_kernels()
         if native == "off" or self.device.type != "cpu":
             return
         try:
@@ -113,6 +109,21 @@ class Sampler:
             return
         self.is_native = True
         self._perturbed_top, self._cut_ = kernels.perturbed_top, kernels.cut_
+
+    def use_device_kernels(self) -> None:
+        """Compute scores and draw by Triton's kernels from now on."""
+        from specdec.engine.cuda.sampling import (
+            MOST_TOP,
+            device_scores,  # a CPU has no triton
+            start_draws,
+        )
+
+        self._most_top, self._device_scores, self._start_draws = MOST_TOP, device_scores, start_draws
+
+    def compile(self) -> None:
+        """Draw once with every kind of cut, so that no stream waits up to ten seconds for a compiler of kernels."""
+        params = SamplingParams(max_tokens=1, seed=0, top_k=1, top_p=0.5)
+        self.sample(torch.zeros(1, self.vocab_size, device=self.device), [RowContext(params, 0, 0)])
 
     def sample(self, logits: Tensor, rows: Sequence[RowContext]) -> list[int | None]:
         """The token of each row: argmax of scores plus the position's noise, or of logits if greedy; None if there is
@@ -152,6 +163,8 @@ class Sampler:
         and no number above minus infinity.
         """
         adjusted = adjusted_logits(self._true_logits(logits), rows)
+        if self._most_top:
+            return self._device_scores(adjusted, row_numbers(rows, self.vocab_size))
         scores, _ = self._cut_scores(adjusted, rows)
         plain = [r for r, row in enumerate(rows) if not row.params.has_cuts and not row.params.is_greedy]
         if plain:
@@ -168,11 +181,7 @@ class Sampler:
         probs = torch.softmax(scores.to(torch.float64), dim=1).to(torch.float32)
         greedy = [r for r, row in enumerate(rows) if row.params.is_greedy]
         if greedy:
-            token_ids, best = self._perturbed_top(scores[greedy], [0.0] * len(greedy), [0] * (2 * len(greedy)), 1)
-            probs[greedy] = 0.0
-            probs[greedy, token_ids] = 1.0
-            if spoiled := [r for r, score in zip(greedy, best, strict=True) if not math.isfinite(score)]:
-                probs[spoiled] = math.nan
+            probs[greedy] = certain(scores[greedy])
         return probs
 
     def draft_sample(
@@ -189,18 +198,14 @@ class Sampler:
         The token is sampled from the float32 pairs in the result. They are renormalised only if tokens were cut: if all
         fit in m, q equals p bit by bit for equal logits. A row without a token to sample gives None.
         """
-        mass, token_ids = sparse_distributions(self.probs(logits, rows), m)
-        samples: list[DraftSample | None] = []
         of_rows = [None] * len(rows) if chains is None else chains
-        for row, chain, values, ids in zip(rows, of_rows, mass.tolist(), token_ids.tolist(), strict=True):
-            size = sum(prob > 0.0 for prob in values)  # they fall, and NaN is not above 0
-            if not size:
-                samples.append(None)
-                continue
-            support, probs = tuple(ids[:size]), tuple(values[:size])
-            u = uniform(row.params.seed, row.params.choice, Purpose.DRAFT, row.position, chain)
-            samples.append(DraftSample(draw(support, probs, u), support, probs))
-        return samples
+        points = [
+            [uniform(row.params.seed, row.params.choice, Purpose.DRAFT, row.position, chain)]
+            for row, chain in zip(rows, of_rows, strict=True)
+        ]
+        probs = self.probs(logits, rows)
+        on_device = torch.tensor(points, dtype=torch.float64).to(probs.device, non_blocking=True)
+        return read_sparse(draw_sparse(probs, on_device, min(m, probs.shape[1])).cpu())
 
     def logprobs(self, logits: Tensor, rows: Sequence[RowContext], chosen: Sequence[int]) -> list[TokenLogprobs | None]:
         """Raw log-probabilities of the chosen tokens and of the best ones; None for rows that want none.
@@ -236,24 +241,22 @@ class Sampler:
         return [token for ids, _ in parts for token in ids], [score for _, scores in parts for score in scores]
 
     def _started(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> list[Callable[[], Top]]:
-        # Cuts sort whole rows; without cuts, device kernels need no such memory.
-        is_heavy = self._start_top is None or any(row.params.has_cuts for row in rows)
-        most = self._rows_at_once if is_heavy else None
-        if most is None or len(rows) <= most:
+        most = self._rows_at_once or len(rows)
+        if len(rows) <= most:
             return [self._started_few(logits, rows, num_top)]
         return [self._started_few(logits[i : i + most], rows[i : i + most], num_top) for i in range(0, len(rows), most)]
 
     def _started_few(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> Callable[[], Top]:
         adjusted = adjusted_logits(self._true_logits(logits), rows)
-        scores, temperatures = self._cut_scores(adjusted, rows)
         places = [
             None if (params := row.params).is_greedy else (params.seed, params.choice, row.position) for row in rows
         ]
         keys = noise_keys(places, Purpose.PLAIN)
-        if self._start_top is not None and num_top <= self._most_top:
-            return self._start_top(scores, temperatures, keys, num_top)
-        top = perturbed_top if num_top > self._most_top else self._perturbed_top
-        found = top(scores, temperatures, keys, num_top)
+        if num_top <= self._most_top:
+            drawn = self._start_draws(adjusted, row_numbers(rows, self.vocab_size), keys, num_top)
+            return lambda: read_top(drawn())
+        scores, temperatures = self._cut_scores(adjusted, rows)
+        found = self._perturbed_top(scores, temperatures, keys, num_top)
         return lambda: found
 
     def _cut_scores(self, adjusted: Tensor, rows: Sequence[RowContext]) -> tuple[Tensor, list[float]]:
@@ -265,11 +268,6 @@ class Sampler:
         cut = [r for r, row in enumerate(rows) if row.params.has_cuts]
         if not cut:
             return adjusted, temperatures
-        if self._device_cuts is not None:
-            of_rows = [temperatures[r] if row.params.has_cuts else 0.0 for r, row in enumerate(rows)]
-            for r in cut:
-                temperatures[r] = 1.0
-            return self._device_cuts(adjusted, of_rows, cut_arguments(rows)), temperatures
         every = len(cut) == len(rows)
         scores = temperature_scores(adjusted if every else adjusted[cut], [temperatures[r] for r in cut])
         self._cut_(scores, *cut_arguments([rows[r] for r in cut]))
@@ -290,23 +288,3 @@ def _best(values: Tensor, n: int) -> list[tuple[int, float]]:
     ids = (values >= values.topk(n).values[-1]).nonzero().squeeze(1)
     pairs = sorted(zip((-values[ids]).tolist(), ids.tolist(), strict=True))[:n]
     return [(token_id, -negated) for negated, token_id in pairs]
-
-
-def sparse_distributions(probs: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens of rows, best first, ties by ascending id: probabilities [R, M] float32 and ids int64.
-
-    M is `num_tokens`, at most V. Only rows with cut tokens are renormalised. Does not wait for a device. Rows of NaN
-    stay NaN.
-
-    Args:
-        probs: [R, V] float32.
-        num_tokens: at least 1.
-    """
-    best, ids = probs.topk(min(num_tokens, probs.shape[1]), dim=1)
-    if num_tokens < probs.shape[1]:
-        scaled = (best.to(torch.float64) / best.to(torch.float64).sum(dim=1, keepdim=True)).to(torch.float32)
-        was_cut = (probs > 0.0).sum(dim=1, keepdim=True) > num_tokens
-        best = torch.where(was_cut, scaled, best)
-    ids, order = ids.sort(dim=1)
-    best, order = best.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return best, ids.gather(1, order)

@@ -108,9 +108,7 @@ def build_engine(
     scheduler = Scheduler(pool, max_batch_tokens, settings.max_batch_seqs, max_model_len, runner.session_states())
     sampler = Sampler(runner.vocab_size, runner.device, native=runner.native_sampling)
     if runner.has_device_kernels:
-        from specdec.engine.cuda.cuts import compile_draws  # a CPU has no triton
-
-        compile_draws(runner.num_logits, runner.vocab_size, runner.device)
+        sampler.compile()
     grammars = _grammars(runner)
     identity = pb.ModelIdentity(
         name=settings.served_name,
@@ -165,11 +163,11 @@ def _awaited_bytes(runner: ModelRunner, heads: Beside) -> int:
 def _drawing(runner: ModelRunner, sampler: Sampler) -> Drawing | None:
     if sampler.is_native and runner.fused is not None:
         return DrawingDecoder(*runner.fused, runner.vocab_size)
-    if runner.replayed is None:
+    if runner.replays is None:
         return None
     from specdec.engine.drawing.device import DeviceDrawing  # a CPU has no triton
 
-    return DeviceDrawing(*runner.replayed, runner.vocab_size, runner.max_model_len, sampler)
+    return DeviceDrawing(runner.replays, runner.max_model_len, sampler)
 
 
 def _grammars(runner: ModelRunner) -> GrammarCompiler | None:

@@ -14,4 +14,4 @@ def device_drawing_of(runner: ModelRunner) -> tuple[DeviceDrawing, Captures]:
     runner._cache = KVCache(old.geometries, runner.num_blocks + 1, old.block_size, old.dtype, old.device)
     steps = BucketedSteps(runner._step_model, runner._cache, captures)
     sampler = Sampler(runner.vocab_size, runner.device)
-    return DeviceDrawing(steps, runner._cache, runner.vocab_size, runner.max_model_len, sampler), captures
+    return DeviceDrawing(steps, runner.max_model_len, sampler), captures

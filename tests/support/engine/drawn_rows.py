@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from specdec.engine.batch import build_batch
@@ -29,6 +32,21 @@ def logits_of(runner: Runner, token_ids: list[int], line: int, start: int = 0) -
     seq = Sequence(seq_id=0, token_ids=token_ids, num_prompt_tokens=len(token_ids), block_ids=blocks_of(line))
     item = ScheduledItem(seq, start, len(token_ids) - start, 0, completes=True)
     return runner.forward(build_batch(ScheduledStep([item]), BLOCK_SIZE, "cpu")[0])
+
+
+def numbers_of(
+    temperatures: list[float], cuts: list[tuple[int, float, float]] | None = None, vocab_size: int = 0
+) -> npt.NDArray[np.float64]:
+    """`row_numbers` of rows with a temperature, 0 if greedy, and with top-k, top-p and least score; None: no cuts."""
+    cuts = cuts or [(0, 1.0, -math.inf)] * len(temperatures)
+    return np.array(
+        [
+            (1.0, temperature, min(top_k or vocab_size, vocab_size), *others)
+            if temperature
+            else (0.0, 1.0, vocab_size, 1.0, -math.inf)
+            for temperature, (top_k, *others) in zip(temperatures, cuts, strict=True)
+        ]
+    )
 
 
 def rows_of(rounds: list[int], many: list[dict[str, Any]], **options: Any) -> list[DrawRow]:

@@ -9,7 +9,6 @@ import pytest
 from specdec.drafting.heads.cache import HeadCache
 from specdec.drafting.heads.passes import HeadPasses
 from specdec.drafting.heads.target import HeadTarget
-from specdec.engine.cuda.passes import GraphCache
 from tests.support.engine.captures import Captures
 
 
@@ -19,7 +18,7 @@ class CapturingSteps:
     row_edges = (1, 2, 4, 8)
 
     def __init__(self, captures: Captures) -> None:
-        self.graphs = GraphCache(captures)
+        self.capture = captures
 
 
 def replayed_heads(monkeypatch: pytest.MonkeyPatch) -> Captures:

@@ -11,9 +11,8 @@ from bench.launches import LaunchCounter
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.cuts import NUM_CUT_NUMBERS, CutKinds, launch_cuts
 from specdec.engine.cuda.launch import Launch
-from specdec.engine.cuda.sampling import launch_top
+from specdec.engine.cuda.sampling import launch_scores, launch_top
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
 from tests.support.engine.triton_device import DEVICE, specialization
@@ -69,7 +68,7 @@ def test_no_number_of_rows_and_no_context_has_kernels_of_its_own(row_invariant: 
         for num_rows in NUM_ROWS:
             for context_len in CONTEXTS:
                 decoder(packed_batch(num_rows, context_len), cache)
-    expected = {"add_norm_kernel": 2, "rotate_write_kernel": 1, "gate_kernel": 1}
+    expected = {"add_norm_kernel": 1, "rotate_write_kernel": 1}
     kinds = 1 if row_invariant else 2  # of large passes too
     expected |= dict.fromkeys(("plan_kernel", "attention_kernel", "fold_kernel"), kinds)
     if row_invariant:
@@ -83,8 +82,8 @@ def test_no_number_of_rows_has_kernels_of_its_own_that_cut_and_draw() -> None:
         with LaunchCounter() as counter:
             for num_rows in rows:
                 logits = torch.empty(num_rows, CONFIG.vocab_size, device=META)
-                cuts = torch.empty(num_rows, NUM_CUT_NUMBERS, dtype=torch.float64, device=META)
-                scores = launch_cuts(logits, cuts, CutKinds(has_top_k=True, has_top_p=True))
-                launch_top(scores, torch.empty(num_rows, 3, dtype=torch.int32, device=META), 4)
+                numbers = torch.empty(num_rows, 5, dtype=torch.float64, device=META)
+                scores = launch_scores(logits, numbers, (True, True))
+                launch_top(scores, numbers, torch.empty(num_rows, 2, dtype=torch.int32, device=META), 4)
         counts.append(compiled(counter.launches))
     assert counts[0] == counts[1]

@@ -102,7 +102,7 @@ def decoder_of_8b() -> DeviceDecoder:
 
 @pytest.mark.parametrize(("num_rows", "context_len"), [(1, 256), (8, 256), (8, 4096), (256, 8192), (512, 512)])
 @torch.inference_mode()
-def test_a_step_of_an_8b_model_launches_ten_kernels_a_layer(
+def test_a_step_of_an_8b_model_launches_eleven_kernels_a_layer(
     num_rows: int, context_len: int, decoder_of_8b: DeviceDecoder
 ) -> None:
     batch, num_blocks = largest_batch(num_rows, 8192, 16, META)
@@ -116,8 +116,8 @@ def test_a_step_of_an_8b_model_launches_ten_kernels_a_layer(
     assert num_parts == (2 if num_rows * context_len > 1 << 20 else 1), (
         "results of attention beyond 128 MiB come in parts"
     )
-    per_pass = len(counter.operations) - (10 + 2 * (num_parts - 1)) * layers
-    assert 0 < per_pass <= 8, counter.operations[-20:]
+    per_pass = len(counter.operations) - (11 + 2 * (num_parts - 1)) * layers
+    assert 0 < per_pass <= 12, counter.operations[-20:]
 
 
 @pytest.mark.parametrize("context_len", [256, 4096])
@@ -137,7 +137,7 @@ def test_a_deterministic_step_has_no_kernel_more_and_none_of_the_librarys_produc
     names = [name for name, _ in counter.operations]
     assert names.count("product_kernel") == 4 * layers + 1
     assert not {"mm", "addmm", "linear", "matmul", "bmm", "all_reduce_"} & set(names)
-    assert 0 < len(names) - 10 * layers <= 8, names
+    assert 0 < len(names) - 11 * layers <= 10, names
 
 
 @torch.inference_mode()

@@ -1,18 +1,19 @@
-"""One cache of captured graphs: what it captures, keeps, drops, and does after a capture that fails."""
+"""Stores of captured graphs: what they capture, keep, drop, and do after a capture that fails."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from specdec.engine.cuda import passes
-from specdec.engine.cuda.passes import CAPTURE_BYTES, GraphCache, GraphStore
+from specdec.engine.cuda import buckets
+from specdec.engine.cuda.buckets import BucketedPasses, PassShape
+from specdec.engine.cuda.passes import CAPTURE_BYTES, CudaCapture
 from tests.support.engine.captures import Captures
 
 
-class Store(GraphStore[str, str]):
-    def __init__(self, cache: GraphCache, subject: str = "a test", may_replay: Callable[[], bool] = lambda: True):
-        super().__init__(cache, subject, may_replay)
+class Store(BucketedPasses[str]):
+    def __init__(self, capture: CudaCapture, subject: str = "a test", may_replay: Callable[[], bool] = lambda: True):
+        super().__init__(capture, subject, PassShape(1, 0, 1, torch.device("cpu")), may_replay)
         self.keys: list[str] = []
         self.fails_for = ""
         self.error: RuntimeError = RuntimeError("operation not permitted when stream is capturing")
@@ -24,13 +25,13 @@ class Store(GraphStore[str, str]):
         return f"graph of {key}"
 
 
-def made(*, is_alone: bool = True, bytes_each: int = 0) -> tuple[GraphCache, Store]:
-    cache = GraphCache(Captures(bytes_each), is_alone=is_alone)
-    return cache, Store(cache)
+def made(*, is_alone: bool = True, bytes_each: int = 0) -> tuple[CudaCapture, Store]:
+    capture = Captures(bytes_each, is_alone=is_alone)
+    return capture, Store(capture)
 
 
 def test_a_graph_is_captured_once_and_the_least_recently_used_one_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(buckets, "_MOST_GRAPHS", 2)
     _, store = made()
     assert [store.get(key) for key in "abac"] == ["graph of a", "graph of b", "graph of a", "graph of c"]
     assert (store.keys, store.num_graphs) == (["a", "b", "c"], 2)
@@ -38,24 +39,24 @@ def test_a_graph_is_captured_once_and_the_least_recently_used_one_is_dropped(mon
     assert store.keys == ["a", "b", "c"], "b was used longest ago"
 
 
-def test_stores_of_one_cache_share_its_places_and_drop_only_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "_MOST_GRAPHS", 3)
-    cache, first = made()
-    second = Store(cache, "another test")
-    for store, key in ((first, "a"), (second, "a"), (first, "b"), (second, "b")):
+def test_a_store_drops_only_its_own_graphs_and_what_is_given_back_is_half_of_each() -> None:
+    capture, first = made()
+    second = Store(capture, "another test")
+    for store, key in ((first, "a"), (second, "a"), (first, "b"), (second, "b"), (first, "c"), (first, "d")):
         store.get(key)
-    assert (first.num_graphs, second.num_graphs, len(cache)) == (1, 2, 3)
+    capture.halve()
+    assert (first.num_graphs, second.num_graphs, capture.num_graphs) == (2, 1, 3)
     second.stop()
-    assert (first.num_graphs, second.num_graphs) == (1, 0)
+    assert (first.num_graphs, second.num_graphs) == (2, 0)
 
 
 def test_graphs_of_a_store_that_is_gone_are_dropped() -> None:
-    cache, store = made()
-    other = Store(cache, "another test")
+    capture, store = made()
+    other = Store(capture, "another test")
     store.get("a")
     other.get("a")
     del store
-    assert (len(cache), other.num_graphs) == (1, 1)
+    assert (capture.num_graphs, other.num_graphs) == (1, 1)
 
 
 def test_after_three_captures_that_fail_none_is_tried_and_none_is_found() -> None:
@@ -80,17 +81,17 @@ def test_a_capture_without_memory_drops_the_half_that_was_used_longest_ago_and_i
 
 
 def test_nothing_is_captured_while_graphs_hold_their_share_of_memory() -> None:
-    cache, store = made(bytes_each=CAPTURE_BYTES // 2 + 1)
+    capture, store = made(bytes_each=CAPTURE_BYTES // 2 + 1)
     store.get("a")
     for _ in range(2):
-        cache.capture(lambda: torch.zeros(1))
+        capture(lambda: torch.zeros(1))
     assert [store.get(key) for key in "ba"] == [None, "graph of a"]
 
 
 def test_of_several_ranks_all_capture_the_same_or_end() -> None:
-    cache, store = made(is_alone=False, bytes_each=CAPTURE_BYTES + 1)
-    cache.capture(lambda: torch.zeros(1))
-    cache.ahead_s = 1e9
+    capture, store = made(is_alone=False, bytes_each=CAPTURE_BYTES + 1)
+    capture(lambda: torch.zeros(1))
+    capture.ahead_s = 1e9
     store.capture_ahead("ab")
     assert store.keys == ["a", "b"]
     store.fails_for = "c"
@@ -100,18 +101,18 @@ def test_of_several_ranks_all_capture_the_same_or_end() -> None:
 
 def test_nothing_is_captured_and_no_graph_is_found_while_there_may_be_none() -> None:
     is_allowed = iter([False, True, False, True])
-    store = Store(GraphCache(Captures()), "a test", lambda: next(is_allowed))
+    store = Store(Captures(), "a test", lambda: next(is_allowed))
     assert [store.get("a") for _ in range(4)] == [None, "graph of a", None, "graph of a"]
     assert store.keys == ["a"]
 
 
 def test_captures_ahead_end_where_the_time_does_or_one_fails() -> None:
     now_s = iter([10.0, 10.0, 22.0, 31.0, 32.0])
-    cache, store = made()
+    capture, store = made()
     store.capture_ahead("abcd", lambda: next(now_s))
     assert store.keys == ["a", "b"]
-    assert cache.ahead_s == 22.0
-    cache.ahead_s = 0.0
+    assert capture.ahead_s == 22.0
+    capture.ahead_s = 0.0
     store.fails_for = "c"
     store.capture_ahead("abcd")
     assert store.keys == ["a", "b"]

@@ -60,8 +60,6 @@ def test_no_number_of_rows_takes_tiles_that_have_another_instruction(
     tiles = [product_tiles(num_rows, num_outputs, dtype) for num_rows in range(1, 600)]
     assert {tile.block_m for tile in tiles} == {tile_rows}
     assert len({tile.block_k for tile in tiles}) == 1
-    older = product_tiles(8, num_outputs, dtype, capability=8)
-    assert (older.block_m, older.block_k) == (16, tiles[0].block_k), "their instruction is the same for all tiles"
 
 
 def test_a_product_is_one_launch_and_reads_its_weight_once() -> None:

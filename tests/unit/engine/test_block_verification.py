@@ -15,9 +15,10 @@ from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling import block_verification
 from specdec.engine.sampling.block_verification import verify_block
 from specdec.engine.sampling.noise import Purpose, uniform
-from specdec.engine.sampling.rejection import DraftSample, draw, verify_token
+from specdec.engine.sampling.rejection import DraftSample, verify_token
 from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.rejection import FALSE_ALARM_RATE, chi_square_p_value
+from tests.support.engine.sparse_draw import draw
 
 VOCAB_SIZE = 3
 LENGTH = 3

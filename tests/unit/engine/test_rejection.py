@@ -7,9 +7,11 @@ import torch
 
 from specdec.engine.sampling import rejection
 from specdec.engine.sampling.noise import Purpose, uniform
-from specdec.engine.sampling.rejection import DraftSample, InvalidDraftDistribution, draw, verify_token
+from specdec.engine.sampling.rejection import DraftSample, InvalidDraftDistribution, verify_token
 from specdec.engine.sampling.sampler import RowContext, Sampler
+from specdec.engine.sampling.sparse import draw_sparse, read_sparse
 from specdec.wire.sampling_params import SamplingParams
+from tests.support.engine.sparse_draw import draw
 
 ALMOST_ONE = 1.0 - 2.0**-53
 ALMOST_ZERO = 2.0**-53
@@ -85,9 +87,12 @@ def test_a_token_of_zero_target_probability_is_never_emitted(
         assert emitted in (1, 3)
 
 
-@pytest.mark.parametrize(("u", "expected"), [(ALMOST_ZERO, 7), (0.0999, 7), (0.1001, 8), (ALMOST_ONE, 9)])
-def test_drawing_walks_the_cumulated_probabilities(u: float, expected: int) -> None:
-    assert draw((7, 8, 9), (0.1, 0.2, 0.7), u) == expected
+@pytest.mark.parametrize(("u", "expected"), [(ALMOST_ZERO, 3), (0.6999, 3), (0.7001, 2), (ALMOST_ONE, 4)])
+def test_drawing_walks_the_cumulated_probabilities_from_the_likeliest_on(u: float, expected: int) -> None:
+    probs = torch.tensor([[0.0, 0.0, 0.2, 0.7, 0.1]])
+    [sample] = read_sparse(draw_sparse(probs, torch.tensor([[u]], dtype=torch.float64), 4))
+    assert sample is not None
+    assert sample.token_id == expected
 
 
 @pytest.mark.parametrize(

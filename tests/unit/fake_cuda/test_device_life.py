@@ -14,7 +14,6 @@ import torch
 from bench.launches import LaunchCounter
 from specdec.engine.batch import Batch, build_batch
 from specdec.engine.block_pool import BlockPool
-from specdec.engine.cuda.cuts import compile_draws
 from specdec.engine.drawing import device as drawing_module
 from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
@@ -49,9 +48,9 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpu]:
     with pytest.MonkeyPatch.context() as patch, fake_cuda() as device:
         patch.setattr(drawing_module, "ROUND_BUCKETS", (2, 3))
         runner = warm_runner("llama", tmp_path_factory.mktemp("model"), patch)
-        assert runner.replayed is not None
+        assert runner.replays is not None
         sampler = Sampler(runner.vocab_size, runner.device)
-        yield Gpu(device, runner, DeviceDrawing(*runner.replayed, runner.vocab_size, runner.max_model_len, sampler))
+        yield Gpu(device, runner, DeviceDrawing(runner.replays, runner.max_model_len, sampler))
 
 
 def blocks_of(line: int) -> array[int]:
@@ -84,7 +83,7 @@ def test_a_model_is_loaded_proved_and_captured(gpu: Gpu) -> None:
 
 def test_captured_steps_write_their_logits_to_one_buffer(gpu: Gpu) -> None:
     replays: Any = gpu.runner.replays
-    logits = [graph.result for (owner, _), graph in replays.graphs._graphs.items() if owner is replays._owner]
+    logits = [graph.result for graph in replays._graphs.values()]
     assert len(logits) == len(ROWS)
     assert len({id(each.memory) for each in logits}) == 1
 
@@ -185,7 +184,7 @@ def test_tokens_that_are_drawn_behind_a_pass_are_those_of_the_pass_and_nobody_ha
 def test_what_draws_tokens_is_compiled_before_the_first_request(gpu: Gpu) -> None:
     sampler = Sampler(gpu.runner.vocab_size, gpu.runner.device)
     with LaunchCounter() as before:
-        compile_draws(gpu.runner.num_logits, gpu.runner.vocab_size, gpu.runner.device)
+        sampler.compile()
     asked: list[list[dict[str, Any]]] = [PLAIN, ADJUSTED, HARD]
     asked += [[{"top_k": 3}] * 3, [{"top_p": 0.7}, *PLAIN[:2]], [{"min_p": 0.1}, {"top_k": 4}, {"top_p": 0.2}]]
     logits = torch.zeros(3, gpu.runner.num_logits, device="cuda:0")

@@ -60,10 +60,10 @@ def test_steps_with_weights_of_8_bits_are_captured(tmp_path: Path, monkeypatch: 
         assert "triton-decoder" in runner.numerics_id
         assert "fp8-weights" in runner.numerics_id
         assert runner.row_edges == ROWS
-        decoder: Any = runner.replayed[0].forward  # type: ignore[index]
+        decoder: Any = runner.replays.forward  # type: ignore[union-attr]
         attention_part, mlp = decoder._layers[0]
-        assert attention_part.qkv[0].numbers.dtype == torch.float8_e4m3fn
-        assert mlp.down[0].shape[1] % 16, "which scaled products do not take"
+        assert attention_part.qkv.keywords["numbers"].dtype == torch.float8_e4m3fn
+        assert mlp.down.keywords["weight"].shape[1] % 16, "which scaled products do not take"
 
 
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma2", marks=pytest.mark.long)])
@@ -76,7 +76,7 @@ def test_steps_over_keys_of_8_bits_are_captured_and_compute_the_cpus_logits(
         runner = warm_runner(architecture, tmp_path, monkeypatch, **settings)
         assert runner.row_edges == ROWS
         assert "fp8-kv" in runner.numerics_id
-        assert runner.replayed[1].dtype == torch.float8_e4m3fn  # type: ignore[index]
+        assert runner.replays.cache.dtype == torch.float8_e4m3fn  # type: ignore[union-attr]
         log = {path: rows[0].cpu() for path, rows in play.play_decodes(runner, tokens, 3).items()}
     on_cpu = ModelRunner.load(EngineSettings(model=str(tmp_path), device="cpu", num_blocks=24, **settings))
     for path, rows in play.play_decodes(on_cpu, tokens, 3).items():

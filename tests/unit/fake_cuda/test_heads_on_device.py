@@ -183,7 +183,7 @@ def test_passes_that_are_too_large_and_captures_that_were_dropped_change_no_offe
 ) -> None:
     """A long prompt has more rows than are captured, and deeper levels longer paths."""
     monkeypatch.setattr(buckets, "PATH_SLOTS_PER_ROW", 1)
-    monkeypatch.setattr(graph_passes, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(buckets, "_MOST_GRAPHS", 2)
     on_cpu, on_device = target_of(model, "cpu"), target_of(model, "cuda:0")
     expected = live(Life(load("eagle3", tmp_path / "cpu", on_cpu), on_cpu, lengths=(30, 2)))
     head: Any = load("eagle3", tmp_path / "device", on_device)

@@ -6,18 +6,17 @@ import math
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.rows import DrawRow
-from specdec.engine.drawing.sparse import launch_sparse, read_sparse
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.logit_processors import RowContext
 from specdec.engine.sampling.noise import Purpose, uniform
 from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.sampler import Sampler
+from specdec.engine.sampling.sparse import draw_sparse, read_sparse
 from specdec.engine.sampling.token_history import TokenHistory
 from tests.support.engine.captures import Captures
 from tests.support.engine.drawn_rows import (
@@ -105,13 +104,8 @@ def test_tokens_follow_the_distribution_that_is_told() -> None:
     """20,000 numbers of one row: chi-square with 5 degrees of freedom; a sound draw fails once in a million seeds."""
     num_draws, num_sparse = 20_000, 6
     logits = torch.tensor([[2.0, 1.0, -math.inf, 0.5, 0.5, -1.0, 1.7, -3.0]]).expand(num_draws, -1)
-    numbers = np.array([uniform(11, 0, Purpose.DRAFT, t) for t in range(num_draws)])
-    words = torch.empty(num_draws, 3, dtype=torch.int32)
-    words[:, :2] = torch.from_numpy(numbers.view(np.int32).reshape(-1, 2))
-    words[:, 2:] = torch.ones(num_draws, 1).view(torch.int32)
-    out = torch.zeros(num_draws, 1 + num_sparse, dtype=torch.int64)
-    launch_sparse(logits - 2.0, words, out)
-    samples = read_sparse(out)
+    points = torch.tensor([[uniform(11, 0, Purpose.DRAFT, t)] for t in range(num_draws)], dtype=torch.float64)
+    samples = read_sparse(draw_sparse(logits.softmax(1), points, num_sparse))
     first = samples[0]
     assert first is not None
     assert all(each is not None and (each.ids, each.probs) == (first.ids, first.probs) for each in samples)

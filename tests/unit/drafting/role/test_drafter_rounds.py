@@ -7,7 +7,6 @@ import pytest
 from specdec.config import DraftSettings
 from specdec.drafting.role.opening import read_opening
 from specdec.engine.sampling.noise import Purpose, uniform
-from specdec.engine.sampling.rejection import draw
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.drafting_client import (
     MAX_AHEAD,
@@ -17,6 +16,7 @@ from tests.support.engine.drafting_client import (
     other,
     proposals,
 )
+from tests.support.engine.sparse_draw import draw
 from tests.support.engine.worker_client import WorkerClient
 
 

@@ -106,7 +106,7 @@ def test_trees_are_alike_where_a_captured_graph_draws(
     monkeypatch.setattr(DeviceDrawing, "prepare", lambda self, num_top: None)
     drawing = graph_pair.draft_built.drawing
     assert isinstance(drawing, DeviceDrawing)
-    captures = drawing._steps.graphs.capture
+    captures = drawing._steps.capture
     num_before = captures.num_replayed  # type: ignore[attr-defined]
     assert_alike(graph_pair, 3, sampling, 1)  # what has cuts would take long
     assert captures.num_replayed > num_before + 10  # type: ignore[attr-defined]
