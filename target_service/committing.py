@@ -117,7 +117,7 @@ class Commits:
         session, nodes = decision.candidate.session, taken.tree.nodes
         verdict = make_verdict(decision, taken)
         accepted_by = [nodes[index].origin for index in decision.accepted if not nodes[index].is_forced]
-        if self._local_drafters.has_drafters or any(name != DRAFT_MODEL for name in accepted_by):
+        if self._local_drafters.has_drafters or not {DRAFT_MODEL}.issuperset(accepted_by):
             describe_drafters(verdict, accepted_by, taken.drafters)
         self._unlearnt.append((decision, taken, pacing))
         if session.trace is not None:

@@ -188,7 +188,7 @@ class TargetSession(EngineSession):
         if hold_off is not None:
             self.state = SessionState.HELD
         else:
-            self.state = SessionState.HIT if len(self.tree) else SessionState.MISS
+            self.state = SessionState.HIT if self.tree.nodes else SessionState.MISS
 
     def finish(self) -> EngineSequence | None:
         """End the session: ENDED. Returns its sequence, if it had one, for the caller to free."""

@@ -31,12 +31,11 @@ def make_verdict(decision: Decision, taken: Taken) -> pb.Verdict:
         start_position=taken.start,
         token_ids=walk.token_ids,
         origins=walk.origins,
+        verified_by_depth=depths_of(candidate.tree.depths[: candidate.num_nodes]),
         num_accepted=len(walk.path),
         hit=taken.state is SessionState.HIT,
         step_us=microseconds(taken.elapsed_s),
     )
-    if candidate.num_nodes:
-        verdict.verified_by_depth.extend(depths_of(candidate.tree.depths[: candidate.num_nodes]))
     if taken.tree.draft_us:
         verdict.draft_us = uint32(taken.tree.draft_us)
     if taken.held_s:

@@ -129,7 +129,7 @@ class Pacing:
         """
         for session in ready:
             session.seq.tree = None  # left over from a step that had no room for the session
-        candidates = [s for s in ready if len(s.tree) and s.seq.num_pending_tokens <= 1 and self.may_offer(s)]
+        candidates = [s for s in ready if s.tree.nodes and s.seq.num_pending_tokens <= 1 and self.may_offer(s)]
         limits = [s.max_nodes for s in candidates]
         scores = [self.expectations.path_scores(s, _most_depth(s)) for s in candidates]
         weights = None
@@ -172,7 +172,7 @@ class Pacing:
                 f"{session.mode.name} {kind_of(session.params.temperature)} {session.sources}", now_s
             )
         else:
-            has_proposal = len(session.tree) > 0
+            has_proposal = bool(session.tree.nodes)
             self.gate.stepped(session.gate, len(walk.path), has_proposal, now_s, num_nodes=num_nodes)
         if self.gate.is_open(session.gate):
             return False
@@ -258,7 +258,7 @@ def _waits_for_nothing(session: TargetSession) -> bool:
     """Whether the session's next step is prefill, or plain decoding that is not held off."""
     if session.state is SessionState.PREFILL:
         return True
-    return not len(session.tree) and (session.hold_off is None or session.is_answered)
+    return not session.tree.nodes and (session.hold_off is None or session.is_answered)
 
 
 def _with_window(session: TargetSession, nodes: list[int]) -> list[int]:

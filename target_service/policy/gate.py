@@ -22,7 +22,7 @@ booked whole and apart from steps: no other prompt of the kind is computed until
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
@@ -55,9 +55,9 @@ class SpeculationGate:
     computes_prompts: bool = False
     """The target runs a draft itself, which computes prompts first."""
     clock: StepClock = field(default_factory=StepClock)
-    _gains: dict[str, Gain] = field(default_factory=dict)
+    _gains: defaultdict[str, Gain] = field(default_factory=lambda: defaultdict(Gain))
     """Gain of each kind of sessions."""
-    _accounts: dict[str, Account] = field(default_factory=dict)
+    _accounts: defaultdict[str, Account] = field(default_factory=lambda: defaultdict(Account))
     """An account for each kind of sessions, so that no kind pays for the losses of another."""
     _beginning: Counter[str] = field(default_factory=Counter)
     """Number of sessions, by kind, whose prompt the target's own draft computes now."""
@@ -91,7 +91,7 @@ class SpeculationGate:
         self._note_beginning(kind)
         self._num_probed += known is None
         phase = Phase.PROBE if known is None else Phase.ON
-        return GateState(kind, phase, gain, now_s, num_silent=self._account(kind).num_silent)
+        return GateState(kind, phase, gain, now_s, num_silent=self._accounts[kind].num_silent)
 
     def expect(self, num_sessions: int) -> None:
         """Note that the next step has `num_sessions` sessions."""
@@ -111,7 +111,7 @@ class SpeculationGate:
         """
         if not self.is_gating or self.is_open(state):
             return True
-        return not self._references.num_left and (state is None or self._account(state.kind).is_solvent)
+        return not self._references.num_left and (state is None or self._accounts[state.kind].is_solvent)
 
     def stepped(
         self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float, *, num_nodes: int = 0
@@ -131,7 +131,7 @@ class SpeculationGate:
             return
         state.num_counted += 1
         if not state.is_measured and state.invested_s:
-            self._account(state.kind).observe_prompt(state.invested_s)
+            self._accounts[state.kind].observe_prompt(state.invested_s)
         state.is_measured = True
         state.num_without_acceptance = 0 if num_accepted else state.num_without_acceptance + 1
         weight = WEIGHT if state.phase is Phase.ON else 1 / state.num_counted
@@ -160,7 +160,7 @@ class SpeculationGate:
 
     def _awaits_proposal(self, state: GateState, now_s: float, *, has_proposal: bool) -> bool:
         """Whether a step says nothing yet: the draft may still begin, as no session of the kind has had a proposal."""
-        account = self._account(state.kind)
+        account = self._accounts[state.kind]
         if has_proposal:
             state.num_silent = 0
             account.heard()
@@ -175,7 +175,7 @@ class SpeculationGate:
     def invested(self, state: GateState, seconds: float) -> None:
         """Book `seconds` that the target spent on a session's prompt for its own draft."""
         state.invested_s += seconds
-        self._account(state.kind).invest(seconds)
+        self._accounts[state.kind].invest(seconds)
 
     def observe_turn(
         self,
@@ -239,9 +239,6 @@ class SpeculationGate:
         self._num_probed = sum(state.phase is Phase.PROBE for state in waiting)
         self._consider_probes(waiting, now_s)
 
-    def _account(self, kind: str) -> Account:
-        return self._accounts.setdefault(kind, Account())
-
     def _book(
         self,
         states: Sequence[GateState | None],
@@ -264,7 +261,7 @@ class SpeculationGate:
             if state is not None:
                 value_s = probed_s if state.phase is Phase.PROBE else token_s
                 saved_s = (number - 1) * value_s - excess_s if speculates else 0.0
-                self._account(state.kind).enter(step_s / len(states), saved_s, plain_s)
+                self._accounts[state.kind].enter(step_s / len(states), saved_s, plain_s)
 
     def _hold_to_bounds(self, kinds: Set[str], states: Sequence[GateState], plain_s: float, now_s: float) -> None:
         """Suspend kinds whose accounts fell below the floor, and reset accounts whose respite is over.
@@ -272,7 +269,7 @@ class SpeculationGate:
         `kinds`: of the step's sessions; `states`: of all decoding sessions.
         """
         for kind in kinds:
-            account = self._account(kind)
+            account = self._accounts[kind]
             if account.has_fallen(plain_s, now_s):
                 account.num_failed += kind not in self._gains  # drafts that never proposed anything
                 for state in states:
@@ -285,17 +282,17 @@ class SpeculationGate:
                 account.make_even()
 
     def _may_begin(self, kind: str) -> bool:
-        return self._account(kind).may_invest(self._beginning[kind])
+        return self._accounts[kind].may_invest(self._beginning[kind])
 
     def _note_beginning(self, kind: str) -> None:
         if self.computes_prompts:
             self._beginning[kind] += 1
 
     def _probe(self, state: GateState, now_s: float) -> None:
-        if not (self._account(state.kind).is_solvent if state.has_begun else self._may_begin(state.kind)):
+        if not (self._accounts[state.kind].is_solvent if state.has_begun else self._may_begin(state.kind)):
             return
         state.enter(Phase.PROBE, now_s)
-        account = self._account(state.kind)
+        account = self._accounts[state.kind]
         if account.num_silent > TRIAL_STEPS:
             account.delay_probes(self.clock.expected_plain_s(self._num_sessions), now_s)
         if not state.has_begun:
@@ -322,10 +319,10 @@ class SpeculationGate:
         return 1 + gain >= margin * speed_up * (1 + self._min_gain_tokens)
 
     def _learn(self, kind: str, gain: float, weight: float) -> None:
-        self._gains.setdefault(kind, Gain()).learn(gain, weight)
+        self._gains[kind].learn(gain, weight)
 
     def _consider_probe(self, state: GateState, now_s: float) -> None:
-        account = self._account(state.kind)
+        account = self._accounts[state.kind]
         # Half a trial without an accepted token ends it, or a quarter for a kind whose trials have failed.
         most_fruitless = TRIAL_STEPS // (2 if account.num_failed < _LEAST_TRIALS else 4)
         if self._pays(state.gain * min(1.0, state.num_counted / TRIAL_STEPS), WORTHWHILE):
@@ -356,7 +353,7 @@ class SpeculationGate:
     def _consider_probes(self, states: Sequence[GateState], now_s: float) -> None:
         if self._references.num_left:
             return
-        states = [state for state in states if self._account(state.kind).may_probe(now_s)]
+        states = [state for state in states if self._accounts[state.kind].may_probe(now_s)]
         # The rest of a request pays its prompt back: of sessions without a computed prompt the newest come first.
         off = sorted((state for state in states if state.phase is Phase.OFF), key=_turn)
         for state in off:  # at a lower load a known gain may suffice

@@ -378,14 +378,15 @@ class EngineWorker(Generic[SessionT]):
             self._fail(session, self._host.faults.failure(error))
 
     def _handle_entry(self, owner: Owner, stream_id: int, entry: Any) -> None:
-        if len(entry.session_id) > _MOST_ID_CHARS:
-            self._refuse_id(stream_id, "session_id", entry.session_id)
+        session_id = entry.session_id
+        if len(session_id) > _MOST_ID_CHARS:
+            self._refuse_id(stream_id, "session_id", session_id)
             self._detach(stream_id)
             return
         kind = entry.WhichOneof("entry")
-        session = self._sessions.get(entry.session_id)
+        session = self._sessions.get(session_id)
         if kind == "open":
-            self._steps.work_on([session_key(entry.session_id)])
+            self._steps.work_on([session_key(session_id)])
             self._open(owner, stream_id, entry, session)
             return
         if kind is None or session is None or session.owner is not owner or session.epoch != entry.epoch:
