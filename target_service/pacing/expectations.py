@@ -118,9 +118,10 @@ class Expectations:
         if is_rejection and not tree.has_offers:
             return
         depths = {ROOT: 0}
+        num_tokens = len(token_ids)
         for node, parent in enumerate(tokens.parents):
-            depth = depths.get(parent, len(token_ids))
-            if depth == len(token_ids):
+            depth = depths.get(parent, num_tokens)
+            if depth == num_tokens:
                 continue
             payload = tree.nodes[node]
             is_next = tokens.token_ids[node] == token_ids[depth]

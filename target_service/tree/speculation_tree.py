@@ -312,8 +312,8 @@ class SpeculationTree:
             return False
         self.tokens = grown
         self.nodes += model_nodes(proposal.scores, kept[known:])
-        self.num_stale += len(token_ids) - len(grown)
-        if num_new := len(grown) - known:
+        self.num_stale += len(token_ids) - len(self.nodes)
+        if num_new := len(self.nodes) - known:
             self.num_hung[DRAFT_MODEL] = self.num_hung.get(DRAFT_MODEL, 0) + num_new
         return True
 

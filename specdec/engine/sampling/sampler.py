@@ -138,8 +138,10 @@ class Sampler:
         parts = self._started(logits, rows, 1)
 
         def tokens() -> list[int | None]:
-            found = (pair for part in parts for pair in zip(*part(), strict=True))
-            return [token_id if math.isfinite(score) else None for token_id, score in found]
+            found: list[int | None] = []
+            for part in parts:
+                found += [token if math.isfinite(score) else None for token, score in zip(*part(), strict=True)]
+            return found
 
         return tokens
 
