@@ -211,7 +211,7 @@ def told(
     script = Script(client, bodies, truth, seed)
     rng = random.Random(seed)
     arriving: list[tuple[str, dict[str, Any]]] = []
-    begin = pair.verifier.pass_begins
+    begin = pair.verifier.steps.pass_begins
 
     def pass_begins(items: list[ScheduledItem]) -> None:
         begin(items)
@@ -222,7 +222,7 @@ def told(
             client.entry(name, **entry)
         arriving.clear()
 
-    pair.verifier.pass_begins = pass_begins  # type: ignore[method-assign]
+    pair.verifier.steps.pass_begins = pass_begins  # type: ignore[method-assign]
     device.meanwhile, device.num_looks = arrive, lambda: rng.randrange(10)
     for _ in range(2000):
         num_steps = script.num_steps
