@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from llama_index.core.llms import ChatMessage
@@ -18,7 +19,11 @@ class _Look(ToolMetadata):
 
 
 class LlamaIndexConversation:
-    """`chat_with_tools` and `stream_chat_with_tools`."""
+    """`chat_with_tools` and `stream_chat_with_tools`.
+
+    The library leaves streams open, and httpcore waits for ever where one is collected within a later request's lock:
+    so they are collected at once.
+    """
 
     def __init__(self, where: Where) -> None:
         self._cut_tokens = where.cut_tokens
@@ -47,9 +52,11 @@ class LlamaIndexConversation:
         stream = self._llm.stream_chat_with_tools(**self._request(option))
         next(stream)
         stream.close()
+        gc.collect()
 
     def streamed(self, option: Option) -> Answer:
         *_, last = self._llm.stream_chat_with_tools(**self._request(option))
+        gc.collect()
         return self._answer(last)
 
     def whole(self, option: Option) -> Answer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -51,10 +50,7 @@ def play(conversation: Conversation, turns: list[tuple[str, Option]]) -> Iterato
         if user:
             conversation.user(user)
         conversation.break_off(option)
-        # httpcore waits for ever where a stream that a library left open is collected within a later request's lock.
-        gc.collect()
         streamed = conversation.streamed(option)
-        gc.collect()
         answer = conversation.whole(option)
         if streamed != answer:
             raise AssertionError(f"{streamed} was streamed, {answer} came whole")
