@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import glob
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import structlog
@@ -34,6 +35,18 @@ if not glob.glob("/dev/nvidia[0-9]*"):
 # The same examples in every run, and no verdict on how long one takes: a test fails or passes by what is tested.
 settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without collections of garbage, and leave the modules and items out of all later ones: they take seconds
+    of each process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
