@@ -112,11 +112,8 @@ class Sampler:
 
     def use_device_kernels(self) -> None:
         """Compute scores and draw by Triton's kernels from now on."""
-        from specdec.engine.cuda.sampling import (
-            MOST_TOP,
-            device_scores,  # a CPU has no triton
-            start_draws,
-        )
+        # Imported here, as a CPU has no Triton.
+        from specdec.engine.cuda.sampling import MOST_TOP, device_scores, start_draws
 
         self._most_top, self._device_scores, self._start_draws = MOST_TOP, device_scores, start_draws
 

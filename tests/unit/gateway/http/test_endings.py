@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from specdec.gateway.http.server import HttpServer
+from tests.support.services.raw_http1 import raw_connection
 
 HEADER_S = 0.2
 OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
@@ -29,20 +26,6 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-@asynccontextmanager
-async def connection(header_s: float = HEADER_S) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(app, tls=None, header_s=header_s, reader_stall_s=60)
-    await server.start([listening])
-    reader, writer = await asyncio.open_connection(*listening.getsockname())
-    try:
-        async with asyncio.timeout(30):
-            yield reader, writer
-    finally:
-        writer.close()
-        await server.stop(0)
-
-
 def head(path: str, num_bytes: int, more: bytes = b"") -> bytes:
     return b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n%s\r\n" % (path.encode(), num_bytes, more)
 
@@ -58,7 +41,7 @@ async def until_closed(writer: asyncio.StreamWriter) -> None:
 
 @pytest.mark.parametrize("more", [b"", b"connection: close\r\n"], ids=["kept alive", "to be closed"])
 async def test_a_client_that_sends_on_reads_its_refusal_and_is_closed(more: bytes) -> None:
-    async with connection() as (reader, writer):
+    async with raw_connection(app, HEADER_S) as (reader, writer):
         writer.write(head("/refused", 2**30, more))
         writer.write(b"x" * 2**20)
         await writer.drain()
@@ -68,7 +51,7 @@ async def test_a_client_that_sends_on_reads_its_refusal_and_is_closed(more: byte
 
 
 async def test_a_client_that_sends_without_end_after_its_refusal_is_cut_off() -> None:
-    async with connection(60) as (reader, writer):
+    async with raw_connection(app) as (reader, writer):
         writer.write(head("/refused", 2**30))
         assert await reader.read()
         with pytest.raises(ConnectionError):
@@ -78,7 +61,7 @@ async def test_a_client_that_sends_without_end_after_its_refusal_is_cut_off() ->
 
 
 async def test_line_breaks_do_not_keep_a_connection() -> None:
-    async with connection() as (reader, writer):
+    async with raw_connection(app, HEADER_S) as (reader, writer):
         writer.write(head("/", 1) + b"x")
         assert (await reader.readuntil(b"\r\n\r\nx")).startswith(b"HTTP/1.1 200 ")
         await until_closed(writer)
@@ -86,7 +69,7 @@ async def test_line_breaks_do_not_keep_a_connection() -> None:
 
 @pytest.mark.parametrize("at", [0, 20, 60, 95, 140, 180, -1])
 async def test_a_request_that_offers_http_2_keeps_its_body(at: int) -> None:
-    async with connection(60) as (reader, writer):
+    async with raw_connection(app) as (reader, writer):
         whole = head("/", 5, OFFER) + b"hello"
         for piece in (whole[:at], whole[at:], whole + head("/", 3) + b"end"):
             writer.write(piece)

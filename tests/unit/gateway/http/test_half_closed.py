@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from specdec.gateway.http.server import HttpServer
+from tests.support.services.raw_http1 import raw_connection
 
 ASKS = b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -45,24 +42,10 @@ async def send_start(send: Any, length: int) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-@asynccontextmanager
-async def connection(app: App) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(app, tls=None, header_s=20, reader_stall_s=60)
-    await server.start([listening])
-    reader, writer = await asyncio.open_connection(*listening.getsockname())
-    try:
-        async with asyncio.timeout(30):
-            yield reader, writer
-    finally:
-        writer.close()
-        await server.stop(0)
-
-
 @pytest.mark.parametrize("paths", [(b"one",), (b"streams",), (b"one", b"two", b"three")], ids=str)
 async def test_who_has_sent_all_gets_all_answers_and_the_end(paths: tuple[bytes, ...]) -> None:
     app = App()
-    async with connection(app) as (reader, writer):
+    async with raw_connection(app) as (reader, writer):
         writer.write(b"".join(ASKS % path for path in paths))
         writer.write_eof()
         await app.was_asked.wait()
@@ -79,7 +62,7 @@ async def test_who_has_sent_all_gets_all_answers_and_the_end(paths: tuple[bytes,
 @pytest.mark.parametrize("request_bytes", [ASKS % b"one", ASKS.replace(b"1.1", b"1.0") % b"one"], ids=["1.1", "1.0"])
 async def test_who_has_left_is_noticed(request_bytes: bytes) -> None:
     app = App()
-    async with connection(app) as (_, writer):
+    async with raw_connection(app) as (_, writer):
         writer.write(request_bytes)
         await app.was_asked.wait()
         writer.close()
@@ -88,7 +71,7 @@ async def test_who_has_left_is_noticed(request_bytes: bytes) -> None:
 
 async def test_who_leaves_within_a_request_is_noticed() -> None:
     app = App()
-    async with connection(app) as (reader, writer):
+    async with raw_connection(app) as (reader, writer):
         writer.write(b"POST /one HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n12")
         await app.was_asked.wait()
         writer.write_eof()
@@ -103,7 +86,7 @@ async def test_transfer_codings_besides_chunked_and_all_before_http_1_1_are_refu
     coding: bytes, version: bytes
 ) -> None:
     app = App()
-    async with connection(app) as (reader, writer):
+    async with raw_connection(app) as (reader, writer):
         writer.write(b"POST /one HTTP/%s\r\nhost: x\r\ntransfer-encoding: %s\r\n\r\n0\r\n\r\n" % (version, coding))
         told = await reader.read()
     assert told.startswith((b"HTTP/1.1 501 ", b"HTTP/1.1 400 "))
