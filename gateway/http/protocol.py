@@ -8,15 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import httptools
-import orjson
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from specdec.gateway.api.errors import ApiError
+from specdec.gateway.http.heads import BYTES_PER_HEADER, MOST_HEADER_BYTES, NOT_HTTP, TOO_LARGE, refusal_of
 
-MOST_HEADER_BYTES = 64 * 1024
-_BYTES_PER_HEADER = 128
-"""Bytes that a header costs besides its text."""
 _UPGRADE = b"upgrade"
 _FRAMING_PER_BYTE = 8
 """Bytes of framing per byte of body, at most: for chunks of one byte, with a margin."""
@@ -27,26 +23,6 @@ _UNSENT_BYTES = 16 * 1024
 and for a client that reads nothing each byte is made in vain."""
 _MOST_DROPPED_BYTES = 64 * 1024 * 1024
 """Bytes read and dropped of a client that sends on after its answer, at most."""
-
-
-def _refusal(status: str, message: str, code: str) -> bytes:
-    """A last answer to what is no request that could be answered."""
-    body = orjson.dumps(ApiError(400, message, code=code).body)
-    headers = f"content-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}"
-    return f"HTTP/1.1 {status}\r\n{headers}\r\n\r\n".encode() + body
-
-
-_TOO_LARGE = _refusal(
-    "431 Request Header Fields Too Large",
-    f"path and headers have more than {MOST_HEADER_BYTES} bytes, with {_BYTES_PER_HEADER} more for each header",
-    "headers_too_large",
-)
-_NOT_HTTP = _refusal("400 Bad Request", "this is not valid HTTP", "invalid_http")
-_UNKNOWN_CODING = _refusal(
-    "501 Not Implemented",
-    "transfer-encoding: only chunked is understood, and none in HTTP/1.0",
-    "unsupported_transfer_encoding",
-)
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 """An answer that clients skip, and that resets a connection which its client has left."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0
@@ -170,7 +146,7 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             except httptools.HttpParserError:
                 self.send_400_response("")
             if self._num_bytes > MOST_HEADER_BYTES and not self._is_ending:
-                self._refuse(_TOO_LARGE)
+                self._refuse(TOO_LARGE)
             if self._header_timer is None and not self._is_answering:
                 self._arm()  # line breaks begin no request, and end the time of an idle connection
 
@@ -199,7 +175,7 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             return self.parser.should_upgrade() and any(name == _UPGRADE for name, _ in self.headers)
 
         def on_header(self, name: bytes, value: bytes) -> None:
-            self._num_bytes += _BYTES_PER_HEADER
+            self._num_bytes += BYTES_PER_HEADER
             super().on_header(name, value)
 
         def on_body(self, body: bytes) -> None:
@@ -220,12 +196,8 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
 
         def on_headers_complete(self) -> None:
             self._disarm()
-            if sum(len(name) + len(value) + _BYTES_PER_HEADER for name, value in self.headers) > MOST_HEADER_BYTES:
-                self._refuse(_TOO_LARGE)
-                raise _Refused
-            codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
-            if codings and (codings != [b"chunked"] or self.parser.get_http_version() == "1.0"):
-                self._refuse(_UNKNOWN_CODING)
+            if (refusal := refusal_of(self.parser.get_http_version(), self.headers)) is not None:
+                self._refuse(refusal)
                 raise _Refused
             if self._has_offer:
                 return
@@ -237,7 +209,7 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
 
         def send_400_response(self, msg: str) -> None:
             if not self._is_ending:
-                self.transport.write(_NOT_HTTP)
+                self.transport.write(NOT_HTTP)
                 self._leave()
 
         def _refuse(self, answer: bytes) -> None:

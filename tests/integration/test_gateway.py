@@ -229,7 +229,7 @@ async def test_clients_that_send_too_slowly_are_cut_off() -> None:
         assert await reader.read() == b""
         reader, _ = await raw_request(one, post("/v1/completions", b"{" + b" " * 100)[:-50])
         assert (await reader.readline()).startswith(b"HTTP/1.1 408")
-        reader, _ = await raw_request(one, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20000)
+        reader, _ = await raw_request(one, b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 20000)
         assert (await reader.readline()).startswith(b"HTTP/1.1 431")
         reader, _ = await raw_request(one, b"nonsense\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 400")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec.gateway.http.protocol import MOST_HEADER_BYTES
+from specdec.gateway.http.heads import MOST_HEADER_BYTES
 from specdec.gateway.http.server import HttpServer
 
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
@@ -69,3 +69,12 @@ def test_more_than_may_be_is_refused_or_ends_the_connection(data: bytes) -> None
 def test_a_body_in_chunks_of_a_byte_each_is_read() -> None:
     data = CHUNKED.replace(b"host: x", b"host: x\r\nconnection: close") + b"1\r\na\r\n" * 50_000 + b"0\r\n\r\n"
     assert asyncio.run(asyncio.wait_for(answer(data), 30)).endswith(b"\r\n\r\n50000")
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0", b"2.0"], ids=bytes.decode)
+@pytest.mark.parametrize("hosts", [(), (b"x", b"x"), (b"x y",), (b"[::1]:80",), (b"",)], ids=str)
+def test_http_1_1_needs_one_host(version: bytes, hosts: tuple[bytes, ...]) -> None:
+    lines = b"".join(b"host: %s\r\n" % host for host in hosts)
+    told = asyncio.run(asyncio.wait_for(answer(b"GET / HTTP/%s\r\n%sconnection: close\r\n\r\n" % (version, lines)), 30))
+    is_right = version != b"2.0" and (hosts in ((b"[::1]:80",), (b"",)) or (version == b"1.0" and not hosts))
+    assert told.startswith(b"HTTP/1.1 200 " if is_right else b"HTTP/1.1 400 ")
