@@ -62,8 +62,15 @@ def prompts_from(path: Path) -> Prompts:
         raise typer.BadParameter(str(error), param_hint="--prompts") from error
 
 
+def no_empty_name(name: str | None) -> str | None:
+    """Option callback: an empty variable in a script names no default. Raises typer.BadParameter."""
+    if name == "":
+        raise typer.BadParameter("is empty: give a name, or leave the flag out")
+    return name
+
+
 def report_folder(folder: Path | None) -> Path | None:
-    """Option callback: make the folder of a report. Raises typer.BadParameter if that is impossible."""
+    """Option callback: make a folder to write to. Raises typer.BadParameter if that is impossible."""
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,9 @@ class RoleSettings:
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values that SPECDEC_<ROLE>_* in the environment replace."""
     overrides: Mapping[str, object] = field(default_factory=dict)
-    """Values that win over all others."""
+    """Values that win over the environment."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Values that no override may name."""
 
 
 def free_port() -> int:
@@ -87,9 +89,16 @@ def service_spec(
     environment: Mapping[str, str],
     cores: Sequence[int] = (),
 ) -> ServiceSpec:
-    """Return a service's specification: defaults become variables, unless set already; overrides become flags."""
+    """Return a service's specification: defaults become variables, unless set already; others become flags.
+
+    Raises ClusterFailed if an override names what is fixed.
+    """
     prefix = f"SPECDEC_{role.upper()}_"
-    fixed = {"host": HOST, "port": port}
+    fixed = {**settings.fixed, "host": HOST, "port": port}
+    if taken := settings.overrides.keys() & fixed:
+        name = min(taken)
+        remedy = f"use its flags, or specdec serve {role}"
+        raise ClusterFailed(f"--{role}-set: this command sets {name} itself, to {_text(fixed[name])}: {remedy}")
     by_environment = {prefix + name.upper(): _text(value) for name, value in settings.defaults.items()}
     by_flag = [_flag(name, value) for name, value in {**settings.overrides, **fixed}.items()]
     return ServiceSpec(

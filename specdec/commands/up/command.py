@@ -18,6 +18,7 @@ from rich.text import Text
 
 from specdec.commands.errors import ClusterFailed, reported_errors
 from specdec.commands.inputs.config_file import by_parameter, read_config
+from specdec.commands.inputs.option_values import no_empty_name, report_folder
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.up.cluster import Cluster
 from specdec.commands.up.devices import device_kind
@@ -44,11 +45,18 @@ _STYLES = ("green", "cyan", "magenta", "yellow", "blue")
 _CHECK_S = 0.2
 TargetModel = Annotated[
     str | None,
-    typer.Option("--target", help="Target model: folder or hub id. (default: the shipped one)", show_default=False),
+    typer.Option(
+        "--target",
+        help="Target model: folder or hub id. (default: the shipped one)",
+        show_default=False,
+        callback=no_empty_name,
+    ),
 ]
 DraftModel = Annotated[
     str | None,
-    typer.Option("--draft", help="Folder or hub id. (default: the shipped one)", show_default=False),
+    typer.Option(
+        "--draft", help="Folder or hub id. (default: the shipped one)", show_default=False, callback=no_empty_name
+    ),
 ]
 Device = Annotated[
     str, typer.Option(help="Device of the engines; auto takes GPUs if there are any.", metavar="auto|cpu|cuda")
@@ -130,7 +138,10 @@ def up(
     gateway_set: Annotated[
         list[str] | None, typer.Option(help="Any setting of the gateway; may be repeated.", metavar="NAME=VALUE")
     ] = None,
-    log_dir: Annotated[Path | None, typer.Option(help="Folder for logs. (default: a temporary one)")] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for logs. (default: a temporary one)", file_okay=False, callback=report_folder),
+    ] = None,
     logs: Annotated[bool, typer.Option("--logs", help="Show the services' logs.")] = False,
     mps: Annotated[
         bool,

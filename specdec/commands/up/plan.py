@@ -121,7 +121,8 @@ def plan_services(
             # A restarted coordinator continues the streams of its predecessor.
             "resume_secret": secrets.token_hex(32),
         },
-        overrides={**plan.coordinator_settings, **replicas},
+        overrides=plan.coordinator_settings,
+        fixed=replicas,
     )
     port = _port(plan, "coordinator", 0)
     specs.append(
@@ -130,7 +131,8 @@ def plan_services(
     if plan.gateway:
         settings = RoleSettings(
             defaults={"log_format": "console", "drain_s": DRAIN_S},
-            overrides={**plan.gateway_settings, "coordinators": [specs[-1].address]},
+            overrides=plan.gateway_settings,
+            fixed={"coordinators": [specs[-1].address]},
         )
         port = _port(plan, "gateway", 0)
         specs.append(
@@ -232,10 +234,7 @@ def _replicas(
             defaults["num_threads"] = max(1, len(cores) // place.num_ranks)
         if place.kv_bytes is not None:
             defaults["kv_cache_memory_bytes"] = place.kv_bytes
-        settings = RoleSettings(
-            defaults=defaults,
-            overrides={**own, **({"model": model} if model else {})},
-        )
+        settings = RoleSettings(defaults=defaults, overrides=own, fixed={"model": model} if model else {})
         name = role if number == 0 else f"{role}-{number}"
         port = _port(plan, role, number)
         all_cores = sorted({*cores, *assignment.shared})

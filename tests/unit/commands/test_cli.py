@@ -400,6 +400,20 @@ def test_up_names_a_setting_that_is_malformed(command: Command) -> None:
     assert "NAME=VALUE" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(("--target", ""), "is empty"), (("--draft", ""), "is empty"), (("--log-dir", "/proc/logs"), "cannot write")],
+    ids=str,
+)
+def test_up_names_a_flag_without_a_name_and_a_folder_that_cannot_be(
+    command: Command, arguments: tuple[str, ...], told: str
+) -> None:
+    result = command("up", *arguments)
+    assert result.exit_code == 2
+    assert arguments[0] in result.stderr
+    assert told in result.stderr
+
+
 def test_a_demo_chat_needs_a_model_that_can_chat(command: Command) -> None:
     result = command("demo", "--chat")
     assert result.exit_code == 1

@@ -227,6 +227,21 @@ def test_settings_go_to_their_service_as_flags() -> None:
     assert "--max-draft-tokens=3" not in draft.arguments
 
 
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [
+        ("target", "model"),
+        ("draft", "port"),
+        ("coordinator", "targets"),
+        ("gateway", "host"),
+        ("gateway", "coordinators"),
+    ],
+)
+def test_what_the_command_sets_itself_is_no_setting(role: str, name: str) -> None:
+    with pytest.raises(ClusterFailed, match=f"--{role}-set: this command sets {name} itself"):
+        plan(gateway=True, **{f"{role}_settings": {name: "x"}})
+
+
 def test_replicas_have_names_and_ports_of_their_own() -> None:
     specs = plan(num_targets=2, num_drafts=0, free_ports=True)
     assert [spec.name for spec in specs] == ["target", "target-1", "coordinator"]
