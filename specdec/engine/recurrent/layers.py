@@ -58,11 +58,11 @@ class RecurrentLayers:
             "mamba2_chunk_scan": self._state_space,
             "mamba_selective_scan": self._selective,
         }
+        rebuilt = {kind: _rebuilt(kind, functions) for kind in {type(module) for module in model.modules()}}
         for module in model.modules():
-            rebuilt = _rebuilt(type(module), functions)
-            for name, method in rebuilt.items():
+            for name, method in rebuilt[type(module)].items():
                 setattr(module, name, MethodType(method, module))
-            self.num_layers += bool(rebuilt)
+            self.num_layers += bool(rebuilt[type(module)])
 
     @classmethod
     def of(cls, model: nn.Module) -> RecurrentLayers:
