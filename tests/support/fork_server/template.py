@@ -14,20 +14,24 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import prometheus_client
+
 from specdec.service.process import die_with_parent
 from tests.support.fork_server import jobs
 from tests.support.fork_server.wire import receive_job
 
 _SERVICE_PACKAGES = ("asyncio", "google.protobuf.json_format", "google.rpc.status_pb2", "grpc.aio", "jinja2", "psutil")
 _SERVICE_PACKAGES += ("pydantic_settings", "redis.asyncio", "rich.console", "structlog", "tokenizers", "yaml")
+_REPLICA = "specdec.replica.bridge.replica_service"
 _ENGINE_PACKAGES = ("torch", "numpy", "safetensors.torch", "transformers", "transformers.modeling_utils")
 _ENGINE_PACKAGES += ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
+_ENGINE_PACKAGES += (_REPLICA, "specdec.draft_service.model_process", "specdec.target_service.model_process")
 PACKAGES = {
-    "service": _SERVICE_PACKAGES,
-    "gateway": (*_SERVICE_PACKAGES, "fastapi", "uvicorn"),
+    "service": (*_SERVICE_PACKAGES, "specdec.coordinator.supervisor"),
+    "gateway": (*_SERVICE_PACKAGES, "fastapi", "uvicorn", "specdec.gateway.service"),
     "engine": (*_SERVICE_PACKAGES, *_ENGINE_PACKAGES),
 }
-"""Packages that each kind of template imports; none reads the environment later, as prometheus_client does."""
+"""Packages and modules that each kind of template imports; prometheus_client alone reads the environment then."""
 ENGINE = "specdec.replica.bridge.engine_child"
 REPLICAS = ("specdec.target_service", "specdec.draft_service", "tests.support.services.deadly_target")
 COMMAND = "specdec.commands.main"
@@ -77,6 +81,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _run(kind: str, job: jobs.Job, files: list[int]) -> None:
     jobs.become(job, files)
+    prometheus_client.values.ValueClass = prometheus_client.values.get_value_class()
     if COMMAND in job.argv:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background shell's processes ignore
     if kind == "engine" and (starter := next((name for name in _STARTED_BY if name in job.argv), None)):
@@ -91,7 +96,6 @@ def _start_processes_from_here(starts: Sequence[str]) -> None:
     pid = os.fork()
     if pid:
         theirs.close()
-        # Imported after the fork, because prometheus_client reads the environment at its import.
         from tests.support.fork_server.popen import Forking, Template
 
         template = Template(ours, dict(os.environ))
