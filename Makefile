@@ -183,17 +183,11 @@ test: $(TEST_STAMP) helm redis  ## Run the quick tests (five minutes on two core
 	$(PYTEST) -m quick --timeout 120 $(PYTEST_ARGS)
 
 # Which tests are quick: tests/support/durations.py.
-.PHONY: test-others
-# Three workers on two cores, because services and their clients wait for a third of the time.
-test-others: $(STAMP) tools servers  ## Run all tests of a merge that are not quick.
-	@$(PYTEST) -n 3 -m "not quick and not long and not gpu" $(PYTEST_ARGS)
-
 .PHONY: test-all
-test-all:  ## Run all tests that a merge needs: test, then test-others.
-	@failed=0
-	$(MAKE) test || failed=1
-	$(MAKE) test-others || failed=1
-	exit $$failed
+# Three workers on two cores, because services and their clients wait for a third of the time: quick tests fill it.
+test-all: $(STAMP) tools servers  ## Run all tests that a merge needs.
+	@rm -f .pytest_cache/v/cache/lastfailed
+	$(PYTEST) -n 3 $(PYTEST_ARGS)
 
 .PHONY: test-again
 test-again: $(STAMP)  ## Run the few tests that failed in the last test run three times, each alone.

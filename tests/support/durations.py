@@ -30,8 +30,6 @@ NEVER_QUICK = (
     "unit/cuda", "unit/engine/test_zoo.py", "unit/fake_cuda", "unit/gateway/test_page.py", "unit/repository",
 )  # fmt: skip
 """Folders and files of tests/ that start services, wait, or need tools which only `make test-all` installs."""
-_OTHERS = "not quick and not long and not gpu"
-"""Tests that `make test-others` runs."""
 _PROPERTY = "processor_s"
 
 
@@ -93,24 +91,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignore files without tests of the set that is run, because importing all files takes half a minute."""
-    if collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
-        if config.option.markexpr == "quick" and has_no_quick(collection_path):
-            return True
-        if config.option.markexpr == _OTHERS and has_only_quick(collection_path, read()):
-            return True
-    return None
+    """Ignore files without quick tests where these run, because importing all files takes half a minute."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return (is_test and config.option.markexpr == "quick" and has_no_quick(collection_path)) or None
 
 
 def has_no_quick(file: Path) -> bool:
     """Whether no test of a file is quick."""
     return _is_never_quick(file) and "mark.smoke" not in file.read_text()
-
-
-def has_only_quick(file: Path, recorded: dict[str, float]) -> bool:
-    """Whether all tests of a file are quick, except those that are never part of a merge."""
-    own = f"{file.relative_to(ROOT)}::"
-    return not _is_never_quick(file) and all(s <= QUICK_S for name, s in recorded.items() if name.startswith(own))
 
 
 # Runs before -m selects.

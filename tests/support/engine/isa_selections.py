@@ -1,8 +1,8 @@
 """Runs the tests of numerics as CPUs with fewer instruction sets run them: `make test-isa`.
 
 Variables cap the instruction sets of the kernels, ATen, oneDNN and MKL (MKL obeys its variable only on Intel's
-processors). The output names the selections that this CPU cannot run. With --others, the selection that this CPU runs
-without a cap is left to "make test-all". Exits with 1 where a selection failed.
+processors). The output names the selections that this CPU cannot run. With --others, which runs beside "make test-all",
+the selection that this CPU runs without a cap is left to that, and one runs at a time. Exits with 1 where one failed.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def run(selection: Selection) -> bool:
 
 
 def main() -> int:
-    """Run all selections, two at a time; returns the exit code."""
+    """Run all selections, two at a time unless beside other tests; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--others", action="store_true", help="leave out what this machine runs without a selection")
     has_others = parser.parse_args().others
@@ -103,7 +103,7 @@ def main() -> int:
     if has_others:
         reasons |= {each.name: "this machine's own, which make test-all runs" for each in SELECTIONS if is_own(each)}
     chosen = [each for each in SELECTIONS if not reasons[each.name]]
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(1 if has_others else 2) as threads:
         passed = dict(zip((each.name for each in chosen), threads.map(run, chosen), strict=True))
     for name, reason in reasons.items():
         result = f"not run: {reason}" if reason else "passed" if passed[name] else "FAILED"
