@@ -242,7 +242,10 @@ class _Rows:
     def _decider(self, sampler: Sampler) -> Callable[[int], int]:
         session = self.candidate.session
         if session.mode is VerifyMode.COUPLED:
-            return self._coupled
+            drawn = self.drawn
+            if self.faults or None in drawn:
+                return self._coupled
+            return [*drawn[1:], drawn[0]].__getitem__  # `ROOT` is the last index
         if session.rejection_method is RejectionMethod.BLOCK:
             return self._block(sampler)
         return self._rejection(sampler)

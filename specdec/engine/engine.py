@@ -243,7 +243,8 @@ class Engine:
         self._in_step = None
         self.ahead.release()
         for seq in self._unaccepted:
-            self._forget_nodes(seq)
+            if seq.verified_tree is not None:
+                self._forget_nodes(seq)
             self.scheduler.states.settle(seq)  # a sequence that does not run now would keep its nodes' rows
         self._unaccepted = []
         scheduled = self.scheduler.schedule(only)

@@ -98,7 +98,10 @@ class TokenTree:
 
     def child(self, parent: int, token_id: int) -> int | None:
         """The child of `parent` (or `ROOT`) with `token_id`, or None."""
-        token_ids, node = self.token_ids, -1
+        token_ids, node = self.token_ids, parent + 1
+        if node < len(token_ids) and token_ids[node] == token_id and self.parents[node] == parent:
+            return node  # in a chain the child is the next node
+        node = -1
         for _ in range(token_ids.count(token_id)):
             node = token_ids.index(token_id, node + 1)
             if self.parents[node] == parent:

@@ -215,7 +215,7 @@ class Pacing:
         return session.misses.num_unanswered >= _MAX_UNANSWERED or (is_learnt and self._num_vain >= _MAX_VAIN)
 
     def _plan_hold_off(self, session: TargetSession, now_s: float, num_ready: int) -> HoldOff | None:
-        if not self._may_wait(session) or self._has_enough(session):
+        if self._has_enough(session) or not self._may_wait(session):
             return None
         max_depth = most_accepted(session)
         choice, misses = self._hold_off[kind_of(session.params.temperature)], session.misses

@@ -35,10 +35,10 @@ class StepMemory:
     def work_on(self, keys: Sequence[bytes]) -> None:
         """Note that the next work is for the sessions with these keys."""
         self._head[0] = _UNTOLD
-        if 0 < len(keys) <= MAX_KEYS:
-            told = b"".join(keys)
-            self._memory[_HEADER_BYTES : _HEADER_BYTES + len(told)] = told
-            self._head[0] = _UNTOLD + len(keys)
+        num_keys = len(keys)
+        if 0 < num_keys <= MAX_KEYS:
+            self._memory[_HEADER_BYTES : _HEADER_BYTES + KEY_BYTES * num_keys] = b"".join(keys)
+            self._head[0] = _UNTOLD + num_keys
 
     def work(self) -> None:
         """Note that the next work is for no particular session."""
