@@ -184,7 +184,9 @@ class TargetSettings(NodeSettings, ReplicaSettings):
             if self.tensor_parallel_size > 1:
                 raise ValueError("own_draft: not with tensor_parallel_size above 1; use a draft service")
             try:
-                _ = self.own_draft_settings
+                own = self.own_draft_settings
             except ValidationError as error:
                 raise ValueError(f"own_draft: {error}") from error
+            if own is not None and own.device not in (self.device, "cpu"):
+                raise ValueError(f"own_draft: device {own.device}, but a process uses one GPU; leave it out")
         return self

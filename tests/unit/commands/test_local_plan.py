@@ -307,6 +307,7 @@ def test_a_target_runs_no_two_drafts() -> None:
         ('{"model": "D", "bogus": 1}', "own_draft.*bogus"),
         ('{"num_threads": 1}', "model"),
         ('{"model": "D", "num_threads": 0}', "own_draft.*num_threads"),
+        ('{"model": "D", "device": "cuda:1"}', "own_draft: device cuda:1"),
     ],
 )
 def test_what_is_wrong_with_a_draft_of_the_targets_own_is_named(value: str, message: str) -> None:
