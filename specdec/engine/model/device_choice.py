@@ -53,7 +53,8 @@ def missing_kernels(device: torch.device) -> str:
 
 def is_kernels_fault(error: Exception) -> bool:
     """Whether Triton could not compile a kernel for this GPU, or the GPU has too few resources for it."""
-    return isinstance(error, SubprocessError) or any(kind.__name__ == "TritonError" for kind in type(error).__mro__)
+    is_tritons = any(kind.__name__ == "TritonError" for kind in type(error).__mro__)
+    return is_tritons or isinstance(error, SubprocessError) or "PassManager::run failed" in str(error)
 
 
 def _first_line(error: Exception) -> str:

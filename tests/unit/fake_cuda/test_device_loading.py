@@ -141,9 +141,16 @@ def test_deterministic_engines_name_the_compiler_that_is_missing(
             ModelRunner.load(settings)
 
 
-def test_a_kernel_for_which_a_gpu_has_too_little_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [OutOfResources(300_000, 232_448, "shared memory"), RuntimeError("PassManager::run failed")],
+    ids=["too large", "not compiled"],
+)
+def test_a_kernel_that_does_not_fit_a_gpu_is_replaced(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def too_large(*arguments: Any, **named: Any) -> None:
-        raise OutOfResources(300_000, 232_448, "shared memory")
+        raise error
 
     monkeypatch.setattr(attention, "attend", too_large)
     model = save_tiny_model("gemma2", tmp_path)
