@@ -92,7 +92,6 @@ class HeadPasses:
         found = None if self.replays is None else self.replays.replayed(each, None, hidden)
         return each.compute(hidden) if found is None else found.result[: len(hidden)].clone()
 
-    @torch.inference_mode()
     def prepare(self, kinds: Iterable[HeadPass | Projection]) -> None:
         """Capture likely passes before the first request, as time and memory allow."""
         if self.replays is not None:

@@ -128,8 +128,8 @@ class ReplayedPass(NamedTuple):
     """What a replay fills; other replays overwrite it."""
 
     def take(self, batch: Batch | None, *inputs: torch.Tensor) -> None:
-        """Copy a batch and the first lines of the first inputs to where a replay reads them. Cost: four launches for a
-        batch, and one for each input."""
+        """Copy a batch and the first lines of the first inputs to where a replay reads them, in inference mode. Cost:
+        four launches for a batch, and one for each input."""
         if batch is not None:
             fill(self.batch, batch, self.padding)
         for static, own in zip(self.inputs, inputs, strict=False):
@@ -161,6 +161,7 @@ class BucketedPasses(Generic[KindT]):
     def made(self, kind: KindT, num_rows: int) -> tuple[tuple[torch.Tensor, ...], Forward]:
         """For a kind and a number of rows the tensors that a pass reads besides its batch, and the pass."""
 
+    @torch.inference_mode()
     def replayed(self, kind: KindT, batch: Batch | None, *inputs: torch.Tensor) -> ReplayedPass | None:
         """The pass after a replay for a batch and other inputs, which have a line for each row; None: it is not
         captured. Cost: see ``ReplayedPass.take``."""
@@ -196,9 +197,9 @@ class BucketedPasses(Generic[KindT]):
                 self._num_failures += 1
                 _logger.exception(f"{self._subject} could not be captured; its kernels are launched one by one")
                 if is_out_of_memory(error):
-                    self.capture.halve()
+                    self.capture.drop()
                 if self.has_failed:
-                    self.stop()
+                    self.drop(for_good=True)
                 return None
         self._graphs.move_to_end(key)
         if len(self._graphs) > _MOST_GRAPHS:
@@ -214,18 +215,14 @@ class BucketedPasses(Generic[KindT]):
         figures = {"num": self.num_graphs, "seconds": round(elapsed_s, 3), "complete": is_complete}
         _logger.info("graphs_captured", extra={"subject": self._subject, **figures})
 
-    def halve(self) -> None:
-        """Drop the half that was used longest ago."""
-        for _ in range(-(-len(self._graphs) // 2)):
-            self._graphs.popitem(last=False)
-
-    def stop(self) -> None:
-        """Replay nothing from now on, and drop all graphs."""
-        self._num_failures = _MOST_FAILURES
+    def drop(self, *, for_good: bool = False) -> None:
+        """Drop all graphs; ``for_good``: and replay nothing from now on."""
+        self._num_failures += _MOST_FAILURES * for_good
         self._graphs.clear()
 
+    @torch.inference_mode()
     def captured(self, key: tuple[KindT, int]) -> ReplayedPass:
-        """Capture a pass, which does not refer to these: in a cycle, an exchanged head would keep its memory."""
+        """Capture a pass, to be used in inference mode. It does not refer to these, or an exchanged head would stay."""
         batch, padding = (shape.empty_batch(key[1]) for shape in (self.shape, self.shape._replace(num_blocks=1)))
         inputs, run = self.made(*key)
         return ReplayedPass(batch, padding, inputs, *self.capture(lambda: run(batch)))

@@ -94,7 +94,7 @@ class DeviceDrawing(BucketedPasses[_Kind], Drawing):
         self.capture_ahead((kind, num_rows) for num_rows in _PREPARED_ROWS for kind in kinds)
         if not self._draws_as_single_steps(num_top):
             _logger.error("a captured graph draws other tokens than single steps; no graph draws")
-            self.stop()
+            self.drop(for_good=True)
 
     @torch.inference_mode()
     def _draws_as_single_steps(self, num_top: int) -> bool:
@@ -161,6 +161,7 @@ class DeviceDrawing(BucketedPasses[_Kind], Drawing):
             _until_none([of_round[index] for of_round in of_rounds[: row.num_rounds]]) for index, row in enumerate(rows)
         ]
 
+    @torch.inference_mode()
     def _replayed(
         self, rows: Sequence[DrawRow], logits: torch.Tensor, num_draws: int, num_top: int, *, is_sparse: bool = False
     ) -> torch.Tensor | None:

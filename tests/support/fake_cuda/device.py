@@ -63,6 +63,15 @@ def unwrapped(value: Any) -> Any:
     return value.backing if isinstance(value, DeviceTensor) else value
 
 
+def _check_mode(written: Sequence[Any]) -> None:
+    """Raise torch's error for a tensor of inference mode that is written outside of it."""
+    if torch.is_inference_mode_enabled():
+        return
+    flat, _ = tree_flatten(written)
+    if any(isinstance(each, DeviceTensor) and each.memory.is_of_inference for each in flat):
+        raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
+
+
 def _without_numbers(func: Any, flat: list[Any], spec: Any) -> Any:
     """Results of an operation on the meta device."""
     metas = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in map(unwrapped, flat)]
@@ -159,6 +168,7 @@ class FakeDevice(TorchDispatchMode):
             if each.alias_info is not None and each.alias_info.is_write and each.name in named
         ]
         if written:
+            _check_mode(written)
             self.current.put(lambda: func(*args, **kwargs))
             if not func._schema.returns:
                 return None  # of lists
@@ -202,6 +212,7 @@ class FakeDevice(TorchDispatchMode):
         return made
 
     def _copied_into(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        _check_mode([target])
         host = source if isinstance(target, DeviceTensor) else target
         if source.dim() == 0 and host is source and isinstance(target, DeviceTensor) and target.dim() > 0:
             source = source.clone()  # passed as a kernel's argument

@@ -32,6 +32,7 @@ class Memory:
         self.stream = stream
         self.graph = graph
         self._on_free = on_free
+        self.is_of_inference = torch.is_inference_mode_enabled()
 
     def __del__(self) -> None:
         self._on_free(self.store.nbytes())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -262,6 +264,43 @@ def test_draws_of_a_graph_are_those_of_single_steps_every_time_for_one_copy_back
         if number:
             copies = device.num_to_host - before[0], device.num_waits - before[1], device.num_to_device - before[2]
             assert copies == (1, 1, num_copies)
+
+
+def test_graphs_serve_inside_and_outside_of_inference_mode_wherever_they_were_captured(gpu: Gpu) -> None:
+    replays = gpu.runner.replays
+    assert replays is not None
+    drawing = DeviceDrawing(replays, gpu.runner.max_model_len, Sampler(gpu.runner.vocab_size, gpu.runner.device))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replays.capture, "ahead_s", 1e9)
+        drawing.prepare(NUM_TOP)
+    assert drawing.num_graphs == 1, "that of the comparison with single steps"
+    for prompt in PROMPTS[0], PROMPTS[2]:
+        drawing.draw(rows_of([3, 2, 3], PLAIN)[:1], prefill(gpu, prompt, 0), NUM_TOP)
+        assert drawing.num_passes == 2
+
+
+def test_a_draft_that_transformers_runs_draws_several_tokens_in_a_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing_module, "ROUND_BUCKETS", (2,))
+    with fake_cuda() as device:
+        runner = warm_runner("gemma2", tmp_path, monkeypatch)
+        assert runner.replays is not None
+        drawing = DeviceDrawing(runner.replays, runner.max_model_len, Sampler(runner.vocab_size, runner.device))
+        logits = runner.forward(batch_of(Gpu(device, runner, drawing), {0: PROMPTS[1]}))
+        [row, *_] = rows_of([2, 2, 2], PLAIN)
+        drawing.draw([replace(row, position=1)], logits, NUM_TOP)
+        assert drawing.num_passes == 1
+
+
+def test_memory_of_graphs_is_given_back_and_they_are_captured_again(gpu: Gpu) -> None:
+    runner = gpu.runner
+    before = torch.cuda.memory_reserved()
+    runner.release_memory()
+    assert (runner.num_graphs, torch.cuda.memory_reserved()) == (0, 0)
+    runner.forward(batch_of(gpu, {0: PROMPTS[0]}))
+    assert runner.num_graphs == 1
+    assert 0 < runner.replays.capture.held_bytes == torch.cuda.memory_reserved() < before  # type: ignore[union-attr]
 
 
 def test_sparse_draws_of_a_graph_wait_for_nothing_inside(gpu: Gpu) -> None:

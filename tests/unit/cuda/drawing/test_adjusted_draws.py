@@ -71,7 +71,7 @@ def test_a_graph_for_adjusted_logits_serves_what_others_ask_for_and_remembers_no
 def test_adjusted_rows_are_drawn_once_where_nothing_can_be_captured(
     runner: ModelRunner, device: tuple[DeviceDrawing, Captures]
 ) -> None:
-    device[0].stop()
+    device[0].drop(for_good=True)
     rows = adjusted_rows([4, 4, 4], [{**each, **ADJUSTED[0]} for each in MANY])
     expected = single_steps(runner, rows)
     logits = torch.cat([logits_of(runner, prompt, line) for line, prompt in enumerate(PROMPTS)])

@@ -72,7 +72,7 @@ def test_draws_for_rejection_verification_are_those_of_single_steps_with_their_d
     assert device[0].draw_sparse(rows, logits, NUM_SPARSE) == expected
     assert device[0].num_passes == 3
     assert device[1].num_replayed == 1
-    device[0].stop()
+    device[0].drop(for_good=True)
     assert device[0].draw_sparse(rows, logits, NUM_SPARSE) == [samples[:1] for samples in expected]
 
 
