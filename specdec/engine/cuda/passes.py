@@ -79,16 +79,18 @@ class CudaCapture:
 
     def has_memory(self) -> bool:
         """Whether one more graph may be captured."""
+        if not self.num_graphs:  # torch has freed their memory, and refuses a pool whose graphs are gone
+            self._pool, self.held_bytes = None, 0
         return not self.is_alone or self.held_bytes <= CAPTURE_BYTES
 
     def has_room(self, more_s: float) -> bool:
         """Whether more may be captured before the first request, after ``more_s`` seconds beside ``ahead_s``."""
         return self.has_memory() and (not self.is_alone or self.ahead_s + more_s <= _MOST_AHEAD_S)
 
-    def halve(self) -> None:
-        """Drop the half of each store that was used longest ago, for its memory."""
+    def drop(self) -> None:
+        """Drop all graphs, for their memory, which torch frees only with the last of them."""
         for store in self.stores:
-            store.halve()
+            store.drop()
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """Capture a function of no arguments; returns a function that replays it, and the tensor that a replay fills.
@@ -103,22 +105,23 @@ class CudaCapture:
             for _ in range(2):
                 run()
         outer.wait_stream(stream)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # as the capture does: memory left by those runs would hide what it takes
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads, such as NCCL's, may call CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 logits = run()
         except BaseException:
             # After a failed capture torch leaves the capture's stream current and its allocator in capture mode, in
-            # which it never frees memory.
+            # which it never frees memory. Nothing ends that mode of its allocator of host memory, for this pool.
             torch.cuda.set_stream(outer)
+            self._pool = None
             with contextlib.suppress(RuntimeError):  # the capture had already ended
-                torch._C._cuda_endAllocateToPool(outer.device_index, self._pool)
+                torch._C._cuda_endAllocateToPool(outer.device_index, pool)
+                torch._C._cuda_releasePool(outer.device_index, pool)
             raise
         self.held_bytes += max(0, torch.cuda.memory_reserved() - before)
         return graph.replay, logits

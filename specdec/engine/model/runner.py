@@ -235,13 +235,13 @@ class ModelRunner:
                 if not error <= tolerance(self.dtype):
                     figures = {"error": error, "num_rows": len(batch.input_ids)}
                     _logger.error("captured steps compute wrong logits and are not used", extra=figures)
-                    replays.stop()
+                    replays.drop(for_good=True)
                     return
 
     def release_memory(self) -> None:
-        """Give back device memory that only makes steps faster: half of the captured graphs."""
+        """Give back device memory that only makes steps faster: the captured graphs, captured again on use."""
         if self.replays is not None:
-            self.replays.capture.halve()
+            self.replays.capture.drop()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

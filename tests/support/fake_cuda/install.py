@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import shutil
 import subprocess
 import tempfile
+import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +73,8 @@ def _install(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def captured(graph: Graph, pool: Any = None, stream: Stream | None = None, **_: Any) -> Iterator[None]:
         device.wait()
+        if pool in refused:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         stream = stream or Stream()
         outer = device.current
         device.current, stream.capturing = stream, graph
@@ -79,9 +84,10 @@ def _install(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
             stream.capturing = None
             if graph.is_lost:  # torch raises before it restores the stream and ends the allocation
                 stuck.append(pool)
+                refused.append(pool)
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
             graph.spoil()
-            graphs.append(graph)
+            pools[pool].append((weakref.ref(graph), graph.num_bytes))
             device.current = outer
 
     def empty_cache() -> None:
@@ -93,9 +99,17 @@ def _install(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         stuck.remove(pool)
 
-    graphs: list[Graph] = []
+    def reserved(index: Any = None) -> int:
+        """Bytes of graphs and of those that are gone, as long as one of their pool is there."""
+        alive = [held for held in pools.values() if any(graph() is not None for graph, _ in held)]
+        return sum(num_bytes for held in alive for _, num_bytes in held)
+
+    pools: dict[Any, list[tuple[weakref.ref[Graph], int]]] = defaultdict(list)
     stuck: list[Any] = []  # pools of failed captures
+    refused: list[Any] = []  # which the allocator of host memory would go on recording to
+    numbers = itertools.count(1)
     patch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocation)
+    patch.setattr(torch._C, "_cuda_releasePool", lambda index, pool: None)
     for name, value in {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
@@ -106,7 +120,7 @@ def _install(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         "get_device_capability": lambda index=None: (9, 0),
         "synchronize": lambda index=None: device.wait(),
         "empty_cache": empty_cache,
-        "memory_reserved": lambda index=None: sum(graph.num_bytes for graph in graphs),
+        "memory_reserved": reserved,
         "memory_allocated": lambda index=None: 0,
         "max_memory_allocated": lambda index=None: 0,
         "reset_peak_memory_stats": lambda index=None: None,
@@ -117,7 +131,7 @@ def _install(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         "set_rng_state": lambda state, index=None: torch.set_rng_state(state),
         "set_sync_debug_mode": lambda mode: setattr(device, "refuses_waits", mode == "error"),
         "stream": device.on,
-        "graph_pool_handle": lambda: (0, 1),
+        "graph_pool_handle": lambda: (0, next(numbers)),
         "Stream": Stream,
         "Event": WaitedEvent,
         "CUDAGraph": made_graph,

@@ -39,15 +39,16 @@ def test_a_graph_is_captured_once_and_the_least_recently_used_one_is_dropped(mon
     assert store.keys == ["a", "b", "c"], "b was used longest ago"
 
 
-def test_a_store_drops_only_its_own_graphs_and_what_is_given_back_is_half_of_each() -> None:
+def test_a_store_drops_only_its_own_graphs_and_what_is_given_back_are_all() -> None:
     capture, first = made()
     second = Store(capture, "another test")
-    for store, key in ((first, "a"), (second, "a"), (first, "b"), (second, "b"), (first, "c"), (first, "d")):
+    for store, key in ((first, "a"), (second, "a"), (first, "b")):
         store.get(key)
-    capture.halve()
-    assert (first.num_graphs, second.num_graphs, capture.num_graphs) == (2, 1, 3)
-    second.stop()
+    second.drop(for_good=True)
     assert (first.num_graphs, second.num_graphs) == (2, 0)
+    capture.drop()
+    assert capture.num_graphs == 0
+    assert first.get("a") == "graph of a"
 
 
 def test_graphs_of_a_store_that_is_gone_are_dropped() -> None:
@@ -67,17 +68,17 @@ def test_after_three_captures_that_fail_none_is_tried_and_none_is_found() -> Non
     assert (store.keys, store.has_failed, store.num_graphs) == (["a", "c"], True, 0)
 
 
-def test_a_capture_without_memory_drops_the_half_that_was_used_longest_ago_and_is_tried_again() -> None:
+def test_a_capture_without_memory_drops_all_and_is_tried_again() -> None:
     _, store = made()
-    for key in "abcd":
+    for key in "ab":
         store.get(key)
     store.fails_for, store.error = "e", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
     assert store.get("e") is None
-    assert store.num_graphs == 2
+    assert store.num_graphs == 0
     store.fails_for = ""
     assert store.get("e") == "graph of e"
-    assert store.get("c") == "graph of c"
-    assert store.keys == list("abcde")
+    assert store.get("b") == "graph of b"
+    assert store.keys == list("abeb")
 
 
 def test_nothing_is_captured_while_graphs_hold_their_share_of_memory() -> None:
@@ -86,6 +87,8 @@ def test_nothing_is_captured_while_graphs_hold_their_share_of_memory() -> None:
     for _ in range(2):
         capture(lambda: torch.zeros(1))
     assert [store.get(key) for key in "ba"] == [None, "graph of a"]
+    capture.drop()
+    assert [store.get(key) for key in "ba"] == ["graph of b", "graph of a"]
 
 
 def test_of_several_ranks_all_capture_the_same_or_end() -> None:
