@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import cast
 
 import torch
 
@@ -245,7 +246,7 @@ class _Rows:
             drawn = self.drawn
             if self.faults or None in drawn:
                 return self._coupled
-            return [*drawn[1:], drawn[0]].__getitem__  # `ROOT` is the last index
+            return cast("Callable[[int], int]", [*drawn[1:], drawn[0]].__getitem__)  # `ROOT` is the last index
         if session.rejection_method is RejectionMethod.BLOCK:
             return self._block(sampler)
         return self._rejection(sampler)
