@@ -38,6 +38,8 @@ from specdec.wire.error_details import MAX_FIELD_BYTES, cut, details_of, retry_d
 
 DOMAIN = "specdec"
 CUT_OFF = "CUT_OFF"
+_OF_THE_WAY = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+"""Codes that services send with details: without them a proxy, whose own upstream died, or gRPC has ended the call."""
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 """Reason of an InvalidRequest: prompt and output do not fit the model's context."""
 _MAX_STATUS_BYTES = 4096
@@ -290,11 +292,11 @@ def from_rpc_error(error: grpc.RpcError, *, is_own_end: bool = True) -> SpecdecE
     """The error behind a failed call: from its typed details where it has them, else from its code.
 
     `is_own_end`: the caller may have cancelled the call itself. Otherwise CANCELLED without details means that the call
-    was cut off on the way, for example by a server that stops before it reads the call: Unavailable.
+    was cut off on the way, for example by a server that stops before it reads the call: Unavailable. So does INTERNAL.
     """
     status = rich_status(error.trailing_metadata())
     if status is None:
-        if error.code() is grpc.StatusCode.CANCELLED and not is_own_end:
-            return Unavailable("the call was cut off", reason=CUT_OFF)
+        if error.code() in _OF_THE_WAY or (error.code() is grpc.StatusCode.CANCELLED and not is_own_end):
+            return Unavailable(f"the call was cut off: {error.details()}", reason=CUT_OFF)
         status = status_pb2.Status(code=error.code().value[0], message=error.details() or "")
     return from_status(status)

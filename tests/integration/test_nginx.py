@@ -14,9 +14,11 @@ import httpx2
 import openai
 import pytest
 
+from specdec.client import Client, Completion, generate_resuming
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.nginx_server import nginx
-from tests.support.services.coordinator_harness import Harness, running
+from tests.support.services.black_hole import black_hole
+from tests.support.services.coordinator_harness import Harness, collect, request, running
 from tests.support.services.fake_coordinator import running_fake_coordinator
 from tests.support.services.faults import eventually
 from tests.support.services.gateways import GatewayAtHand, gateway
@@ -166,3 +168,19 @@ async def test_a_minute_of_silence_does_not_end_a_stream(tmp_path: Path) -> None
                 num_silences += await anext(lines) == ": keep-alive"
             stack.target.set_limit(None)
             assert [line async for line in lines if line][-1] == "data: [DONE]"
+
+
+async def test_a_stream_through_a_proxy_goes_on_when_its_upstream_dies(tmp_path: Path) -> None:
+    target, body = ScriptedTarget(), request(max_tokens=20)
+    target.limit = 5
+    async with running([target]) as harness, black_hole(harness.address) as hole:
+        with nginx(int(hole.address.rpartition(":")[2]), tmp_path, speaks_grpc=True) as url:
+            async with Client(url.removeprefix("http://")) as client:
+                seen = Completion()
+                async for chunk in generate_resuming(client, body):
+                    seen.add(chunk)
+                    if seen.choices and len(seen.choices[0].token_ids) == 5 and target.limit == 5:
+                        hole.close()
+                        target.set_limit(None)
+        whole = await collect(harness.stub.Generate(body))
+    assert seen.choices[0].text == whole.texts[0]

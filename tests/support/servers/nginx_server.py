@@ -1,4 +1,4 @@
-"""A real nginx before a gateway, with its default settings: HTTP/1.0 to the gateway, buffers, time-outs of a minute."""
+"""A real nginx before a gateway or a coordinator, with default settings: HTTP/1.0 to gateways, buffers, time-outs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ http {{
     scgi_temp_path {folder}/scgi;
     gzip on;
     server {{
-        listen 127.0.0.1:{port};
+        listen 127.0.0.1:{port}{http2};
         location / {{
-            proxy_pass http://127.0.0.1:{upstream};
+            {passes}://127.0.0.1:{upstream};
             {more}
         }}
     }}
@@ -41,13 +41,16 @@ http {{
 
 
 @contextlib.contextmanager
-def nginx(upstream: int, folder: Path, more: str = "") -> Iterator[str]:
+def nginx(upstream: int, folder: Path, more: str = "", *, speaks_grpc: bool = False) -> Iterator[str]:
     """The URL of an nginx before this port. `more`: directives of the location."""
     program = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
     assert program is not None, "nginx is missing: run `make servers`"
     port = free_port()
     config = folder / "nginx.conf"
-    config.write_text(_CONFIG.format(folder=folder, port=port, upstream=upstream, more=more))
+    http2, passes = (" http2", "grpc_pass grpc") if speaks_grpc else ("", "proxy_pass http")
+    config.write_text(
+        _CONFIG.format(folder=folder, port=port, upstream=upstream, more=more, http2=http2, passes=passes)
+    )
     command = [program, "-p", str(folder), "-c", str(config), "-e", str(folder / "error.log"), "-g", "daemon off;"]
     with subprocess.Popen(command) as process:
         try:
