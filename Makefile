@@ -51,7 +51,7 @@ SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
 MOTO := .tools/moto/bin/moto_server
 UV := .tools/uv/bin/uv
 # Clients of the gateway that tests run (docs/openai-clients.md), and those that only "make test-long" runs.
-CLIENTS := $(foreach name,agents frameworks ai-sdk llama-benchy triton,.tools/clients/$(name)/.installed)
+CLIENTS := $(foreach name,agents frameworks ai-sdk llama-benchy node triton,.tools/clients/$(name)/.installed)
 LONG_CLIENTS := $(foreach name,litellm tokenizers lm-eval guidellm aiperf vllm vllm-0.31,.tools/clients/$(name)/.installed)
 COMPOSE := .tools/docker-compose
 PROTO_ROOT ?= proto
