@@ -183,7 +183,7 @@ def attend(
 class TritonAttention:
     """``AttentionKernel`` for models that transformers runs; it computes in float32. Row-invariant as ``attend`` is.
 
-    Cost: two kernels per layer, ``KVCache.write``, and ``plan_work`` once per pass.
+    Cost: six kernels per layer, ``KVCache.write``, and ``plan_work`` once per pass.
     """
 
     def __call__(
@@ -198,5 +198,6 @@ class TritonAttention:
         """See ``AttentionKernel``."""
         cache, batch = cache_of(context), context.batch
         query = query if query.stride(2) == 1 else query.contiguous()
-        cache.write(layer, batch.slot_mapping, key, value)
+        nothing = (value * 0.0).sum(2, keepdim=True)  # as in `rotate_write_kernel`
+        cache.write(layer, batch.slot_mapping, key + nothing, value.nan_to_num(0.0, 0.0, 0.0))
         return attend(query, layer, batch, cache, options, context.scratch)

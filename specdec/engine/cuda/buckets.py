@@ -99,12 +99,9 @@ def fill(static: Batch, batch: Batch, padding: Batch) -> None:
 
     Table columns past the batch's own keep their old values, which no kernel reads.
     """
-    names = (
-        "input_ids", "position_ids", "slot_mapping", "row_seq", "context_lens", "path_offsets", "path_slots"
-    )  # fmt: skip
     num_seqs, width = batch.block_tables.shape
     copies = [(static.block_tables[num_seqs:][-1:, :1], padding.block_tables[num_seqs:][-1:, :1])]
-    for name in names:
+    for name in ("input_ids", "position_ids", "slot_mapping", "row_seq", "context_lens", "path_offsets", "path_slots"):
         to, own, rest = (getattr(each, name) for each in (static, batch, padding))
         copies += [(to[: len(own)], own), (to[len(own) :], rest[len(own) :])]
     for dtype in (torch.int64, torch.int32):

@@ -82,11 +82,15 @@ def rotate_write_kernel(
         slot = tl.load(slot_mapping + row)
         line = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + head - NUM_HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE
         to_key, to_value = keys + line * DIM, values + line * DIM
-        tl.store(to_key + d, _stored(new_low, keys), mask=is_dim)
-        tl.store(to_key + HALF + d, _stored(new_high, keys), mask=is_dim)
         value = own + NUM_KV_HEADS * DIM
-        tl.store(to_value + d, _stored(tl.load(value + d, mask=is_dim), values), mask=is_dim)
-        tl.store(to_value + HALF + d, _stored(tl.load(value + HALF + d, mask=is_dim), values), mask=is_dim)
+        low = tl.load(value + d, mask=is_dim, other=0.0).to(tl.float32)
+        high = tl.load(value + HALF + d, mask=is_dim, other=0.0).to(tl.float32)
+        # A row reads values that it does not see, times 0: one that is not finite is told by its key alone.
+        nothing = tl.sum(low * 0.0 + high * 0.0, 0)
+        tl.store(to_key + d, _stored(new_low + nothing, keys), mask=is_dim)
+        tl.store(to_key + HALF + d, _stored(new_high + nothing, keys), mask=is_dim)
+        tl.store(to_value + d, _stored(tl.where(nothing == 0.0, low, 0.0), values), mask=is_dim)
+        tl.store(to_value + HALF + d, _stored(tl.where(nothing == 0.0, high, 0.0), values), mask=is_dim)
 
 
 def add_norm(

@@ -102,7 +102,7 @@ class DeviceDecoder:
         per layer and two per pass.
         """
         plans: dict[str, Any] = {}
-        epsilon = self._epsilon
+        epsilon, num_heads, tables, is_ordered = self._epsilon, self._num_heads, self._tables, self._is_ordered
         parts = [part for layer in self._layers for part in layer]
         next_norms = iter([*(part.norm for part in parts[1:]), self._final_norm])
         embedded = self._embed(batch.input_ids)
@@ -114,12 +114,8 @@ class DeviceDecoder:
             for part in layer:
                 if isinstance(part, _Attention):
                     qkv, index = part.qkv(normed), part.layer
-                    query = rotate_write(
-                        qkv, self._num_heads, index, batch, cache, self._tables, part.head_norms, epsilon
-                    )
-                    attended = attend(
-                        query, index, batch, cache, self._options[index], plans, row_invariant=self._is_ordered
-                    )
+                    query = rotate_write(qkv, num_heads, index, batch, cache, tables, part.head_norms, epsilon)
+                    attended = attend(query, index, batch, cache, self._options[index], plans, row_invariant=is_ordered)
                     added = part.output(attended.flatten(1))
                 else:
                     gate, up = part.gate_up(normed).chunk(2, dim=1)

@@ -12,6 +12,7 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
+from specdec.engine.cuda.attention import TritonAttention
 from specdec.engine.model import loader
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.fused import is_fusable
@@ -91,6 +92,26 @@ def test_weights_of_8_bits_give_nearly_the_logits_of_the_rounded_model(tmp_path:
     log = probe.run(decoder, KVCache(recorded.geometries, probe.num_blocks, 8, torch.float32, loaded.device))
     error = log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences)
     assert 1e-3 < error < tolerance(torch.bfloat16, is_fp8=True)
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["decoder", "modules"])
+@torch.inference_mode()
+def test_a_token_that_is_not_finite_spoils_no_row_that_does_not_see_it(is_own: bool, tmp_path: Path) -> None:
+    model = save_tiny_model("llama", tmp_path, num_layers=1)
+    loaded = load_model(EngineSettings(model=str(model), device=DEVICE, dtype="float32", block_size=8))
+    probe = SelfTest(loaded.vocab_size, loaded.max_model_len, 8, loaded.device)
+    ragged = RaggedModel(loaded.model, TritonAttention())
+    recorded = ragged.record_attention(probe)
+    ragged.model.model.embed_tokens.weight[7] = torch.nan
+    step_model = DeviceDecoder(loaded.model, recorded.options, loaded.max_model_len) if is_own else ragged
+    cache = KVCache(recorded.geometries, probe.num_blocks, 8, torch.float32, loaded.device)
+    batch = probe.batch(probe.prefix_rows(5))
+    batch.input_ids.copy_(torch.tensor([1, 2, 3, 4, 5]))
+    expected = step_model(batch, cache)
+    batch.input_ids[4] = 7
+    found = step_model(batch, cache)
+    assert found[4].isnan().all()
+    assert torch.equal(found[:4], expected[:4])
 
 
 @pytest.fixture(scope="module")

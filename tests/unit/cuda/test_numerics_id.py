@@ -17,7 +17,7 @@ from specdec.engine.model import device_choice
 from specdec.engine.model.device_choice import triton_path
 
 CUDA = torch.device("cuda:0")
-DIGESTS = {4: "fe1627c2ed7db23c"}
+DIGESTS = {5: "768956ce5d2b51a3"}
 """Of the kernels and their tiles, by the version that the numerics id has for them."""
 
 
@@ -59,7 +59,7 @@ def test_the_id_names_whatever_compiles_the_kernels_and_what_for(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     first = triton_path("ordered-decoder", CUDA)
-    assert first == f"triton-ordered-decoder-4-{triton.__version__}-ptxas12.9-cuda13.0-sm90"
+    assert first == f"triton-ordered-decoder-5-{triton.__version__}-ptxas12.9-cuda13.0-sm90"
     found = {first, triton_path("decoder", CUDA)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     found.add(blackwell := triton_path("ordered-decoder", CUDA))
@@ -68,6 +68,6 @@ def test_the_id_names_whatever_compiles_the_kernels_and_what_for(monkeypatch: py
     found.add(triton_path("ordered-decoder", CUDA))
     monkeypatch.setattr(triton, "__version__", "9.9")
     found.add(triton_path("ordered-decoder", CUDA))
-    monkeypatch.setattr(device_choice, "_KERNELS_VERSION", 5)
+    monkeypatch.setattr(device_choice, "_KERNELS_VERSION", 6)
     found.add(triton_path("ordered-decoder", CUDA))
     assert len(found) == 6

@@ -153,6 +153,7 @@ def test_a_row_that_is_not_finite_never_looks_finite_and_harms_no_other_sequence
     spoiled = got[3:4] if what == "query" else got[3:17]
     assert spoiled.isnan().all()
     assert torch.equal(got[17:], expected[17:])
+    assert torch.equal(got[:3], expected[:3]), "which do not see it"
     if what == "query":
         assert torch.equal(got[4:], expected[4:])
 
