@@ -132,7 +132,8 @@ def chunked(path: str, size: int) -> bytes:
 
 def filled(prefix: bytes, item: bytes, suffix: bytes) -> bytes:
     """As large a body as is read, made of one item again and again."""
-    return prefix + b",".join([item] * ((MOST_BODY_BYTES - len(prefix) - len(suffix)) // (len(item) + 1))) + suffix
+    count = (MOST_BODY_BYTES - len(prefix) - len(suffix)) // (len(item) + 1)
+    return prefix + ((item + b",") * count)[:-1] + suffix
 
 
 LARGE: dict[str, tuple[str, bytes]] = {

@@ -34,7 +34,7 @@ MODELS = {model.__name__: model for model in SMALL}
 
 def grown(item: bytes, size: int) -> bytes:
     """A list of equal items."""
-    return b"[" + b",".join([item] * (size // (len(item) + 1))) + b"]"
+    return b"[" + ((item + b",") * (size // (len(item) + 1)))[:-1] + b"]"
 
 
 def many_fields(size: int) -> bytes:
