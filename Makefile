@@ -66,7 +66,7 @@ help:  ## Show the targets.
 .PHONY: venv
 venv: $(STAMP)  ## Make the virtual environment.
 
-# $(1): extras.
+# $(1): extras. Python compiles modules when it first imports them, which is less than half of all.
 define install
 if ! test -x $(BIN)/pip; then
     echo "Making a virtual environment in $(VENV)"
@@ -74,9 +74,9 @@ if ! test -x $(BIN)/pip; then
 fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 echo "Installing $(TORCH) (this can take a minute)"
-$(BIN)/pip install --quiet "$(TORCH)"
+$(BIN)/pip install --quiet --no-compile "$(TORCH)"
 echo "Installing specdec[$(1)]"
-$(BIN)/pip install --quiet --editable '.[$(1)]'
+$(BIN)/pip install --quiet --no-compile --editable '.[$(1)]'
 endef
 
 $(STAMP): pyproject.toml | $(WEIGHTS)

@@ -1,12 +1,14 @@
 """Device of Triton kernels in tests: a GPU, or the CPU with Triton's interpreter (see tests/conftest.py)."""
 
 import functools
+import math
 import os
 from typing import Any
 
 import numpy as np
 import torch
-from triton.language.core import block_type
+from triton.language import core as language
+from triton.language.core import block_type, constexpr
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -75,7 +77,20 @@ def _made_once(with_element_type: Any) -> Any:
     return with_element
 
 
+def _make_tensor(self: Any, handle: Any, kind: Any) -> None:
+    """``tensor.__init__`` that makes the shape of each kind of block once."""
+    self.handle, self.type, self.dtype = handle, kind, kind.scalar
+    self.shape, self.numel = _shape_of(tuple(kind.shape.values) if kind.is_block() else ())
+
+
+@functools.cache
+def _shape_of(lengths: tuple[int, ...]) -> tuple[Any, Any]:
+    return language.tuple([constexpr(length) for length in lengths]), constexpr(math.prod(lengths))
+
+
 if DEVICE == "cpu":  # Otherwise these take half of the interpreter's time.
+    language.tensor.__init__ = _make_tensor
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None  # computes what only `debug` looks at
     interpreter.InterpretedFunction.__call__ = _patched_once(interpreter.InterpretedFunction.__call__)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     TritonSemantic.broadcast_impl_value = _at_once_where_equal(TritonSemantic.broadcast_impl_value)
