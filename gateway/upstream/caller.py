@@ -12,7 +12,7 @@ import structlog
 from google.protobuf.message import Message
 
 from specdec.client import Client, ResumePolicy, generate_resuming
-from specdec.client.client import MOST_ATTEMPTS, RETRY_WAITS
+from specdec.client.settings import MOST_ATTEMPTS, RETRY_WAITS
 from specdec.gateway.upstream.beginning import key_of
 from specdec.gateway.upstream.hold import Hold, Waits
 from specdec.gateway.upstream.turns import Member, Turns

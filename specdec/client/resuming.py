@@ -11,7 +11,7 @@ from typing import Protocol
 
 import structlog
 
-from specdec.client.client import Completion
+from specdec.client.completion import Completion
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.backoff import Backoff
 from specdec.wire.errors import Unavailable

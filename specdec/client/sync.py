@@ -15,8 +15,9 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.client.client import ClientSettings, Completion, as_sent, check_started
+from specdec.client.completion import Completion, as_sent, check_started
 from specdec.client.resuming import ResumePolicy, Resumption
+from specdec.client.settings import ClientSettings
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
 from specdec.wire.errors import Cancelled, Unavailable, from_rpc_error

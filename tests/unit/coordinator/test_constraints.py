@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.client.client import check_started
+from specdec.client.completion import check_started
 from specdec.constraints.grammar.awaited import tenant_of
 from specdec.coordinator.intake.planning import RequestCaller
 from specdec.coordinator.intake.prompt import resolve_start
