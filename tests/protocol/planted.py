@@ -15,7 +15,7 @@ from specdec.coordinator.links.replica_link import ReplicaLink
 from specdec.coordinator.links.target_link import TargetLink
 from specdec.coordinator.recovery.moves import TargetMoves
 from specdec.replica.worker.links import DraftEnd, LinkEnd, TargetEnd
-from specdec.replica.worker.loop import EngineWorker
+from specdec.replica.worker.owner_streams import OwnerStreams
 from specdec.store.memory import MemoryStore
 from specdec.target_service.session import TargetSession
 from specdec.target_service.verifier import Verifier
@@ -48,8 +48,8 @@ def _results_of_any_epoch(_: Any) -> Callable[..., None]:
 
 
 def _openings_of_any_epoch(_: Any) -> Callable[..., bool]:
-    def replace(worker: EngineWorker[Any], current: Any, owner: Any, entry: Any) -> bool:
-        worker._end(current, "reopened")
+    def replace(owners: OwnerStreams[Any], current: Any, owner: Any, entry: Any) -> bool:
+        owners.end(current, "reopened")
         return True
 
     return replace
@@ -151,7 +151,7 @@ ON_EXPLORATIONS = {
     "the coordinator takes results of an earlier epoch": (
         "swap", Defect(ReplicaLink, "on_result", _results_of_any_epoch)),
     "a target opens a session again under the same epoch": (
-        "repeat", Defect(EngineWorker, "_replace", _openings_of_any_epoch)),
+        "repeat", Defect(OwnerStreams, "_replace", _openings_of_any_epoch)),
     "a verdict that comes twice is applied twice": (
         "repeat-two-tokens", Defect(DecodeLoop, "on_verdict", _verdict_from(lambda ours, theirs: ours))),
     "a verdict after a gap is applied": (

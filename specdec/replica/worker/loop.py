@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic
+from typing import Generic
 
 import structlog
 from google.rpc import code_pb2
@@ -32,23 +32,14 @@ from specdec.replica.bridge.frames import EnginePort, Frame, FrameKind, PeerGone
 from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.worker.errors import SessionFailure
 from specdec.replica.worker.host import SessionHost
-from specdec.replica.worker.links import DraftEnd, LinkEnd, TargetEnd
+from specdec.replica.worker.owner_streams import OwnerStreams
 from specdec.replica.worker.pending_responses import TooLarge
 from specdec.replica.worker.role import Role, Wire
-from specdec.replica.worker.sessions import Owner, SessionT, StaleLease, may_replace
-from specdec.replica.worker.trace import SessionTrace
+from specdec.replica.worker.sessions import SessionT
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.error_details import session_key
-from specdec.wire.parsing.parts import MalformedFrame, read_frame
 
 _LOAD_INTERVAL_S = 0.25
 """Seconds between two load reports."""
-_MAX_PENDING_BYTES = 32 * 2**20
-"""Bytes of a stream that the socket has not taken above which the stream is aborted."""
-_MAX_WAITING_BYTES = 256 * 2**20
-"""Bytes queued for a full servicer; enough for everything that a reattaching coordinator is sent again."""
-_MOST_ID_CHARS = 512
-"""Characters of a session's id, which every result repeats; our ids have some fifty."""
 _LOOK_S = 0.001
 """Seconds between two looks at a computing device: the shortest wait of `EnginePort.poll`."""
 _NOT_READ_S = 30.0
@@ -78,30 +69,22 @@ class EngineWorker(Generic[SessionT]):
         """
         self._pulse = pulse or Pulse()
         self._port = port
-        self._wire = wire
-        self._info = info
         self._host = host
         self._sessions = host.sessions
         self._responses = host.responses
         self._steps = host.steps
         self._role = role
-        self._traces = traces
         self._clock = clock
         self._next_load_s = 0.0
         self._told_load: pb.LoadReport | None = None
-        self._full: set[int] = set()
-        """Streams whose sessions are paused until their coordinators read."""
         self._rest: Iterator[None] | None = None
         """Arrived frames that are not handled yet."""
         self._draining = False
         self._leaving = False
         self._stopping = False
-        self.links: LinkEnd[SessionT]
-        if wire.joins_links:
-            most = info.identity.max_model_len
-            self.links = DraftEnd(port, host, role, self._fail, clock, max_model_len=most)
-        else:
-            self.links = TargetEnd(port, host, role, self._fail, clock)
+        self.owners = OwnerStreams(port, wire, info, host, role, clock, traces=traces)
+        """The streams of coordinators."""
+        self.links = self.owners.links
         self._log = structlog.get_logger("specdec.replica.worker")
 
     def run(self) -> None:
@@ -170,7 +153,7 @@ class EngineWorker(Generic[SessionT]):
                 yield from self.links.message(frame.stream_id, frame.payload)
                 continue
             if frame.kind is FrameKind.MESSAGE:
-                yield from self._handle_message(frame.stream_id, frame.payload)
+                yield from self.owners.message(frame.stream_id, frame.payload)
                 continue
             while self._host.gpu_busy and frame.kind is FrameKind.CALL:
                 yield  # a call may change the next steps, so it waits for this one
@@ -188,20 +171,12 @@ class EngineWorker(Generic[SessionT]):
     def _end_overdue(self, now_s: float) -> None:
         for session in self._sessions.expired(now_s):
             self._log.info("session_expired", **session.log_fields)
-            self._end(session, "expired")
+            self.owners.end(session, "expired")
         for session in self._sessions.overdue(now_s):
             message = "deadline_ms: the request's deadline has passed, and its coordinator did not close the session"
-            self._fail(session, SessionFailure(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", message))
+            self.owners.fail(session, SessionFailure(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", message))
         for stream_id in self._responses.not_read(now_s, _NOT_READ_S):
-            self._abort_not_read(stream_id)
-
-    def _end(self, session: SessionT, reason: str) -> None:
-        self._role.close_session(session)
-        self._host.ended(session, reason)
-
-    def _fail(self, session: SessionT, failure: SessionFailure) -> None:
-        self._role.close_session(session)
-        self._host.failed(session, failure)
+            self.owners.abort_not_read(stream_id)
 
     def _timeout_s(self, until_step_s: float | None, now_s: float) -> float:
         waits = [self._next_load_s - now_s]
@@ -233,28 +208,16 @@ class EngineWorker(Generic[SessionT]):
                 self._fail_too_large(each)
             self._responses.flush({each.stream_id for each in too_large}, now_s, None)
         self._host.answers.send(self._port)
-        self._hold_back()
+        self.owners.hold_back()
         if self._draining and not len(self._sessions):
             self._port.send(FrameKind.DRAINED, 0, b"")
             self._draining = False
-
-    def _hold_back(self) -> None:
-        """Pause the sessions whose owner must read first; resume them when it has."""
-        full = self._responses.full
-        if full == self._full:
-            return
-        for stream_id in full ^ self._full:
-            owner = self._sessions.owner_of(stream_id)
-            for session in () if owner is None else self._sessions.of(owner):
-                session.is_held_back = stream_id in full
-                self._role.update_pause(session)
-        self._full = set(full)
 
     def _fail_too_large(self, result: TooLarge) -> None:
         """End the one session whose result is larger than its owner's message limit."""
         session = self._sessions.get(result.session_id)
         if session is not None and session.epoch == result.epoch:
-            self._fail(session, result.failure)
+            self.owners.fail(session, result.failure)
         else:
             self._host.refuse(result.stream_id, result.session_id, result.epoch, result.failure)
 
@@ -273,7 +236,7 @@ class EngineWorker(Generic[SessionT]):
                 self.links.streams.taken(frame.stream_id, int.from_bytes(frame.payload, "little"))
             case FrameKind.STREAM_CLOSED:
                 self._responses.drop(frame.stream_id)
-                self._detach(frame.stream_id)
+                self.owners.detach(frame.stream_id)
                 if self._role.calls is not None:
                     self._role.calls.call_ended(frame.stream_id)
             case FrameKind.CALL:
@@ -281,7 +244,7 @@ class EngineWorker(Generic[SessionT]):
             case FrameKind.STREAM_TAKEN:
                 num_bytes = int.from_bytes(frame.payload, "little")
                 self._responses.taken(frame.stream_id, num_bytes, self._clock())
-                self._hold_back()
+                self.owners.hold_back()
             case FrameKind.DRAIN:
                 self._draining = self._leaving = True
                 self._next_load_s = 0.0  # the next flush tells the owners
@@ -298,140 +261,3 @@ class EngineWorker(Generic[SessionT]):
             self._role.calls.call(call_id, request)
         except Exception as error:
             answers.refuse(call_id, self._host.faults.failure(error).to_status())
-
-    def _handle_message(self, stream_id: int, payload: bytes) -> Iterator[None]:
-        try:
-            request = read_frame(self._wire.request, payload)
-        except MalformedFrame as error:
-            self._responses.abort(stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", str(error))
-            return
-        owner = self._sessions.owner_of(stream_id)
-        if request.HasField("attach") == (owner is not None):
-            reason = "NOT_ATTACHED" if owner is None else "ALREADY_ATTACHED"
-            message = "the first message, and only that, must be an attach"
-            self._responses.abort(stream_id, code_pb2.FAILED_PRECONDITION, reason, message)
-            return
-        if owner is None and (owner := self._attach(stream_id, request.attach)) is None:
-            return
-        for entry in request.entries:
-            if owner.stream_id != stream_id:  # the stream was aborted meanwhile
-                return
-            self._handle_entry(owner, stream_id, entry)
-            yield
-        try:  # after the entries: it concerns the sessions that they opened, too
-            self._role.owner_message(owner, request)
-        except Exception as error:  # it only advises, for speed
-            self._host.faults.note(error)
-        self._steps.work()
-        is_pending = self._port.pending_bytes(stream_id) > _MAX_PENDING_BYTES
-        if is_pending or self._responses.waiting_bytes(stream_id) > _MAX_WAITING_BYTES:
-            self._abort_not_read(stream_id)
-
-    def _abort_not_read(self, stream_id: int) -> None:
-        message = "the coordinator does not read its responses"
-        self._responses.abort(stream_id, code_pb2.RESOURCE_EXHAUSTED, "STREAM_NOT_READ", message)
-        self._detach(stream_id)  # STREAM_CLOSED comes only when the peer has read its queued responses
-
-    def _detach(self, stream_id: int) -> None:
-        for session in self._sessions.detach(stream_id, self._clock()):
-            self._role.update_pause(session)
-
-    def _refuse_id(self, stream_id: int, field: str, value: str) -> None:
-        message = f"{field}: {len(value)} characters exceed the limit of {_MOST_ID_CHARS}"
-        self._responses.abort(stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", message)
-
-    def _attach(self, stream_id: int, attach: pb.Attach) -> Owner | None:
-        if len(attach.owner_id) > _MOST_ID_CHARS:
-            self._refuse_id(stream_id, "attach.owner_id", attach.owner_id)
-            return None
-        try:
-            owner, former = self._sessions.attach(stream_id, attach.owner_id, attach.lease_generation)
-        except StaleLease as error:
-            self._responses.abort(stream_id, code_pb2.FAILED_PRECONDITION, "STALE_LEASE", str(error))
-            return None
-        if former is not None and former != stream_id:
-            self._responses.abort(former, code_pb2.ABORTED, "OWNER_REPLACED", "the owner attached on another stream")
-        listed = {s.session_id: s for s in attach.sessions}
-        held: dict[str, SessionT] = {}
-        for session in self._sessions.of(owner):
-            if (told := listed.get(session.session_id)) is not None and told.epoch == session.epoch:
-                held[session.session_id] = session
-            else:
-                self._end(session, "not attached again")
-        unknown = [session_id for session_id in listed if session_id not in held]
-        owner.message_bytes = self._responses.opened(stream_id, attach.max_message_bytes)
-        self._responses.attached(
-            stream_id,
-            pb.Attached(identity=self._info.identity, unknown_session_ids=unknown, instance_id=self._info.instance_id),
-        )
-        self._log.info("attached", owner=owner.owner_id, sessions=len(held), unknown=len(unknown))
-        for session_id, session in held.items():
-            self._resume(session, listed[session_id])
-        return owner
-
-    def _resume(self, session: SessionT, seen: pb.AttachedSession) -> None:
-        session.is_held_back = False
-        self._role.update_pause(session)
-        try:
-            self._role.resend(session, seen)
-        except Exception as error:
-            self._fail(session, self._host.faults.failure(error))
-
-    def _handle_entry(self, owner: Owner, stream_id: int, entry: Any) -> None:
-        session_id = entry.session_id
-        if len(session_id) > _MOST_ID_CHARS:
-            self._refuse_id(stream_id, "session_id", session_id)
-            self._detach(stream_id)
-            return
-        kind = entry.WhichOneof("entry")
-        session = self._sessions.get(session_id)
-        if kind == "open":
-            self._steps.work_on([session_key(session_id)])
-            self._open(owner, stream_id, entry, session)
-            return
-        if kind is None or session is None or session.owner is not owner or session.epoch != entry.epoch:
-            return
-        self._steps.work_on([session.key])
-        if kind == "close":
-            self._end(session, entry.close.reason)
-            return
-        try:
-            if kind == "link":
-                self.links.granted(session, entry.link)
-                return
-            position = self.links.before_entry(session)
-            self._role.entry(session, kind, getattr(entry, kind))
-            self.links.after_entry(session, position)
-        except Exception as error:
-            self._fail(session, self._host.faults.failure(error))
-
-    def _open(self, owner: Owner, stream_id: int, entry: Any, current: SessionT | None) -> None:
-        try:
-            if current is not None and not self._replace(current, owner, entry):
-                return
-            session = self._role.open_session(owner, entry.session_id, entry.epoch, entry.open)
-        except Exception as error:
-            self._host.refuse(stream_id, entry.session_id, entry.epoch, self._host.faults.failure(error))
-            return
-        session.lease_generation, session.apart_until = entry.open.lease_generation, entry.open.apart_until
-        if entry.open.HasField("deadline_ms"):
-            session.deadline_s = self._clock() + entry.open.deadline_ms / 1000
-        if self._traces and entry.open.traceparent:
-            session.trace = SessionTrace.begin(entry.open.traceparent)
-        self._sessions.add(session)
-        if stream_id in self._full:
-            session.is_held_back = True
-            self._role.update_pause(session)
-        self._host.emit(session, opened=pb.SessionOpened(position=self._role.position(session)))
-
-    def _replace(self, current: SessionT, owner: Owner, entry: Any) -> bool:
-        """End the held session for a new opening; False if the opening is an old one."""
-        generation = entry.open.lease_generation
-        if not may_replace(current, owner, entry.epoch, generation):
-            return False
-        if current.owner is owner:
-            self._end(current, "reopened")
-        else:
-            message = f"taken over under lease generation {generation}"
-            self._fail(current, SessionFailure(code_pb2.ABORTED, "SESSION_TAKEN_OVER", message))
-        return True

@@ -50,7 +50,7 @@ class EngineSafety:
         """Verdicts whose tokens went to a draft directly."""
         self._seen: dict[str, tuple[int, int]] = {}
         """The highest lease generation and epoch under which a session was held."""
-        worker: Any = core.worker
+        worker: Any = core.worker.owners
         handle = worker._handle_entry
 
         def spy(owner: Any, stream_id: int, entry: Any) -> None:

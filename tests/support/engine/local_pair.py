@@ -99,7 +99,7 @@ class LocalPair:
         engine itself, and no other draft. `drafters`: the target's drafters that need no weights."""
         for worker, host in ((self.target, self.target_host), (self.draft, self.draft_host)):
             for session in list(host.sessions):
-                worker._end(session, "closed")
+                worker.owners.end(session, "closed")
         self._start_workers(own_draft, drafters)
 
     def _start_workers(self, own_draft: bool = False, drafters: Sequence[DrafterOptions] | None = None) -> None:

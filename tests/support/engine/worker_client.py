@@ -40,7 +40,7 @@ class WorkerClient:
         self.wire = TARGET_WIRE if role == "target" else DRAFT_WIRE
         self._entry = target_pb2.TargetEntry if role == "target" else draft_pb2.DraftEntry
         self.clock = Clock()
-        self.worker._clock = self.clock
+        self.worker._clock = self.worker.owners._clock = self.clock
         self.results: list[Any] = []
         self.attached: list[pb.Attached] = []
         self.loads: dict[int, pb.LoadReport] = {}
@@ -115,7 +115,7 @@ class WorkerClient:
     def end_all(self) -> None:
         """End all sessions, as the worker does."""
         for session in list(self.host.sessions):
-            self.worker._end(session, "closed")
+            self.worker.owners.end(session, "closed")
 
     def check_nothing_held(self) -> None:
         assert len(self.host.sessions) == 0

@@ -8,7 +8,7 @@ import pytest
 from google.rpc import code_pb2
 
 from specdec.replica.bridge.frames import FrameKind
-from specdec.replica.worker import loop
+from specdec.replica.worker import owner_streams
 from specdec.replica.worker.pending_responses import ResponseLimits
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
@@ -108,7 +108,7 @@ def test_after_a_while_the_stream_ends_and_its_sessions_can_be_taken_up_on_anoth
 
 
 def test_what_waits_for_one_who_reads_nothing_is_bounded(client: WorkerClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_MAX_WAITING_BYTES", 16 * BUFFER)
+    monkeypatch.setattr(owner_streams, "_MAX_WAITING_BYTES", 16 * BUFFER)
     refused = [client._entry(session_id=f"{n}" + "x" * 400, epoch=1, open=pb.OpenSession()) for n in range(100)]
     for _ in range(100):
         client.send(entries=refused)

@@ -316,6 +316,7 @@ FLOORS = {
         pending_responses
         host
         links
+        owner_streams
         loop
         entry
         build

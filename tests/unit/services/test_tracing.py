@@ -171,7 +171,7 @@ def pair() -> LocalPair:
 @pytest.fixture(params=["target", "draft"])
 def client(pair: LocalPair, request: pytest.FixtureRequest) -> Iterator[WorkerClient]:
     client = WorkerClient(pair, request.param)
-    client.worker._traces = True
+    client.worker.owners.traces = True
     client.attach()
     yield client
     client.end_all()
@@ -215,7 +215,7 @@ def test_a_session_that_is_not_traced_is_not_told(client: WorkerClient, tracepar
 
 
 def test_a_replica_without_a_collector_notes_nothing(client: WorkerClient) -> None:
-    client.worker._traces = False
+    client.worker.owners.traces = False
     opened(client)
     assert client.session().trace is None
 
@@ -231,7 +231,7 @@ def test_a_session_that_fails_says_why_and_its_log_line_carries_the_trace(
             lines.append({"event": event, **fields})
 
     monkeypatch.setattr(client.host, "_log", Log())
-    client.worker._fail(client.session(), SessionFailure(code_pb2.INTERNAL, "BROKEN", "it broke"))
+    client.worker.owners.fail(client.session(), SessionFailure(code_pb2.INTERNAL, "BROKEN", "it broke"))
     client.turn()
     attributes = attributes_of(client.spans[0])
     assert (attributes["error.type"], attributes["specdec.end_reason"]) == ("BROKEN", "failed")
@@ -258,7 +258,7 @@ def test_sessions_that_an_engine_leaves_behind_are_told_when_it_stops(client: Wo
 def test_names_of_attributes_are_those_of_the_conventions() -> None:
     modules = (gen_ai_attributes, rpc_attributes, error_attributes, server_attributes)
     known = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
-    sources = [ROOT / "coordinator/sessions/request_trace.py", ROOT / "specdec/replica/worker/loop.py"]
+    sources = [ROOT / "coordinator/sessions/request_trace.py", ROOT / "specdec/replica/worker/host.py"]
     names = re.compile(r'"((?:gen_ai|rpc|error|server)\.[a-z_.]+)"')
     used = {name for path in sources for name in names.findall(path.read_text(encoding="utf-8"))}
     assert len(used) > 20
