@@ -38,8 +38,6 @@ from specdec.wire.error_details import MAX_FIELD_BYTES, cut, details_of, retry_d
 
 DOMAIN = "specdec"
 CUT_OFF = "CUT_OFF"
-_OF_THE_WAY = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""Codes that services send with details: without them a proxy, whose own upstream died, or gRPC has ended the call."""
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 """Reason of an InvalidRequest: prompt and output do not fit the model's context."""
 _MAX_STATUS_BYTES = 4096
@@ -296,7 +294,9 @@ def from_rpc_error(error: grpc.RpcError, *, is_own_end: bool = True) -> SpecdecE
     """
     status = rich_status(error.trailing_metadata())
     if status is None:
-        if error.code() in _OF_THE_WAY or (error.code() is grpc.StatusCode.CANCELLED and not is_own_end):
+        # Services send INTERNAL with details; without them a proxy whose upstream died, or gRPC, has ended the call.
+        is_of_the_way = error.code() is grpc.StatusCode.INTERNAL
+        if is_of_the_way or (error.code() is grpc.StatusCode.CANCELLED and not is_own_end):
             return Unavailable(f"the call was cut off: {error.details()}", reason=CUT_OFF)
         status = status_pb2.Status(code=error.code().value[0], message=error.details() or "")
     return from_status(status)
