@@ -166,12 +166,16 @@ class _Reader:
             self._leave_out(path, read, "format", f"the format {name[:40]!r}")
 
     def _bounds(self, path: str, read: dict[str, Any]) -> None:
-        """Leave out, or narrow, bounds that are too far from 0 for the compiler."""
+        """Leave out, or narrow, bounds that are too far from 0 for the compiler, or that it would round."""
         types = read.get("type", "number")
         is_whole = "integer" in types and "number" not in types if isinstance(types, list) else types == "integer"
         for keyword, sign in _BOUNDS:
             bound = read.get(keyword)
-            if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) <= _MOST_BOUND:
+            if isinstance(bound, bool) or not isinstance(bound, int | float):
+                continue
+            if abs(bound) <= _MOST_BOUND:
+                if isinstance(bound, int):
+                    read[keyword] = _as_double(bound, sign)
                 continue
             if sign * bound < 0:
                 problem = f"cannot be enforced here: {keyword} is at most {_MOST_BOUND}, and at least its negative"
@@ -323,6 +327,12 @@ def _values(schema: Any) -> list[Any] | None:
     if "const" in schema:
         return [schema["const"]]
     return [False, True] if schema == {"type": "boolean"} else None
+
+
+def _as_double(bound: int, sign: int) -> int:
+    """The nearest bound that is a double and allows no more."""
+    near = float(bound)
+    return int(math.nextafter(near, -sign * math.inf) if sign * near > sign * bound else near)
 
 
 def _bound(value: Any, default: int) -> int:

@@ -83,6 +83,12 @@ def read(schema: Any, *, strict: bool = False) -> tuple[pb.Constraint, list[str]
             ['{"a": 1}'],
             ['{"a": 2}'],
         ),
+        (
+            {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 5},
+            [str(2**53 + 2)],
+            [str(2**53), str(2**53 + 6)],
+        ),
+        ({"type": "integer", "exclusiveMaximum": -(2**53) - 1}, [str(-(2**53) - 4)], [str(-(2**53) - 1)]),
     ],
 )
 def test_it_is_enforced_strict_or_not(schema: Any, right: list[str], wrong: list[str]) -> None:
