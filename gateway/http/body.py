@@ -71,7 +71,7 @@ class BodyReader:
         translate: Callable[[M, L], T],
     ) -> tuple[M, T]:
         """As `read`, with what `learn` finds out for the body before it is translated. Raises its errors, too."""
-        content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json" and not content_type.endswith("+json"):
             raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
         encoding = request.headers.get("content-encoding", "identity")

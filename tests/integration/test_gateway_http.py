@@ -85,6 +85,16 @@ async def test_head_is_answered_where_get_is_and_without_a_body() -> None:
         assert (await client.head(f"{probes}/version")).status_code == 200
 
 
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+async def test_a_page_sends_nothing_without_asking_first(kind: str | None) -> None:
+    body = json.dumps({"prompt": [5], "max_tokens": 2})
+    kinds = {} if kind is None else {"content-type": kind}  # browsers ask first (CORS) for all others
+    async with running([ScriptedTarget()]) as harness, gateway(harness.address) as one, one.http() as client:
+        for path in ("/v1/completions", "/tokenize", "/v1/messages", "/v1/responses"):
+            answer = await client.post(path, content=body.encode(), headers={"origin": APP, **kinds})
+            assert answer.status_code == 415, path
+
+
 async def test_a_compressed_body_is_refused_by_the_name_of_its_header() -> None:
     async with running([ScriptedTarget()]) as harness, gateway(harness.address) as one, one.http() as client:
         body = json.dumps({"prompt": [5], "max_tokens": 2}).encode()

@@ -191,6 +191,9 @@ class Nobody:
         raise Unavailable("nobody serves")
 
 
+KIND = (b"content-type", b"application/json")
+
+
 async def called(app: Any, path: str, body: bytes) -> bytes:
     """The answer of a route, with its status before it."""
     sent: list[dict[str, Any]] = []
@@ -201,7 +204,7 @@ async def called(app: Any, path: str, body: bytes) -> bytes:
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [KIND]}
     with ByteBudget(1 << 40, 1 << 40).hold("a client") as held:
         await app({**scope, "state": {"metadata": (), "held": held}}, receive, send)
     return b"%d " % sent[0]["status"] + sent[1]["body"]

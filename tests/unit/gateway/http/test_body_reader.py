@@ -21,7 +21,7 @@ class Sent:
     """A request whose body has come."""
 
     def __init__(self, body: bytes) -> None:
-        self.headers: dict[str, str] = {}
+        self.headers = {"content-type": "application/json"}
         self.scope = {"state": {"held": Held(ByteBudget(2**30, 2**30), "client")}}
         self.state = SimpleNamespace()
         self._body = body

@@ -22,7 +22,7 @@ async def status_of(reader: asyncio.StreamReader) -> int:
 
 
 def head(num_bytes: int, key: str = "") -> bytes:
-    told = f"authorization: Bearer {key}\r\n" if key else ""
+    told = "content-type: application/json\r\n" + (f"authorization: Bearer {key}\r\n" if key else "")
     return f"POST /tokenize HTTP/1.1\r\nhost: x\r\n{told}content-length: {num_bytes}\r\n\r\n".encode()
 
 
