@@ -85,7 +85,7 @@ def cut(text: str, most_chars: int = MOST_SHOWN_CHARS) -> str:
     return text if len(text) <= most_chars else f"{text[:most_chars]}..."
 
 
-def invalid(param: str | None, problem: str, code: str | None = None) -> ApiError:
+def invalid(param: str | None, problem: str, code: str = "invalid_value") -> ApiError:
     """An error 400 that names the faulty field."""
     return ApiError(400, f"{param}: {problem}" if param else problem, param=param, code=code)
 

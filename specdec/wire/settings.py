@@ -15,7 +15,8 @@ from specdec.wire.tls_files import FOLDER_FILES, TlsFile, TlsPaths
 def check_address(address: str) -> str:
     """Return an address unchanged. Raises ValueError where it is not host:port."""
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    is_url = "://" in host and not host.startswith("dns://")
+    if not separator or not host or is_url or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r} is not host:port")
     if host.count(":") > 1 and not host.endswith("]"):
         raise ValueError(f"{address!r}: an IPv6 address is written in brackets, such as [::1]:50052")

@@ -201,6 +201,7 @@ async def test_too_many_requests_are_refused_with_a_time_to_come_again() -> None
             400,
             "invalid_value",
         ),
+        ({"path": "/v1/completions", "content": b'{"prompt": "x", "stream_options": {}}'}, 400, "invalid_value"),
         ({"path": "/v1/nothing", "content": b"{}"}, 404, "unknown_url"),
         ({"path": "/v1/models", "content": b"{}"}, 405, "method_not_allowed"),
     ],

@@ -44,7 +44,9 @@ def check_server_address(address: str) -> str:
     if (fault := fault_of(address)) is not None:
         raise ValueError(f"{address!r} {fault}")
     host, _, port = address.rpartition(":")
-    if not address.startswith(_NAME_SCHEMES) and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+    if not address.startswith(_NAME_SCHEMES) and not (
+        host and "/" not in host and port.isdecimal() and 0 < int(port) < 2**16
+    ):
         raise ValueError(f"{address!r} is not HOST:PORT")
     return address
 

@@ -185,6 +185,7 @@ def test_the_prompt_may_be_token_ids_or_messages(command: Command) -> None:
         (["x", "--logit-bias", "-1=2"], "Invalid value for --logit-bias"),
         (["x", "--address", "localhost"], "'localhost' is not HOST:PORT"),
         (["x", "--address", "localhost:99999"], "'localhost:99999' is not HOST:PORT"),
+        (["x", "--address", "http://localhost:80"], "'http://localhost:80' is not HOST:PORT"),
     ],
 )
 def test_a_malformed_flag_is_named_and_nothing_is_sent(command: Command, arguments: list[str], named: str) -> None:

@@ -172,9 +172,10 @@ def test_lists_are_comma_separated_in_flags_and_environment(monkeypatch: pytest.
     assert settings.drafts == ("c:3", "d:4", "e:5")
 
 
-def test_bad_address_in_a_list_is_shown() -> None:
-    (problem,) = problems_of("--targets", "a:1,nonsense", cls=CoordinatorSettings)
-    assert "'nonsense' is not host:port" in problem
+@pytest.mark.parametrize("bad", ["nonsense", "http://host:50052"])
+def test_bad_address_in_a_list_is_shown(bad: str) -> None:
+    (problem,) = problems_of("--targets", f"a:1,{bad}", cls=CoordinatorSettings)
+    assert f"{bad!r} is not host:port" in problem
     assert "SPECDEC_COORDINATOR_TARGETS" in problem
 
 
