@@ -237,8 +237,18 @@ class _Rows:
     def _coupled(self, node: int) -> int:
         token = self.tokens[self.first + 1 + node]
         if token is None or node in self.faults:
-            raise self.faults.get(node) or NonFiniteLogits()
+            raise self.faults.get(node) or self._nothing_left(self.first + 1 + node)
         return token
+
+    def _nothing_left(self, row: int) -> NonFiniteLogits | GrammarError:
+        """Why a row has no token: the model, or a constraint and other parameters that allow none in common."""
+        session = self.candidate.session
+        is_masked = session.grammar is not None or session.apart is not None
+        logits = self.logits[row, : session.tree.vocab_size]
+        if not is_masked or bool((logits.isnan() | (logits == torch.inf)).any()):
+            return NonFiniteLogits()
+        field = "allowed_token_ids" if session.params.allowed_token_ids else "constraint"
+        return GrammarError(field, "the constraint and the other parameters allow no token in common here")
 
     def _decider(self, sampler: Sampler) -> Callable[[int], int]:
         session = self.candidate.session
@@ -255,9 +265,9 @@ class _Rows:
         parents = self.candidate.tree.parents[: self.candidate.num_nodes]
 
         def decide_token(node: int) -> int:
-            if parents.count(node) != 1 or node in self.faults:
-                return self._coupled(node)
             row = self.first + 1 + node
+            if parents.count(node) != 1 or node in self.faults or self.tokens[row] is None:
+                return self._coupled(node)
             context = self.contexts[row]
             probs = sampler.probs(self.logits[row : row + 1], [context])[0]
             return verify_token(probs, self._drawn(parents.index(node)), context.params, context.position)[1]

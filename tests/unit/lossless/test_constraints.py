@@ -7,6 +7,7 @@ import random
 import re
 
 import pytest
+from google.rpc import code_pb2
 
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.constrained import SCHEMAS, TEXTS, check_all, check_schema, constrained, plainly, text_of
@@ -308,6 +309,23 @@ def test_a_bad_constraint_costs_its_own_session_only(pair: LocalPair) -> None:
         assert error is not None
         assert error.status.message.startswith(f"{field}: ")
     assert re.fullmatch(TEXTS["telephone"].regex, text_of(outcomes["good"]))
+
+
+@pytest.mark.parametrize("mode", [pb.VERIFY_MODE_COUPLED, REJECTION])
+def test_a_constraint_that_other_parameters_contradict_is_the_clients_fault(
+    mode: pb.VerifyMode.ValueType, pair: LocalPair
+) -> None:
+    """It is met when no token is left, and it is no fault of the model's."""
+    bodies = {
+        "a": constrained(TEXTS["telephone"], temperature=1.0, verify_mode=mode),
+        "b": constrained(TEXTS["telephone"], temperature=1.0, verify_mode=mode, allowed_token_ids=[5]),
+    }
+    found = pair.run(bodies)
+    assert found["a"].finish_reason == pb.FINISH_REASON_STOP
+    error = found["b"].error
+    assert error is not None
+    assert error.status.code == code_pb2.INVALID_ARGUMENT
+    assert error.status.message.startswith("open.sampling.allowed_token_ids: ")
 
 
 @pytest.mark.parametrize("mode", [pb.VERIFY_MODE_COUPLED, REJECTION])
