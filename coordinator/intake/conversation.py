@@ -67,6 +67,8 @@ def _begins_turn(chat: api.ChatMessages) -> bool:
 
 
 def _message(values: JsonValues, index: int, message: api.ChatMessage) -> dict[str, Any]:
+    if not message.role:
+        raise InvalidRequest(f"messages.messages[{index}].role", "is empty: name a role that the template knows")
     read: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.fields_json:
         field = f"messages.messages[{index}].fields_json"

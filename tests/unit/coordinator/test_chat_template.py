@@ -223,6 +223,8 @@ def test_fields_take_the_place_of_what_stands_beside_them_but_the_role() -> None
     message.fields_json = '{"role": "system"}'
     field = refusal("{{ messages }}", api.ChatMessages(messages=[message])).field
     assert field == "messages.messages[0].fields_json.role"
+    message.role = ""
+    assert refusal("{{ messages }}", api.ChatMessages(messages=[message])).field == "messages.messages[0].role"
 
 
 @pytest.mark.parametrize(
