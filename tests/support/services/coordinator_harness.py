@@ -35,15 +35,25 @@ class Harness:
     channel: grpc.aio.Channel
     registry: CollectorRegistry
     address: str
+    unchanged_s: float = 0.0
+    """Seconds that `replica_changed` has waited in vain."""
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample's value; 0 if there is no such sample."""
         return self.registry.get_sample_value(f"specdec_coordinator_{name}", labels) or 0.0
 
     async def replica_changed(self, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until some replica's state changes."""
-        async with asyncio.timeout(timeout_s):
-            await self.service.fleet.wait_changed()
+        """Wait until some replica's state changes, or for a second: it may have changed since the caller looked.
+
+        Raises TimeoutError if no state has changed for `timeout_s`.
+        """
+        try:
+            await asyncio.wait_for(self.service.fleet.wait_changed(), 1.0)
+            self.unchanged_s = 0.0
+        except TimeoutError:
+            self.unchanged_s += 1.0
+            if self.unchanged_s >= timeout_s:
+                raise
 
     async def replica_until(self, role: str, state: str, timeout_s: float = PATIENCE_S) -> api.ReplicaStatus:
         """Wait until some replica of a role is in a state."""

@@ -38,9 +38,15 @@ the greatest difference is below 1e-4 of their spread. [Which real models were t
 
 def outcomes(chosen: Iterable[Case], **settings: Any) -> dict[Case, Played | Exception]:
     """Each class's play, or the error, which is the engine's if the class is refused."""
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.getLogger("specdec").setLevel(logging.CRITICAL)
-    return {case: _outcome(case, **settings) for case in chosen}
+    loggers = [logging.getLogger(name) for name in ("specdec", "transformers")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        return {case: _outcome(case, **settings) for case in chosen}
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _outcome(case: Case, **settings: Any) -> Played | Exception:
