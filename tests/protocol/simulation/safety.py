@@ -50,13 +50,13 @@ class EngineSafety:
         """Verdicts whose tokens went to a draft directly."""
         self._seen: dict[str, tuple[int, int]] = {}
         """The highest lease generation and epoch under which a session was held."""
-        worker: Any = core.worker.owners
-        handle = worker._handle_entry
+        owners: Any = core.worker.owners
+        handle = owners._handle_entry
 
         def spy(owner: Any, stream_id: int, entry: Any) -> None:
             self._check_entry(owner, entry, lambda: handle(owner, stream_id, entry))
 
-        worker._handle_entry = spy
+        owners._handle_entry = spy
 
     def after_turn(self, sent: list[Frame]) -> None:
         """Check everything that there is to see."""
