@@ -68,7 +68,7 @@ def main() -> int:
         _resolve(instructions["entry"])(port, settings)
     except PeerGone:
         return 0
-    except Exception as error:
+    except BaseException as error:  # RankLost is no Exception
         reason = missing_extra(error)
         log = structlog.get_logger(__name__)
         if reason is None:

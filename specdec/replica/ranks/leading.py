@@ -130,10 +130,10 @@ class Ranks:
         if self._remote:
             self._watch.tell(text_frame(StepKind.READY))
 
-    def check(self, wait_s: float) -> None:
-        """Raise ``RankLost`` if a rank is lost now or within ``wait_s``."""
-        if self._lost.wait(wait_s):
-            raise RankLost(self._lost_reason)
+    def check_cause(self, error: Exception) -> None:
+        """Raise ``RankLost`` from an error, perhaps of a collective, if a rank is lost now or within a second."""
+        if self._lost.wait(_NOTICE_S):
+            raise RankLost(self._lost_reason) from error
 
     def stop(self) -> None:
         """Tell the ranks to stop, wait two seconds for those of this machine, and kill the rest."""
@@ -235,8 +235,7 @@ def lead_ranks(
             ranks.start(_SHARE_OF_LOADING * settings.load_timeout_s - _age_s())
             yield ranks
         except (RuntimeError, OSError) as error:
-            if not isinstance(error, RankLost):
-                _raise_if_lost(ranks, error)
+            ranks.check_cause(error)
             raise
     finally:
         ranks.stop()
@@ -246,10 +245,3 @@ def _age_s() -> float:
     """Seconds since this process started, on a clock that nobody sets."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _raise_if_lost(ranks: Ranks, error: Exception) -> None:
-    try:
-        ranks.check(_NOTICE_S)
-    except RankLost as lost:
-        raise lost from error

@@ -21,12 +21,16 @@ from specdec.replica.ranks.rank_child import EXIT_REFUSED
 
 _TICK_S = 1.0
 """Seconds between two beats, and looks for stopped ranks; an end is noticed at once."""
-_NOTICE_S = 1.0
+_NOTICE_S = 3.0
 """Seconds for rank 0 to find, and report better, why the model is refused."""
 
 
-class RankLost(RuntimeError):
-    """A rank or a node is gone or stopped, and the others cannot go on. Raised at any point of the engine's thread."""
+class RankLost(BaseException):
+    """A rank or a node is gone or stopped, and the others cannot go on.
+
+    Raised at any point of the engine's thread, so no Exception: code that handles those of its own work would handle
+    this one, too.
+    """
 
 
 @dataclass(frozen=True, slots=True)

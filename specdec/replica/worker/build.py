@@ -23,7 +23,7 @@ from specdec.engine.cuda.passes import CAPTURE_BYTES
 from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.drawing.rows import Drawing
 from specdec.engine.engine import Engine
-from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
+from specdec.engine.errors import EngineError, ModelLoadError
 from specdec.engine.leading_runner import LeadingRunner
 from specdec.engine.model.device_choice import is_on_gpu
 from specdec.engine.model.kv_budget import Beside
@@ -239,13 +239,16 @@ def run_role(
         report_fatal(port, reason)
 
     with contextlib.ExitStack() as stack:
+        ranks = None
         try:
             settings = pinned(settings)
             ranks = stack.enter_context(lead_ranks(settings, service, report, port.pulse))
             built = adapt(build_engine(settings, port, ranks, heads=heads))
             host: SessionHost[SessionT] = make_host(port, settings, wire, built.info)
             role = make_role(host, built, settings)
-        except (ModelNotSupported, ModelLoadError, EngineError) as error:
+        except EngineError as error:
+            if ranks is not None and isinstance(error.__cause__, RuntimeError):
+                ranks.check_cause(error)
             report(str(error))
             return
         serve(port, settings, wire, built.info, host, role, built.full_step_s)

@@ -8,7 +8,6 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from specdec.constraints.limits.faults import GrammarError
 from specdec.engine.errors import KVInvariantError, NonFiniteLogits, is_out_of_memory
-from specdec.replica.ranks.watch import RankLost
 
 _DEVICE_WORDS = ("CUDA", "cuBLAS", "CUBLAS", "cuDNN", "NCCL", "out of memory")
 _NO_MEMORY = (
@@ -85,7 +84,7 @@ def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest) -
 
 def is_engines_own(error: Exception) -> bool:
     """Whether an error means that the engine cannot go on, for any session."""
-    if isinstance(error, KVInvariantError | MemoryError | OSError | RankLost):
+    if isinstance(error, KVInvariantError | MemoryError | OSError):
         return True
     if is_out_of_memory(error):
         return False

@@ -168,7 +168,6 @@ def test_an_engine_that_fails_for_everyone_ends(pair: LocalPair, monkeypatch: py
         KVInvariantError("bug"),
         MemoryError(),
         RuntimeError("CUDA error: lost"),
-        RankLost("rank 1 was killed by SIGKILL"),
     ],
 )
 def test_what_is_the_engines_own_is_no_sessions_fault(error: Exception) -> None:
@@ -181,6 +180,14 @@ def test_what_is_the_engines_own_is_no_sessions_fault(error: Exception) -> None:
         FaultLog().failure(error)
     with pytest.raises(type(error)):
         FaultLog().note(error)
+
+
+def test_a_lost_rank_is_no_fault_that_isolation_sees() -> None:
+    def run(_items: list[int]) -> list[int]:
+        raise RankLost("rank 1 was killed by SIGKILL")
+
+    with pytest.raises(RankLost):
+        each_or_halves([1], run, lambda *_: None)
 
 
 NO_MEMORY = [

@@ -1,26 +1,35 @@
-"""What a leading node demands of the ranks of other nodes, and what it tells them."""
+"""What a leading node demands of the ranks of other nodes, and what it tells them; a rank that is lost in loading."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from specdec.commands.up.cluster import free_port
+from specdec.config import TargetSettings
 from specdec.config.nodes import NodeSettings
-from specdec.engine.errors import EngineError
+from specdec.engine.errors import EngineError, ModelLoadError
+from specdec.engine.model.runner import ModelRunner
 from specdec.engine.parallel.frames import StepKind, receive_frame
 from specdec.engine.settings import EngineSettings
 from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.ranks.connections import NodeConnections
 from specdec.replica.ranks.leading import Ranks
 from specdec.replica.ranks.messages import Hello, Loaded, Welcome, hello_of, receive, send, text_of
+from specdec.replica.ranks.watch import RankLost
+from specdec.replica.worker import build
+from tests.support.engine.tiny_models import save_tiny_model
 
 PATIENCE_S = 20.0
 
@@ -98,3 +107,36 @@ def test_a_node_whose_rank_computes_differently_is_told_why_the_group_ends(ours:
         assert follower.told.get(timeout=PATIENCE_S) == (StepKind.REFUSED, str(caught.value))
     follower.may_go.set()
     follower.join(PATIENCE_S)
+
+
+def test_a_rank_that_is_lost_while_the_model_is_read_is_no_fault_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_args: Any, **_named: Any) -> None:
+        raise RankLost("rank 1 was killed by SIGKILL")  # as a signal's handler does
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    with pytest.raises(RankLost):
+        ModelRunner.load(EngineSettings(model=str(save_tiny_model("llama", tmp_path)), device="cpu"))
+
+
+def test_a_collective_of_loading_that_fails_as_a_rank_is_lost_is_told_as_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = TargetSettings(model="models/target")
+    ranks = Ranks(EngineSettings(model="models/target"), "cpu", NodeSettings(), ("", "", ""), lambda _: None, Pulse())
+    ranks._lost_reason = "rank 1 was killed by SIGKILL"
+    ranks._lost.set()
+
+    @contextlib.contextmanager
+    def leading(*_args: Any) -> Iterator[Ranks]:
+        yield ranks
+
+    def load(*_args: Any, **_named: Any) -> None:
+        raise ModelLoadError("could not be loaded") from RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(build, "lead_ranks", leading)
+    monkeypatch.setattr(build, "build_engine", load)
+    port: Any = type("Port", (), {"pulse": ranks.pulse})
+    with pytest.raises(RankLost, match="rank 1 was killed by SIGKILL"):
+        build.run_role(port, settings, Any, "target", Any)  # type: ignore[arg-type]
