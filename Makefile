@@ -190,7 +190,7 @@ test-all: $(STAMP) tools servers  ## Run all tests that a merge needs.
 	$(PYTEST) -n 3 $(PYTEST_ARGS)
 
 .PHONY: test-again
-test-again: $(STAMP)  ## Run the few tests that failed in the last test run three times, each alone.
+test-again: $(STAMP)  ## Run the few tests that failed in the last test run three times, each file's alone.
 	@$(BIN)/python -m tests.support.again
 
 .PHONY: test-isa

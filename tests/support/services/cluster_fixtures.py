@@ -11,7 +11,7 @@ A plugin of tests/conftest.py, so that all folders share the clusters of a run.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,26 @@ from typing import Any
 import pytest
 
 from specdec.client import Client
+from specdec.commands.errors import ClusterFailed
 from specdec.commands.up.cluster import Cluster, free_port
 from specdec.commands.up.plan import shipped_model
 from tests.support.services.clusters import MakeCluster, start_cluster
 from tests.support.services.model_pair import ModelPair
+
+_shared: list[Cluster] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tell with a failure which services of shared clusters have ended."""
+    report = yield
+    if report.failed:
+        for cluster in _shared:
+            try:
+                cluster.check_running()
+            except ClusterFailed as error:
+                report.sections.append(("a shared cluster's service has ended", str(error)))
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +68,7 @@ def tiny_cluster(
     """A running cluster of the tiny pair, shared by the run."""
     settings = {f"{role}_settings": {"metrics_port": port} for role, port in tiny_metrics_ports.items()}
     with start_cluster(tiny_pair, tmp_path_factory.mktemp("tiny_cluster"), **settings) as cluster:
+        _shared.append(cluster)
         yield cluster
 
 
@@ -59,6 +76,7 @@ def tiny_cluster(
 def shipped_cluster(shipped_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A running cluster of the shipped pair, shared by the run."""
     with start_cluster(shipped_pair, tmp_path_factory.mktemp("shipped_cluster")) as cluster:
+        _shared.append(cluster)
         yield cluster
 
 

@@ -56,7 +56,7 @@ def test_a_rank_that_never_arrives_in_a_captured_all_reduce_is_named_with_the_st
 ) -> None:
     pulse, other, clock_s = Pulse(), OtherRank(), itertools.count()
     pulse.expect_ranks(2)
-    watch, found = EngineWatch(4.0, None, lambda: float(next(clock_s))), list[Stall]()
+    watch, found = EngineWatch(4.0, 6.0, lambda: float(next(clock_s))), list[Stall]()
     is_led = False
 
     def all_reduce(*tensors: torch.Tensor) -> None:
