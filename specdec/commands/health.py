@@ -43,12 +43,12 @@ def probe(arguments: Sequence[str]) -> int:
     return answer
 
 
-def end_hung(has_answered: Callable[[], bool], parent: int = 1) -> None:
-    """Kill the children of `parent`, a container's init, unless one answers or only lacks a processor.
+def end_hung(has_answered: Callable[[], bool]) -> None:
+    """Kill the children of process 1, a container's init, unless one answers or only lacks a processor.
 
     It returns after about `_HUNG_S`, or at the first answer.
     """
-    services = [pid for pid in _children(parent) if pid != os.getpid()]
+    services = [pid for pid in _children(1) if pid != os.getpid()]
     standstill = Standstill(_HUNG_S)
     while services and not standstill.is_hung(services[0], time.monotonic()):
         if has_answered():
