@@ -68,6 +68,8 @@ def main() -> int:
         _resolve(instructions["entry"])(port, settings)
     except PeerGone:
         return 0
+    except SystemExit:
+        raise
     except BaseException as error:  # RankLost is no Exception
         reason = missing_extra(error)
         log = structlog.get_logger(__name__)
