@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 MODULES = {
     "target": "specdec.target_service",
     "draft": "specdec.draft_service",
@@ -113,8 +115,11 @@ class ServiceProcess:
         if self._process is None:
             return
         self.told_to_end = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        group = self._process.pid
+        # The number of a service that has ended may be another process's since, unless its children still have it.
+        if self._process.poll() is None or not psutil.pid_exists(group):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
         self._process.wait()
 
     def wait(self, timeout_s: float) -> bool:

@@ -63,6 +63,19 @@ def test_kill_ends_it_at_once_and_may_be_repeated(server: ServiceProcess) -> Non
     assert server.exit_code == -signal.SIGKILL
 
 
+def test_kill_spares_a_process_that_has_the_number_of_a_service_that_ended(server: ServiceProcess) -> None:
+    server.kill()
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        try:
+            assert server._process is not None
+            server._process.pid = other.pid
+            server.kill()
+            with pytest.raises(subprocess.TimeoutExpired):
+                other.wait(0.2)
+        finally:
+            other.kill()
+
+
 def test_it_may_be_started_again(server: ServiceProcess) -> None:
     first_pid = server.pid
     server.kill()
