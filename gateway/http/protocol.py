@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ _SEND_BYTES = 128 * 1024
 _UNSENT_BYTES = 16 * 1024
 """Bytes that wait in the kernel for a connection's reader, at most, about: the time-out for readers does not see them,
 and for a client that reads nothing each byte is made in vain."""
+_MOST_WAITING = 64
+"""Requests of a connection that wait for the answers to earlier ones, at most; clients that pipeline send some ten."""
 _MOST_DROPPED_BYTES = 64 * 1024 * 1024
 """Bytes read and dropped of a client that sends on after its answer, at most."""
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -72,7 +75,7 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
     """
 
     class BoundedProtocol(HttpToolsProtocol):
-        """Bounds the time of headers, and the bytes of headers, chunk frames and trailers."""
+        """Bounds the time of headers, the bytes of headers, chunk frames and trailers, and the requests that wait."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
@@ -81,6 +84,8 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             self._num_unread = 0
             self._num_bytes = 0
             self._in_headers = True
+            self._unanswered: deque[RequestResponseCycle] = deque()
+            """Requests without a whole answer, the one that is being answered first."""
             self._end_timer: asyncio.TimerHandle | None = None
             """Of the next look at a client that sends no more."""
             self._num_dropped: int | None = None
@@ -106,6 +111,11 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             self._forget_reader()
             if self._end_timer is not None:
                 self._end_timer.cancel()
+            for cycle in self._unanswered:
+                cycle.disconnected = True
+                cycle.message_event.set()
+            self._unanswered.clear()
+            self.pipeline.clear()
             super().connection_lost(exc)
 
         def eof_received(self) -> bool:  # type: ignore[override]
@@ -122,13 +132,15 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             if info[0] == _TCP_CLOSE:
                 self.transport.abort()
                 return
-            if interim and not self.pipeline and not self.cycle.response_started:
+            if interim and self._unanswered and not self._unanswered[0].response_started:
                 self.transport.write(interim)
                 interim = b""
             later_s = min(2 * wait_s, _LAST_LOOK_S)
             self._end_timer = self.loop.call_later(wait_s, self._look_at_end, later_s, interim)
 
         def on_response_complete(self) -> None:
+            if self._unanswered:
+                self._unanswered.popleft()
             super().on_response_complete()
             if self._end_timer is not None and not self._is_answering:
                 self.transport.close()
@@ -176,7 +188,8 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
 
         def on_header(self, name: bytes, value: bytes) -> None:
             self._num_bytes += BYTES_PER_HEADER
-            super().on_header(name, value)
+            if self._in_headers:  # a trailer is no header: proxies that remove headers let it pass
+                super().on_header(name, value)
 
         def on_body(self, body: bytes) -> None:
             self._num_bytes = max(0, self._num_bytes - _FRAMING_PER_BYTE * len(body))
@@ -201,8 +214,13 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
                 raise _Refused
             if self._has_offer:
                 return
+            if len(self._unanswered) > _MOST_WAITING:
+                self._unanswered[-1].keep_alive = False  # its answer tells where the connection ended
+                self._num_dropped = 0
+                raise _Refused
             self._in_headers, self._num_bytes = False, 0
             super().on_headers_complete()
+            self._unanswered.append(self.cycle)
             _leave_if_unread(self.cycle, self._leave)
             if self.scope["http_version"] == "1.0":
                 _end_by_closing(self.cycle)

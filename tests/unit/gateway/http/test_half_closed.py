@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import struct
 from typing import Any
 
 import pytest
@@ -59,7 +61,11 @@ async def test_who_has_sent_all_gets_all_answers_and_the_end(paths: tuple[bytes,
     assert told.count(b"HTTP/1.1 200 ") == len(paths)
 
 
-@pytest.mark.parametrize("request_bytes", [ASKS % b"one", ASKS.replace(b"1.1", b"1.0") % b"one"], ids=["1.1", "1.0"])
+@pytest.mark.parametrize(
+    "request_bytes",
+    [ASKS % b"one", ASKS.replace(b"1.1", b"1.0") % b"one", ASKS % b"one" + ASKS % b"two"],
+    ids=["1.1", "1.0", "another waits"],
+)
 async def test_who_has_left_is_noticed(request_bytes: bytes) -> None:
     app = App()
     async with raw_connection(app) as (_, writer):
@@ -67,6 +73,29 @@ async def test_who_has_left_is_noticed(request_bytes: bytes) -> None:
         await app.was_asked.wait()
         writer.close()
         await app.was_left.wait()
+
+
+async def test_who_resets_a_stream_while_another_request_waits_is_noticed() -> None:
+    app = App()
+    async with raw_connection(app) as (_, writer):
+        writer.write(ASKS % b"streams" + ASKS % b"two")
+        await app.was_asked.wait()
+        at_once = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+        writer.close()
+        await app.was_left.wait()
+
+
+async def test_of_requests_without_end_the_first_are_answered_and_the_last_answer_says_so() -> None:
+    app = App()
+    async with raw_connection(app) as (reader, writer):
+        writer.write(ASKS % b"one" * 2000)
+        await app.was_asked.wait()
+        app.may_answer.set()
+        *answers, last = re.findall(rb"HTTP/1.1 200 OK.*?/one", await reader.read(), re.DOTALL)
+    assert 0 < len(answers) < 100
+    assert b"connection: close" in last
+    assert not any(b"connection: close" in answer for answer in answers)
 
 
 async def test_who_leaves_within_a_request_is_noticed() -> None:

@@ -29,10 +29,10 @@ async def echo_length(_scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def answer(data: bytes) -> bytes:
+async def answer(data: bytes, app: Any = echo_length) -> bytes:
     """All that a server sends to who sends this, and then waits for the end of the connection."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(echo_length, tls=None, header_s=60, reader_stall_s=60)
+    server = HttpServer(app, tls=None, header_s=60, reader_stall_s=60)
     await server.start([listening])
     try:
         reader, writer = await asyncio.open_connection(*listening.getsockname())
@@ -69,6 +69,21 @@ def test_more_than_may_be_is_refused_or_ends_the_connection(data: bytes) -> None
 def test_a_body_in_chunks_of_a_byte_each_is_read() -> None:
     data = CHUNKED.replace(b"host: x", b"host: x\r\nconnection: close") + b"1\r\na\r\n" * 50_000 + b"0\r\n\r\n"
     assert asyncio.run(asyncio.wait_for(answer(data), 30)).endswith(b"\r\n\r\n50000")
+
+
+def test_a_trailer_is_no_header() -> None:
+    names: list[bytes] = []
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        names.extend(name for name, _ in scope["headers"])
+        await echo_length(scope, receive, send)
+
+    data = (
+        CHUNKED + b"1\r\na\r\n0\r\nspecdec-tenant: other\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    )
+    told = asyncio.run(asyncio.wait_for(answer(data, note), 30))
+    assert told.count(b"HTTP/1.1 200 ") == 2
+    assert names == [b"host", b"transfer-encoding", b"host", b"connection"]
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0", b"2.0"], ids=bytes.decode)
