@@ -88,7 +88,12 @@ def _loaded(name: str) -> Any:
     if not isinstance(found, typer.Typer):
         command, found = found, typer.Typer(add_completion=False)
         found.command(name)(command)
-    return _checked(typer.main.get_command(found))
+    command = _checked(typer.main.get_command(found))
+    for option in command.params:
+        flag = max(option.opts, key=len)
+        if option.envvar is None and flag.startswith("--"):
+            option.envvar = f"SPECDEC_{name}_{flag[2:].replace('-', '_')}".upper()
+    return command
 
 
 def _checked(command: Any) -> Any:
@@ -115,8 +120,9 @@ def _not_loaded_yet() -> None:
     """Placeholder in the list of commands."""
 
 
-# Every flag has a variable: SPECDEC_GENERATE_TEMPERATURE for `specdec generate --temperature`. This help and errors of
-# flags are plain text, because rich's frames would double the time.
+# Every flag has a variable: SPECDEC_GENERATE_TEMPERATURE for `specdec generate --temperature`. `_loaded` names it after
+# the flag, where click would take the parameter's name. This help and errors of flags are plain text, because rich's
+# frames would double the time.
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,

@@ -44,7 +44,7 @@ def drafters(
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", envvar="SPECDEC_DRAFTERS_JSON", help="Print the drafters as JSON for --set.")
+        bool, typer.Option("--json", help="Print the drafters as JSON for --set.")
     ] = False,
     timeout_s: Annotated[
         float,

@@ -84,7 +84,7 @@ def doctor(
         typer.Option(help="JSON file of `specdec audit --report`.", dir_okay=False, rich_help_panel=_AROUND),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", envvar="SPECDEC_DOCTOR_JSON", help="Print the findings as JSON.")
+        bool, typer.Option("--json", help="Print the findings as JSON.")
     ] = False,
     address: connection.Address = connection.DEFAULT_ADDRESS,
     timeout_s: connection.TimeoutS = 300.0,

@@ -61,7 +61,6 @@ def generate(
         bool,
         typer.Option(
             "--json",
-            envvar="SPECDEC_GENERATE_JSON",
             help="Print each chunk as a line of JSON.",
             rich_help_panel=_OUTPUT,
         ),

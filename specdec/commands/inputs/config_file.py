@@ -13,7 +13,10 @@ import yaml
 from specdec.config.sources import parse_failure
 from specdec.service.texts import read_text
 
-_COMMANDS = {"up", "generate", "models", "demo", "bench", "tune", "train", "debug", "audit", "doctor", "drafters"}
+_COMMANDS = {
+    *("up", "generate", "models", "demo", "bench", "tune", "plan"),
+    *("train", "debug", "audit", "doctor", "drafters", "fetch"),
+}
 
 
 def read_config(path: Path, param_hint: str = "--config") -> dict[str, dict[str, Any]]:

@@ -101,7 +101,6 @@ def up(
         typer.Option(
             help="apart: a draft service with its own cores; together: the target runs the draft in turns with "
             "itself. On CPU auto measures both once and takes the faster one; on GPUs it is apart.",
-            envvar="SPECDEC_UP_PLACEMENT",
         ),
     ] = "auto",
     num_targets: Annotated[int, typer.Option(help="Number of target replicas.", min=1)] = 1,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
 from specdec.commands.app import app
+from specdec.commands.inputs.config_file import read_config
 
 
 def run(*arguments: str) -> Result:
@@ -72,3 +75,18 @@ def test_drafters_that_up_would_refuse_are_refused_by_the_doctor(content: str, t
     result = run("doctor", "--settings", str(file))
     assert result.exit_code == 2, result.output
     assert told in result.stderr
+
+
+def test_every_command_has_a_section_and_every_flag_a_variable_of_its_name(tmp_path: Path) -> None:
+    group: Any = typer.main.get_command(app)
+    context = typer.Context(group, info_name="specdec")
+    file = tmp_path / "settings.yaml"
+    for name in set(group.list_commands(context)) - {"serve", "health", "keys"}:
+        file.write_text(f"{name}: {{}}\n")
+        assert read_config(file) == {name: {}}
+        command = group.get_command(context, name)
+        for option in command.params:
+            flag = max(option.opts, key=len)
+            if flag.startswith("--") and flag not in ("--address", "--help"):
+                variable = f"SPECDEC_{name}_{flag[2:]}".upper().replace("-", "_")
+                assert option.envvar == variable, (name, flag)
