@@ -138,7 +138,7 @@ for _name, (_, _summary) in _LOADED_LATER.items():
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def health(context: typer.Context) -> None:
-    """Ask a service whether it can serve: exit code 0 if it is SERVING, 1 if not, for health checks."""
+    """Ask a service whether it can serve: exit code 0 if it is SERVING, for health checks."""
     raise typer.Exit(probe(context.args))
 
 

@@ -49,7 +49,7 @@ NAME = "specdec-bench"
 def bench(
     concurrency: Annotated[
         str | None,
-        typer.Option(help="Requests at once: 1,8. [default: 1,8, without --rate]", rich_help_panel=_LOAD),
+        typer.Option(help="Requests at once: 1,8. (default: 1,8, without --rate)", rich_help_panel=_LOAD),
     ] = None,
     rate: Annotated[
         str | None, typer.Option(help="Requests per second at random times (Poisson): 2,4.", rich_help_panel=_LOAD)
@@ -60,7 +60,7 @@ def bench(
     requests: Annotated[
         int | None,
         typer.Option(
-            help="Requests of a run with --concurrency. [default: one per prompt, at least four times --concurrency]",
+            help="Requests of a run with --concurrency. (default: one per prompt, at least four times --concurrency)",
             min=1,
             rich_help_panel=_LOAD,
         ),
@@ -79,8 +79,8 @@ def bench(
         Path | None,
         typer.Option(
             help="File of prompts: .jsonl or .json with texts, or with objects that have prompt, text or token_ids, "
-            "and optionally kind; any other file has one text per line. [default: the shipped prompts for the shipped "
-            "pair, else a few in English]",
+            "and optionally kind; any other file has one text per line. (default: the shipped prompts for the shipped "
+            "pair, else a few in English)",
             dir_okay=False,
             rich_help_panel=_REQUESTS,
         ),
@@ -97,7 +97,7 @@ def bench(
     ] = 0.0,
     verify_mode: Annotated[
         Literal["coupled", "rejection"] | None,
-        typer.Option(help="How the target verifies. [server's default]", rich_help_panel=_REQUESTS),
+        typer.Option(help="How the target verifies. (default: the server's)", rich_help_panel=_REQUESTS),
     ] = None,
     max_draft_tokens: Annotated[
         int | None, typer.Option(help="Most draft tokens per step.", min=1, max=MOST_TOKENS, rich_help_panel=_REQUESTS)

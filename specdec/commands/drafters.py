@@ -43,9 +43,7 @@ def drafters(
             metavar="NAME,...",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the drafters as JSON for --set.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the drafters as JSON for --set.")] = False,
     timeout_s: Annotated[
         float,
         typer.Option("--timeout-s", help="Seconds for heads to load.", rich_help_panel="Connection", min=0.001),

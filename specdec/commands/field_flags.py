@@ -55,6 +55,11 @@ _HELP = MappingProxyType(
 """Help of the flags that people type most; shorter than the proto's comments."""
 _METAVARS = MappingProxyType({"drafters": "NAME,...", "logit_bias": "ID=BIAS"})
 _FLOATS = {FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT}
+_RANGES = {
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+}
 _STUB_FIELD = r'(?m)^    (?:def )?(\w+)(?:\(self\) -> [^\n]+)?: ?[^\n]*\n +"""((?:[^"]|"(?!""))*)"""'
 
 
@@ -113,7 +118,10 @@ class FieldFlag:
             else:
                 setattr(message, name, value)
         except (ValueError, TypeError) as error:
-            raise typer.BadParameter(str(error), param_hint=flag) from error
+            least, largest = _RANGES.get(self.field.cpp_type, (None, None))
+            is_range = least is not None and isinstance(value, int)
+            told = f"{value} is outside {least}..{largest}" if is_range else str(error)
+            raise typer.BadParameter(told, param_hint=flag) from error
 
     @property
     def _is_list(self) -> bool:

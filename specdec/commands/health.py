@@ -82,7 +82,7 @@ def _probe(asked: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "specdec health",
-        description="Ask a service whether it can serve, for health checks: exit code 0 if it is SERVING, 1 if not. "
+        description="Ask a service whether it can serve, for health checks: exit code 0 if it is SERVING. "
         "The command speaks plaintext only: where the main port has TLS, ask the health port. A gateway is asked over "
         "HTTP and has no --service.",
         epilog="Each flag has a variable, such as SPECDEC_HEALTH_ADDRESS.",

@@ -18,9 +18,7 @@ from specdec.v1 import coordinator_pb2
 
 
 def models(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print two lines of JSON: model, replicas.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print two lines of JSON: model, replicas.")] = False,
     address: connection.Address = connection.DEFAULT_ADDRESS,
     timeout_s: connection.TimeoutS = 10.0,
     tls: connection.Tls = False,

@@ -13,6 +13,7 @@ from specdec.service.texts import NotText, decoded, read_text
 from specdec.v1 import coordinator_pb2
 
 _PROMPT, _CONSTRAINT, _SPECULATION = "Prompt", "Constraint", "Speculation"
+_LARGEST_ID = 2**32 - 1
 
 
 def _option(
@@ -131,10 +132,9 @@ def set_prediction(request: coordinator_pb2.GenerateRequest, file: Path | None) 
 
 
 def _parse_token_id(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a token id", param_hint="--token-ids") from error
+    if not text.isdecimal() or (token_id := int(text)) > _LARGEST_ID:
+        raise typer.BadParameter(f"{text!r} is not a token id", param_hint="--token-ids")
+    return token_id
 
 
 def _parse_message(text: str) -> coordinator_pb2.ChatMessage:

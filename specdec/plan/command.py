@@ -30,7 +30,7 @@ def plan(
     devices: Annotated[
         str, typer.Option(help="GPUs to choose from for targets, as NAME or NAME=DOLLARS_PER_HOUR, by commas.")
     ] = "L4,A100,H100",
-    draft_devices: Annotated[str, typer.Option(help="The same for drafts. [default: as for targets]")] = "",
+    draft_devices: Annotated[str, typer.Option(help="The same for drafts. (default: as for targets)")] = "",
     measured: Annotated[
         Path | None,
         typer.Option(

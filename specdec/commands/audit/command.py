@@ -43,7 +43,7 @@ def audit(
     target: Annotated[
         str | None,
         typer.Option(
-            help="The served checkpoint: folder or hub id. [default: the shipped target]",
+            help="The served checkpoint: folder or hub id. (default: the shipped target)",
             rich_help_panel=_SERVICE,
         ),
     ] = None,
@@ -61,7 +61,7 @@ def audit(
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
         typer.Option(
-            help="Data type of the service. [default: as it reports; with --against float32]",
+            help="Data type of the service. (default: as it reports; with --against float32)",
             rich_help_panel=_SERVICE,
         ),
     ] = None,
@@ -86,7 +86,7 @@ def audit(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Largest difference of two logits that is a near-tie. [default: by dtype, 0.0001 for float32]", min=0
+            help="Largest difference of two logits that is a near-tie. (default: by dtype, 0.0001 for float32)", min=0
         ),
     ] = None,
     false_alarm_rate: Annotated[

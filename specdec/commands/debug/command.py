@@ -61,7 +61,7 @@ def debug(
     *,
     prediction_file: options.PredictionFile = None,
     steps: Annotated[
-        int | None, typer.Option(help="Number of steps to show. [default: all]", min=1, rich_help_panel=_OUTPUT)
+        int | None, typer.Option(help="Number of steps to show. (default: all)", min=1, rich_help_panel=_OUTPUT)
     ] = None,
     html: Annotated[
         Path | None,

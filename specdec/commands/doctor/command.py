@@ -83,9 +83,7 @@ def doctor(
         Path | None,
         typer.Option(help="JSON file of `specdec audit --report`.", dir_okay=False, rich_help_panel=_AROUND),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the findings as JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     address: connection.Address = connection.DEFAULT_ADDRESS,
     timeout_s: connection.TimeoutS = 300.0,
     tls: connection.Tls = False,

@@ -45,7 +45,7 @@ def train(
     held_out: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts to measure on. [default: every tenth of --prompts]",
+            help="File of prompts to measure on. (default: every tenth of --prompts)",
             dir_okay=False,
             rich_help_panel=_TEXTS,
         ),
@@ -57,7 +57,7 @@ def train(
     address: Annotated[
         str | None,
         typer.Option(
-            help="Coordinator that serves the target, to make the outputs. [default: this process makes them]",
+            help="Coordinator that serves the target, to make the outputs. (default: this process makes them)",
             metavar="HOST:PORT",
             callback=_address,
             rich_help_panel=_TEXTS,
@@ -77,7 +77,7 @@ def train(
     draft_vocab_size: Annotated[
         int | None,
         typer.Option(
-            help=f"Number of tokens that a head can propose: the most frequent ones. [default: {_MOST_TOKENS} at most]",
+            help=f"Number of tokens that a head can propose: the most frequent ones. (default: {_MOST_TOKENS} at most)",
             min=2,
             rich_help_panel=_DRAFTER,
             show_default=False,
@@ -126,7 +126,7 @@ def train(
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1, max=256)] = 1,
     work: Annotated[
         Path | None,
-        typer.Option(help="Folder for texts, hidden states and the run's state. [default: OUT-work]", file_okay=False),
+        typer.Option(help="Folder for texts, hidden states and the run's state. (default: OUT-work)", file_okay=False),
     ] = None,
 ) -> None:
     """Train a small draft or a head (EAGLE-3, DSpark, Medusa) for a target, in a format of other engines.

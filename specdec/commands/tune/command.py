@@ -50,7 +50,7 @@ def tune(
         Path | None,
         typer.Option(
             help="File of prompts like your users', as for `specdec bench`. "
-            "[default: the shipped prompts for the shipped pair, else a few in English]",
+            "(default: the shipped prompts for the shipped pair, else a few in English)",
             dir_okay=False,
             rich_help_panel=_ASKED,
         ),

@@ -121,7 +121,7 @@ def up(
     free_ports: Annotated[bool, typer.Option("--free-ports", help="Take free ports, and serve no metrics.")] = False,
     redis_url: Annotated[
         str | None,
-        typer.Option(help="Redis in which the services find each other. [default: none]", metavar="URL"),
+        typer.Option(help="Redis in which the services find each other. (default: none)", metavar="URL"),
     ] = None,
     target_set: Annotated[
         list[str] | None,

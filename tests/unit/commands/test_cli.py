@@ -171,10 +171,12 @@ def test_the_prompt_may_be_token_ids_or_messages(command: Command) -> None:
     [
         (["x", "--token-ids", "1"], "--token-ids"),
         (["--token-ids", "1,x"], "'x' is not a token id"),
+        (["--token-ids", "1,-2"], "'-2' is not a token id"),
+        (["--token-ids", "4294967296"], "'4294967296' is not a token id"),
         (["--message", "no role"], "ROLE:CONTENT"),
         (["x", "--logit-bias", "5"], "ID=BIAS"),
         (["x", "--verify-mode", "hope"], "--verify-mode"),
-        (["x", "--top-k", "-1"], "--top-k"),
+        (["x", "--top-k", "-1"], "--top-k: -1 is outside 0..4294967295"),
         (["x", "--json", "--compare"], "--compare"),
         (["--prompt-file", "/nowhere/p"], "/nowhere/p"),
         (["x", "--tls-key", "k"], "--tls-cert"),

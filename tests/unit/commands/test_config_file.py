@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import typer
 from click.testing import Result
+from rich.text import Text
 from typer.testing import CliRunner
 
 from specdec.commands.app import app
@@ -77,7 +78,7 @@ def test_drafters_that_up_would_refuse_are_refused_by_the_doctor(content: str, t
     assert told in result.stderr
 
 
-def test_every_command_has_a_section_and_every_flag_a_variable_of_its_name(tmp_path: Path) -> None:
+def test_every_command_has_a_section_and_every_flag_a_variable_of_its_name_and_its_whole_help(tmp_path: Path) -> None:
     group: Any = typer.main.get_command(app)
     context = typer.Context(group, info_name="specdec")
     file = tmp_path / "settings.yaml"
@@ -90,3 +91,5 @@ def test_every_command_has_a_section_and_every_flag_a_variable_of_its_name(tmp_p
             if flag.startswith("--") and flag not in ("--address", "--help"):
                 variable = f"SPECDEC_{name}_{flag[2:]}".upper().replace("-", "_")
                 assert option.envvar == variable, (name, flag)
+            shown = Text.from_markup(option.help or "").plain
+            assert shown == (option.help or ""), "rich takes a word in brackets for a style and drops it"
