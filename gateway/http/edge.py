@@ -43,6 +43,10 @@ _PASSED_ON = ("authorization", "specdec-tenant")
 _ANTHROPIC_KEY = "x-api-key"
 """Header in which Anthropic's clients send their key."""
 _TRACE = ("traceparent", "tracestate")
+_MOST_KEY_CHARS = 6 * 1024
+"""Characters of keys and tenant together, at most: gRPC refuses metadata above 8 KiB at random, above 16 KiB always."""
+_MOST_TRACE_CHARS = 512
+"""Characters of a header about the trace that is passed on, as many as W3C's specification demands."""
 _UNCOUNTED = ("/health", "/ping", "/metrics", "/version")
 _GONE = 499
 _log = structlog.get_logger(__name__)
@@ -123,8 +127,9 @@ class Edge:
         if scope["path"] in _UNCOUNTED:
             await self._answered(scope, receive, sent)
             return
-        client, address = client_of(scope, Headers(scope=scope)), address_of(scope)
-        if (refusal := self._draining() or self._places.refusal(client, address)) is not None:
+        headers = Headers(scope=scope)
+        client, address = client_of(scope, headers), address_of(scope)
+        if (refusal := self._draining() or _too_long(headers) or self._places.refusal(client, address)) is not None:
             response: Response = self._answer(refusal, path=scope["path"])
             await response(scope, receive, sent)
             return
@@ -174,7 +179,8 @@ class Edge:
             told.append(("authorization", f"Bearer {key}"))
         if own := traceparent_of(span):
             return (*told, ("traceparent", own))
-        return (*told, *((name, headers[name]) for name in _TRACE if _PRINTABLE.fullmatch(headers.get(name, "\n"))))
+        traced = [(name, headers[name]) for name in _TRACE if _PRINTABLE.fullmatch(headers.get(name, "\n"))]
+        return (*told, *(pair for pair in traced if len(pair[1]) <= _MOST_TRACE_CHARS))
 
     def _record(self, scope: Scope, sent: Sent, began_s: float, request_id: str, span: Span) -> None:
         route = getattr(scope.get("route"), "path_format", "other")
@@ -195,6 +201,16 @@ class Edge:
                 request_id=request_id,
                 client_gone=is_gone,
             )
+
+
+def _too_long(headers: Headers) -> ApiError | None:
+    """The answer to a request whose key or tenant is longer than what can be passed on."""
+    num_chars = {name: len(headers.get(name, "")) for name in (*_PASSED_ON, _ANTHROPIC_KEY)}
+    if sum(num_chars.values()) <= _MOST_KEY_CHARS:
+        return None
+    name = max(num_chars, key=num_chars.__getitem__)
+    message = f"{name} has {num_chars[name]} characters; keys and tenant may have {_MOST_KEY_CHARS} together"
+    return ApiError(431, message, param=name, code="headers_too_large")
 
 
 def tell_names(request: Request, header: str, names: Sequence[str]) -> None:

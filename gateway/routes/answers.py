@@ -58,6 +58,7 @@ _CAUSES = {
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "Too many requests, or a quota is used up; retry-after says when to try again.",
+    431: "Keys and tenant are too long.",
     500: "A fault of the service; its log has the cause under the message's id.",
     501: "The coordinator does not support it.",
     503: "No coordinator or target can serve the request now; retry-after says when to try again.",

@@ -150,3 +150,15 @@ async def test_unknown_fields_are_named_in_the_answer_or_refused_as_the_operator
             assert taken.status_code == 200
             schema = (await client.get("/openapi.json")).json()["components"]["schemas"]["CompletionRequest"]
             assert schema["additionalProperties"] is False
+
+
+async def test_headers_that_are_passed_on_are_refused_by_name_or_left_out_where_they_are_too_long() -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 1}
+    async with running([ScriptedTarget()]) as harness, gateway(harness.address) as one, one.http() as client:
+        for name in ("authorization", "x-api-key", "specdec-tenant"):
+            answer = await client.post("/v1/completions", json=body, headers={name: "a" * 9000})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (431, name)
+        trace = {"traceparent": "a" * 9000, "tracestate": "b" * 20_000}
+        for headers in ({"authorization": "Bearer " + "a" * 6000}, trace):
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
