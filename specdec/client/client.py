@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.client.completion import Completion, as_sent, check_started
-from specdec.client.settings import ClientSettings
+from specdec.client.settings import ClientSettings, check_address
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 from specdec.wire.errors import (
     CUT_OFF,
@@ -34,6 +34,7 @@ class Client:
     """
 
     def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
+        check_address(address)
         self.address = address
         self._settings = settings or ClientSettings()
         self._channel = self._open_channel()

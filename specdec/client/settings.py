@@ -10,6 +10,7 @@ from google.protobuf import descriptor
 from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from specdec.service.addresses import is_server_address
 from specdec.v1 import coordinator_pb2
 from specdec.wire.backoff import Backoff
 from specdec.wire.errors import InvalidRequest
@@ -67,6 +68,11 @@ class ClientSettings:
     api_key: str | None = field(default=None, repr=False)
     """Sent with every call, as `authorization: Bearer KEY`; without TLS it travels unencrypted."""
 
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest for a key that gRPC would refuse to send, as if the connection had failed."""
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise InvalidRequest("api_key", "has characters that no HTTP header carries, such as a line break")
+
     def call_metadata(self) -> tuple[tuple[str, str], ...]:
         """Metadata of every call, including the span in OpenTelemetry's current context."""
         own = () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
@@ -116,6 +122,12 @@ class ClientSettings:
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_send_message_length", self.max_message_bytes),
         ]
+
+
+def check_address(address: str) -> None:
+    """Raise InvalidRequest if gRPC cannot call an address: it would tell of a server that is down."""
+    if not is_server_address(address):
+        raise InvalidRequest("address", f"{address!r} is not host:port")
 
 
 def service_config(service: descriptor.ServiceDescriptor) -> str:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.client.completion import Completion, as_sent, check_started
 from specdec.client.resuming import ResumePolicy, Resumption
-from specdec.client.settings import ClientSettings
+from specdec.client.settings import ClientSettings, check_address
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
 from specdec.wire.errors import Cancelled, Unavailable, from_rpc_error
@@ -67,6 +67,7 @@ class SyncClient:
     """
 
     def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
+        check_address(address)
         self.address = address
         self._settings = settings or ClientSettings()
         options, credentials = self._settings.channel_options(), self._settings.credentials()

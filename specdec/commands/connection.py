@@ -11,6 +11,7 @@ import typer
 from specdec.client import ClientSettings
 from specdec.commands.views.failures import DEFAULT_ADDRESS as DEFAULT_ADDRESS
 from specdec.commands.views.failures import check_server_address
+from specdec.wire.errors import InvalidRequest
 from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, TlsPaths, client_context
 
 API_KEY_VARIABLE = "SPECDEC_API_KEY"
@@ -81,13 +82,13 @@ def client_settings(
     except TlsFilesBroken as error:
         # gRPC accepts broken files, and only says later that it cannot connect.
         raise typer.BadParameter(str(error)) from error
-    api_key = os.environ.get(API_KEY_VARIABLE)
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        raise typer.BadParameter(f"the key in {API_KEY_VARIABLE} has characters that no HTTP header carries")
-    return ClientSettings(
-        timeout_s=timeout_s,
-        tls=tls,
-        root_certificates=files.authorities,
-        client_certificate=None if files.key is None or files.chain is None else (files.key, files.chain),
-        api_key=api_key,
-    )
+    try:
+        return ClientSettings(
+            timeout_s=timeout_s,
+            tls=tls,
+            root_certificates=files.authorities,
+            client_certificate=None if files.key is None or files.chain is None else (files.key, files.chain),
+            api_key=os.environ.get(API_KEY_VARIABLE),
+        )
+    except InvalidRequest as error:
+        raise typer.BadParameter(f"the key in {API_KEY_VARIABLE} has characters that no HTTP header carries") from error

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from specdec.service.addresses import is_server_address
 from specdec.service.texts import fault_of
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-_NAME_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
-"""Schemes of names that gRPC resolves itself."""
 _CONNECT_FAILURES = {
     "Connection refused": "no server listens there",
     "Domain name not found": "there is no such host",
@@ -43,10 +42,7 @@ def check_server_address(address: str) -> str:
     """Return the address. Raises ValueError if it is neither host:port nor a name that gRPC resolves."""
     if (fault := fault_of(address)) is not None:
         raise ValueError(f"{address!r} {fault}")
-    host, _, port = address.rpartition(":")
-    if not address.startswith(_NAME_SCHEMES) and not (
-        host and "/" not in host and port.isdecimal() and 0 < int(port) < 2**16
-    ):
+    if not is_server_address(address):
         raise ValueError(f"{address!r} is not HOST:PORT")
     return address
 

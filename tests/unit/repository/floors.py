@@ -322,7 +322,8 @@ FLOORS = {
         build
     """,
     "specdec.service": """
-        byte_budget error_interceptor exposure listening memory_limit metrics_server process standstill texts tls_watch
+        addresses byte_budget error_interceptor exposure listening memory_limit metrics_server process standstill texts
+        tls_watch
         metrics_endpoint settings
         readiness
         server

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -149,6 +150,20 @@ def test_errors_of_single_calls_are_typed(coordinator: tuple[FakeCoordinator, st
         with pytest.raises(Exception, match="not implemented") as unimplemented:
             client.abort("r")
     assert type(unimplemented.value).__name__ == "Unimplemented"
+
+
+@pytest.mark.parametrize("kind", [Client, SyncClient])
+@pytest.mark.parametrize("address", ["http://127.0.0.1:50051", "127.0.0.1", "localhost:99999", ""])
+async def test_an_address_that_cannot_be_called_is_refused_at_once(kind: type[Any], address: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not host:port") as caught:
+        kind(address)
+    assert caught.value.field == "address"
+
+
+def test_a_key_that_no_header_carries_is_refused_at_once() -> None:
+    with pytest.raises(InvalidRequest, match="line break") as caught:
+        ClientSettings(api_key="key-of-a-file\n")
+    assert caught.value.field == "api_key"
 
 
 def test_a_request_is_sent_when_its_first_chunk_is_asked_for(coordinator: tuple[FakeCoordinator, str]) -> None:
