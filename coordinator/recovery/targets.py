@@ -193,11 +193,11 @@ def _quarantined() -> Internal:
 
 
 def _as_asked(error: SpecdecError) -> SpecdecError:
-    """Rename the field of a constraint's error to the one in the client's request; say when to retry."""
+    """Rename the field of a sampling parameter's error to the one in the client's request; say when to retry."""
     if isinstance(error, Overloaded):
         message = str(error).removeprefix("open.")
         return Overloaded(message, reason=error.reason, retry_after_s=_RETRY_OVERLOAD_S)
-    if isinstance(error, InvalidRequest) and error.field.startswith("open.sampling.constraint"):
+    if isinstance(error, InvalidRequest) and error.field.startswith("open.sampling."):
         field = error.field.removeprefix("open.")
         return InvalidRequest(field, error.description.removeprefix(f"{error.field}: "))
     return error

@@ -234,7 +234,7 @@ class Authenticator:
             return claimed_tenant or "", self._default
         scheme, _, key = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
         if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthenticated("send the metadata `authorization: Bearer KEY` once", reason="NO_API_KEY")
+            raise Unauthenticated("send `authorization: Bearer KEY` once", reason="NO_API_KEY")
         entry = self._keys.authenticate(key.strip())
         if claimed_tenant is not None and claimed_tenant != entry.tenant:
             raise PermissionDenied("specdec-tenant names another tenant than the API key's", reason="WRONG_TENANT")

@@ -8,7 +8,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from structlog.testing import capture_logs
 
 from specdec.v1 import common_pb2 as pb
-from specdec.wire.errors import Overloaded, Unavailable
+from specdec.wire.errors import InvalidRequest, Overloaded, Unavailable, to_status
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.model import identity
 from tests.support.scripted.replica import PATIENCE_S, ScriptedSession
@@ -157,6 +157,18 @@ async def test_a_constraint_beside_too_many_others_is_not_tried_elsewhere_and_it
     assert (str(error), error.reason) == ("sampling.constraint.regex: too many", "CONSTRAINT_OVERLOAD")
     assert error.retry_after_s >= 30
     assert sum(len(target.opened) for target in targets) == 1
+
+
+async def test_a_sampling_parameter_that_a_target_refuses_is_named_as_the_client_sent_it() -> None:
+    target = ScriptedTarget()
+    target.refuse = to_status(InvalidRequest("open.sampling.allowed_token_ids", "no token in common"))
+    async with running([target]) as harness:
+        error = await error_of(harness.stub.Generate(request()))
+    assert isinstance(error, InvalidRequest)
+    assert (error.field, str(error)) == (
+        "sampling.allowed_token_ids",
+        "sampling.allowed_token_ids: no token in common",
+    )
 
 
 async def test_a_draft_that_dies_is_done_without_and_speculation_comes_back_with_it() -> None:
