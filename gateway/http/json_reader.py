@@ -112,6 +112,8 @@ class _Reader:
         if self._is_empty(depth, _OBJECT_END):
             return fields
         while True:
+            if depth == 1:
+                self._field = None
             name = self._key()
             fields[name] = self._outermost(name) if depth == 1 else self._value(depth)
             if len(fields) > MOST_FIELDS:

@@ -21,9 +21,15 @@ from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
 
 COMPLETION_FIELD_NAMES = MappingProxyType(
-    {**FIELD_NAMES, "prompt_token_ids.token_ids": "prompt", "prompt_token_ids": "prompt"}
+    {
+        **FIELD_NAMES,
+        "prompt_token_ids.token_ids": "prompt",
+        "prompt_token_ids": "prompt",
+        "token_ids": "prompt",
+        "text": "prompt",
+    }
 )
-"""HTTP field names by gRPC field names, where they differ."""
+"""HTTP field names by gRPC field names, where they differ; a prompt may also be converted on its own."""
 _MOST_COMMON_BYTES = 256 * 1024
 """Bytes of parameters that are copied for each of several prompts: the largest sampling and constraints fit."""
 

@@ -66,6 +66,9 @@ async def test_a_prompt_is_scored_as_lm_eval_asks_for_it() -> None:
         prompts = [[5, 6, 7, 8], [9, 10]]
         body = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
         answer = (await client.post("/v1/completions", json={**body, "model": "scripted"})).json()
+        too_long = {**body, "prompt": [5] * 100_000}
+        refused = (await client.post("/v1/completions", json=too_long)).json()
+    assert refused["error"]["param"] == "prompt"
     TextCompletion.model_validate(answer)
     for choice, prompt in zip(answer["choices"], prompts, strict=True):
         told = choice["logprobs"]

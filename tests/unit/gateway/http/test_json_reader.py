@@ -83,6 +83,15 @@ def test_depth_and_numbers_of_values_have_limits() -> None:
             parsed(data)
 
 
+@pytest.mark.parametrize(
+    ("data", "field"), [(b'{"a":1,"\\ud800":2}', None), (b'{"a":1,"b":}', "b")], ids=["name", "value"]
+)
+def test_no_other_field_is_named_than_that_which_is_wrong(data: bytes, field: str | None) -> None:
+    with pytest.raises(ApiError) as caught:
+        parsed(data)
+    assert caught.value.param == field
+
+
 @pytest.mark.parametrize("name", ["ids", "large", "small"])
 def test_a_field_has_as_many_values_as_its_kind_may(name: str) -> None:
     def read(num: int) -> Any:
