@@ -43,6 +43,11 @@ from specdec.wire.tls_files import TlsFiles, TlsFilesBroken
 _MIN_PEER_PING_INTERVAL_MS = 1000
 _HANDSHAKE_MS = 20_000
 """Milliseconds for TLS and the first HTTP/2 frames before a silent connection is closed; gRPC's default is 2 min."""
+_MOST_STREAMS = 4096
+"""Calls of one connection at once, at most, as many as a gateway has; calls that were reset count until freed."""
+_LEAST_PENDING, _MOST_PENDING = 2 * _MOST_STREAMS, 4 * _MOST_STREAMS
+"""Calls not yet taken up from which gRPC cancels new ones of all connections, at random and always; its defaults are
+1000 and 3000, which one connection reaches."""
 # Seconds beyond the drain's own limit, so that a hanging drain cannot hold the process.
 _DRAIN_MARGIN_S = 5.0
 # Seconds for which calls that have already arrived are refused with a reason after a drain, whose end keeps the event
@@ -93,6 +98,9 @@ def build_server(
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.max_concurrent_streams", _MOST_STREAMS),
+        ("grpc.server.max_pending_requests", _LEAST_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
         # gRPC's default is on: two servers would silently share one port's connections.
         ("grpc.so_reuseport", int(shares_port)),
     ]

@@ -55,6 +55,15 @@ async def test_a_body_that_comes_by_the_byte_is_ended_with_a_type_while_others_a
                 assert await connection.status(1) == DEADLINE_EXCEEDED
 
 
+async def test_calls_that_are_reset_as_soon_as_they_have_begun_cut_nobody_elses_off() -> None:
+    target = ScriptedTarget()
+    async with running([target]) as harness, RawConnection(harness.address) as hasty:
+        for _ in range(5000):
+            hasty.cancel(hasty.begin(GENERATE))
+        result = await collect(harness.stub.Generate(request(), timeout=MOST_WAIT_S))
+        assert result.ids() == expected_ids(target, 20)
+
+
 async def test_who_has_no_key_is_refused_before_its_request_has_come(tmp_path: Path) -> None:
     target = ScriptedTarget()
     keys = tmp_path / "keys.yaml"
