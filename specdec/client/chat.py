@@ -34,7 +34,8 @@ def chat_messages(
             trust_request_chat_template.
 
     Raises:
-        InvalidRequest: A value is no JSON or no UTF-8 text; names its path, such as messages[2].
+        InvalidRequest: A message is no mapping, or a value is no JSON or no UTF-8 text; names its path, such as
+            messages[2].
     """
     return coordinator_pb2.ChatMessages(
         messages=[_message(f"messages[{index}]", message) for index, message in enumerate(messages)],
@@ -48,6 +49,8 @@ def chat_messages(
 
 
 def _message(path: str, message: Mapping[str, Any]) -> coordinator_pb2.ChatMessage:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(path, f"is a {type(message).__name__}, not a message with a role and a content")
     content = message.get("content")
     # Null fields count as absent, except the content: an absent content differs from an empty one.
     fields = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}

@@ -55,8 +55,8 @@ def show(
     if status.num_left_out:
         output.print(f"{status.num_left_out} more did not fit into the answer", style="yellow")
     output.print(
-        f"{status.num_running} of {status.max_running} requests run, "
-        f"{status.num_waiting} of {status.max_waiting} wait; version {harmless(status.version)}",
+        f"{status.num_running} requests run, of at most {status.max_running} choices; "
+        f"{status.num_waiting} of at most {status.max_waiting} wait; version {harmless(status.version)}",
         style="dim",
         markup=False,
     )

@@ -321,6 +321,7 @@ def test_models_shows_what_is_loaded_where(command: Command) -> None:
     assert result.exit_code == 0, result.stderr
     for text in (
         "big",
+        "0 requests run, of at most 64 choices",
         "15.8M",
         "127.0.0.1:50052",
         "ready",

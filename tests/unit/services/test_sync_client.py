@@ -15,7 +15,7 @@ import grpc
 import pytest
 from grpc_status import rpc_status
 
-from specdec.client import Client, ClientSettings, Completion, ResumePolicy, SyncClient
+from specdec.client import Client, ClientSettings, Completion, ResumePolicy, SyncClient, chat_messages
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
 from specdec.wire.errors import Cancelled, InvalidRequest, ModelNotFound, Overloaded, Unavailable, to_status
@@ -164,6 +164,12 @@ def test_a_key_that_no_header_carries_is_refused_at_once() -> None:
     with pytest.raises(InvalidRequest, match="line break") as caught:
         ClientSettings(api_key="key-of-a-file\n")
     assert caught.value.field == "api_key"
+
+
+def test_a_message_that_is_a_text_is_refused_by_its_place() -> None:
+    messages: Any = [{"role": "user", "content": "hi"}, "hello"]
+    with pytest.raises(InvalidRequest, match=r"messages\[1\]: is a str, not a message"):
+        chat_messages(messages)
 
 
 def test_a_request_is_sent_when_its_first_chunk_is_asked_for(coordinator: tuple[FakeCoordinator, str]) -> None:
