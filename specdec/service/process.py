@@ -35,12 +35,27 @@ def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> Non
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore SIGINT and SIGTERM: a signal to the process group must not end the engine before it is drained.
+    """Ignore SIGINT, SIGTERM and SIGHUP: a signal to the process group must not end it before the service is drained.
 
-    Handlers, unlike ignored signals, are not inherited by programs that the engine starts.
+    Handlers, unlike ignored signals, are not inherited by programs that this process starts.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
+
+
+def ending_signals() -> list[signal.Signals]:
+    """The signals that ask a process to end, besides Ctrl-C's; no SIGHUP where it is ignored, as under nohup."""
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM] if is_kept else [signal.SIGTERM, signal.SIGHUP]
+
+
+def import_path() -> str:
+    """PYTHONPATH with which a child finds this process's modules.
+
+    Without relative entries, as hooks of editable installs are: with one, Python does not start where the working
+    folder was deleted.
+    """
+    return os.pathsep.join(filter(os.path.isabs, sys.path))
 
 
 def parse_cores(text: str) -> frozenset[int]:

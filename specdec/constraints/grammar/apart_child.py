@@ -15,7 +15,7 @@ from specdec.constraints.grammar.follower import GrammarFollower
 from specdec.constraints.grammar.source import make_matcher, make_tokenizer
 from specdec.constraints.limits.faults import GrammarError
 from specdec.service.memory_limit import limit_bytes
-from specdec.service.process import die_with_parent
+from specdec.service.process import die_with_parent, leave_signals_to_parent
 
 _NICENESS = 19
 _MOST_BYTES = 2 * 2**30
@@ -26,6 +26,7 @@ def main() -> int:
     """Answer until standard input ends."""
     start = json.loads(sys.stdin.readline())
     die_with_parent(start["parent_pid"])
+    leave_signals_to_parent()
     os.nice(_NICENESS)
     tokenizer = make_tokenizer(start["tokenizer"])
     limit_memory(_MOST_BYTES)

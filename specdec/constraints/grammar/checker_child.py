@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLTokenizer
 from specdec.constraints.grammar.apart_child import limit_memory
 from specdec.constraints.grammar.source import TokenizerArguments, make_matcher, make_tokenizer, shown
 from specdec.service.memory_limit import own_bytes
-from specdec.service.process import die_with_parent
+from specdec.service.process import die_with_parent, leave_signals_to_parent
 
 _MOST_CPU_S = 0.5
 _MOST_WALL_S = 5.0
@@ -41,6 +41,7 @@ def main() -> int:
     """Answer until standard input ends."""
     start = json.loads(sys.stdin.readline())
     die_with_parent(start["parent_pid"])
+    leave_signals_to_parent()
     os.nice(5)
     arguments: TokenizerArguments = start["tokenizer"]
     tokenizer = make_tokenizer(arguments)

@@ -38,6 +38,17 @@ def test_a_checker_that_hangs_is_replaced_and_the_grammar_compiles(monkeypatch: 
     own.close()
 
 
+@pytest.mark.parametrize("module", [_CHILD, "specdec.constraints.grammar.checker_child"])
+def test_signals_to_a_services_whole_group_leave_its_children_to_answer_while_it_drains(module: str) -> None:
+    child = LineProcess(module, {"tokenizer": _ARGUMENTS})
+    question = {"close": 0} if module == _CHILD else _GRAMMAR
+    child.ask(question)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(child.pid, number)
+        child.ask(question)
+    child.close()
+
+
 def test_a_child_that_hangs_with_a_full_pipe_is_given_up() -> None:
     child = LineProcess(_CHILD, {"tokenizer": _ARGUMENTS}, hung_s=0.5)
     child.ask({"close": 0})
