@@ -18,6 +18,7 @@ from pydantic import SecretStr
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.child_main import BEAT_S, SERVING_LINE, ChildInstructions
 from specdec.service.listening import StartupFailed, bound_sockets
+from specdec.service.process import import_path
 from specdec.service.standstill import Standstill
 from specdec.telemetry import forget_gauges
 from specdec.wire.settings import join_address
@@ -54,7 +55,7 @@ class CoordinatorProcess:
 
         It dies with the supervisor, and has its own session: a terminal's Ctrl-C must not reach it twice.
         """
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {**os.environ, "PYTHONPATH": import_path()}
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "specdec.coordinator.child_main", str(self.index)),

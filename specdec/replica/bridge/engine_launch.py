@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 from specdec.replica.bridge.engine_child import EngineInstructions
+from specdec.service.process import import_path
 from specdec.service.settings import ReplicaServiceSettings
 from specdec.store.settings import StoreSettings
 
@@ -57,7 +58,7 @@ def launch_engine(
         "log_format": settings.log_format,
         "instance_id": instance_id,
     }
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = {**os.environ, "PYTHONPATH": import_path()}
     process = subprocess.Popen(
         [sys.executable, "-m", "specdec.replica.bridge.engine_child"],
         stdin=subprocess.PIPE,

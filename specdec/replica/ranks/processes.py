@@ -15,6 +15,7 @@ from typing import Literal
 import structlog
 
 from specdec.replica.ranks.rank_child import RankInstructions
+from specdec.service.process import import_path
 
 _PASSED: tuple[Literal["socket_fd", "store_fd", "pulse_fd"], ...] = ("socket_fd", "store_fd", "pulse_fd")
 _LAUNCHER_ONLY = ("PROMETHEUS_MULTIPROC_DIR",)  # metrics are rank 0's
@@ -28,7 +29,7 @@ class RankProcesses:
 
     def start(self, instructions: RankInstructions) -> subprocess.Popen[bytes]:
         """Start a rank."""
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {**os.environ, "PYTHONPATH": import_path()}
         for name in _LAUNCHER_ONLY:
             environment.pop(name, None)
         process = subprocess.Popen(
