@@ -1,7 +1,7 @@
 """Build a gateway from its settings, and run it: listen, serve, drain, stop.
 
 listening    /version and /metrics answer; /health says 503 until a coordinator serves
-draining     SIGTERM or SIGINT: /health says 503, new requests are refused, running ones go on
+draining     SIGTERM, SIGINT or SIGHUP: /health says 503, new requests are refused, running ones go on
 stopped      requests that run after drain_s are cut off; a second signal leads here at once
 """
 

@@ -47,6 +47,16 @@ def bound_sockets(host: str, port: int, *options: int) -> list[socket.socket]:
         return sockets
 
 
+def why_not_bound(host: str, port: int) -> str:
+    """Why a server cannot listen on a port, in the kernel's words, which gRPC keeps for its own log; "" if it can."""
+    try:
+        for probe in bound_sockets(host, port, socket.SO_REUSEADDR):
+            probe.close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     if is_wildcard(host):
         has_both = socket.has_dualstack_ipv6()

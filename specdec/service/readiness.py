@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from specdec.service.listening import StartupFailed
+from specdec.service.listening import StartupFailed, why_not_bound
 from specdec.service.settings import ServiceSettings
 from specdec.store.announcer import AnnouncedState, Announcer
 from specdec.wire.settings import join_address
@@ -67,7 +67,8 @@ async def plaintext_health(settings: ServiceSettings, readiness: Readiness) -> A
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise StartupFailed(f"health_port: cannot listen on {address}") from error
+        cause = why_not_bound(settings.host, settings.health_port) or error
+        raise StartupFailed(f"health_port: cannot listen on {address}: {cause}") from error
     await server.start()
     try:
         yield port

@@ -2,7 +2,7 @@
 
 listening    gRPC, health (NOT_SERVING), reflection and /metrics answer; calls get UNAVAILABLE with RetryInfo
 ready        Service.start returned (for a replica: the model is loaded and warmed); health is SERVING
-draining     SIGTERM or SIGINT: health is NOT_SERVING, Service.drain lets running work end
+draining     SIGTERM, SIGINT or SIGHUP: health is NOT_SERVING, Service.drain lets running work end
 stopped      open calls are cut off after a grace period; a second signal leads here at once
 
 A process that shares its port with others listens only once it is ready, because the kernel gives connections to any
@@ -28,8 +28,9 @@ from prometheus_client import CollectorRegistry
 
 from specdec import __version__
 from specdec.service.error_interceptor import ErrorInterceptor
-from specdec.service.listening import StartupFailed, is_wildcard
+from specdec.service.listening import StartupFailed, is_wildcard, why_not_bound
 from specdec.service.metrics_endpoint import metrics_endpoint
+from specdec.service.process import ending_signals
 from specdec.service.readiness import Readiness, plaintext_health
 from specdec.service.settings import ServiceSettings
 from specdec.service.tls_watch import TlsUses, TlsWatch
@@ -239,14 +240,14 @@ async def _drain(service: Service, drain_s: float, aborting: asyncio.Event, fail
 
 
 def install_signals(stopping: asyncio.Event, aborting: asyncio.Event) -> None:
-    """Let the first SIGTERM or SIGINT set `stopping`, later ones `aborting`."""
+    """Let the first SIGTERM, SIGINT or SIGHUP set `stopping`, later ones `aborting`. nohup's SIGHUP is ignored."""
 
     def on_signal(number: signal.Signals) -> None:
         _log.info("signal", signal=number.name)
         (aborting if stopping.is_set() else stopping).set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGINT, *ending_signals()):
         loop.add_signal_handler(number, on_signal, number)
 
 
@@ -257,4 +258,5 @@ def _bind(server: grpc.aio.Server, settings: ServiceSettings, tls: TlsFiles | No
             return server.add_insecure_port(address)
         return server.add_secure_port(address, server_credentials(tls))
     except (RuntimeError, ValueError) as error:
-        raise StartupFailed(f"host, port: cannot listen on {address}: {error}") from error
+        cause = why_not_bound(settings.host, settings.port) or error
+        raise StartupFailed(f"host, port: cannot listen on {address}: {cause}") from error

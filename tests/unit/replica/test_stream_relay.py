@@ -1,6 +1,8 @@
 """A replica's servicer as its peers see it: real processes, real sockets, an engine that echoes."""
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import urllib.request
@@ -163,12 +165,15 @@ async def test_without_restarts_the_death_of_the_engine_ends_the_process_with_1(
         assert failure["reason"] == "the engine process exited with code 3"
 
 
-async def test_sigterm_lets_sessions_end_and_then_exits_with_0() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_to_all_of_a_replica_lets_sessions_end_and_then_exits_with_0(number: signal.Signals) -> None:
     async with ready_echo("--no-drained-at-once") as (process, channel):
         call = verify_stream(channel)
         await call.write(b"hello")
         await call.read()
-        process.terminate()
+        engine_pid = next(event["pid"] for event in process.events if event["event"] == "engine_started")
+        for pid in (engine_pid, process.pid):
+            os.kill(pid, number)
         await process.event("draining")
         while await health_of(channel) != NOT_SERVING:
             pass
