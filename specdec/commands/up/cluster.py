@@ -162,13 +162,17 @@ class Cluster:
     ) -> None:
         """Take services in the order of their start; they stop in the opposite order.
 
-        With `credentials` health is asked over TLS. `api_key` is for a coordinator whose status needs one.
+        With `credentials` health is asked over TLS. `api_key` is for a coordinator whose status needs one. Raises
+        ClusterFailed if there is no folder for logs.
         """
         self.timeouts = timeouts or ClusterTimeouts()
         self._credentials = credentials
         self._metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
-        self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="specdec-"))
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="specdec-"))
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ClusterFailed(f"--log-dir: no folder for logs: {error.strerror}; it or TMPDIR sets one") from error
         self.services = {spec.name: ServiceProcess(spec, self.log_dir / f"{spec.name}.log") for spec in specs}
 
     def __enter__(self) -> Cluster:
@@ -199,7 +203,11 @@ class Cluster:
                 raise ClusterFailed(f"{service.spec.name}: port {port} is in use")
         try:
             for service in self.services.values():
-                service.log_path.write_bytes(b"")
+                try:
+                    service.log_path.write_bytes(b"")
+                except OSError as error:
+                    reason = f"--log-dir: cannot write {service.log_path}: {error.strerror}"
+                    raise ClusterFailed(reason) from error
                 service.start()
             for name in self.services:
                 self.wait_healthy(name, on_wait)

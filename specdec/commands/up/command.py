@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ from specdec.commands.up.supervision import Supervision
 from specdec.commands.views.tables import make_table
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.errors import ModelLoadError
+from specdec.service.process import ending_signals
 
 _STYLES = ("green", "cyan", "magenta", "yellow", "blue")
 _CHECK_S = 0.2
@@ -75,9 +77,15 @@ class LogView:
     def show_new_lines(self) -> None:
         """Print the whole lines that were written since the last call."""
         for style, (name, path) in zip(_STYLES * len(self._logs), self._logs.items(), strict=False):
-            with path.open("rb") as log:
-                log.seek(self._offsets[name])
-                data = log.read()
+            try:
+                with path.open("rb") as log:
+                    if log.seek(0, os.SEEK_END) < self._offsets[name]:  # emptied, or made again, by a cleaner of logs
+                        self._offsets[name] = 0
+                    log.seek(self._offsets[name])
+                    data = log.read()
+            except OSError:
+                self._offsets[name] = 0
+                continue
             lines, newline, _rest = data.rpartition(b"\n")
             self._offsets[name] += len(lines) + len(newline)
             for line in lines.decode("utf-8", errors="replace").splitlines():
@@ -284,7 +292,7 @@ def stop_on_signals() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.signal(number, interrupt) for number in ending_signals()}
     try:
         yield
     finally:

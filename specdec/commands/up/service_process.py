@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -64,7 +65,7 @@ class ServiceProcess:
         """Start it in its own session, which a terminal's Ctrl-C does not reach; append to its log."""
         command = [sys.executable, "-m", "specdec.service.process", str(os.getpid())]
         command += [",".join(map(str, self.spec.cores)), self.spec.module, *self.spec.arguments]
-        with self.log_path.open("ab") as log:
+        with self._open_log() as log:
             self._log_start_bytes = log.tell()
             self._process = subprocess.Popen(
                 command,
@@ -75,6 +76,14 @@ class ServiceProcess:
                 start_new_session=True,
             )
         self.told_to_end = False  # Not before: another thread may still read it for the previous process.
+
+    def _open_log(self) -> BinaryIO:
+        """Its log, or nothing to write to: a service that runs without a log is better than none."""
+        try:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)  # cleaners of TMPDIR remove it after days
+            return self.log_path.open("ab")
+        except OSError:
+            return open(os.devnull, "ab")
 
     @property
     def pid(self) -> int | None:

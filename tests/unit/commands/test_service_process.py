@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.up.cluster import Cluster, ClusterTimeouts, free_port
+from specdec.commands.up.command import LogView, stop_on_signals
 from specdec.commands.up.service_process import ServiceProcess, ServiceSpec
+from specdec.service.process import import_path
 
 # Modules of the standard library that do what a service could do.
 LISTENS = "http.server"
@@ -83,6 +87,66 @@ def test_it_may_be_started_again(server: ServiceProcess) -> None:
     assert server.is_running
     assert server.pid != first_pid
     server.kill()
+
+
+def test_it_starts_again_after_its_folder_of_logs_was_removed(tmp_path: Path) -> None:
+    process = ServiceProcess(spec(ENDS_AT_ONCE), tmp_path / "logs" / "log")
+    process.start()
+    assert process.wait(DEADLINE_S)
+    assert process.last_log_lines()
+
+
+def test_it_runs_without_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    process = ServiceProcess(spec(ENDS_AT_ONCE), tmp_path / "file" / "log")
+    process.start()
+    assert process.wait(DEADLINE_S)
+    assert process.exit_code == 0
+    assert process.last_error_line() == ""
+
+
+def test_a_log_that_cannot_be_made_is_named_with_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ClusterFailed, match=r"^--log-dir: no folder for logs: "):
+        Cluster([spec(ENDS_AT_ONCE)], log_dir=tmp_path / "file")
+    (tmp_path / "target.log").mkdir()
+    told = r"^--log-dir: cannot write .*/target\.log: Is a directory$"
+    with Cluster([spec(ENDS_AT_ONCE)], log_dir=tmp_path) as cluster, pytest.raises(ClusterFailed, match=told):
+        cluster.start()
+
+
+def test_logs_are_shown_on_after_they_were_emptied_or_removed(tmp_path: Path) -> None:
+    output = io.StringIO()
+    cluster = Cluster([spec(ENDS_AT_ONCE)], log_dir=tmp_path)
+    view, log = LogView(cluster, Console(file=output, width=80)), tmp_path / "target.log"
+    for text in ("one, at length\n", "two\n", None, "three\n"):
+        if text is None:
+            log.unlink()
+        else:
+            log.write_text(text)
+        view.show_new_lines()
+    assert output.getvalue().split("\n") == ["target one, at length", "target two", "target three", ""]
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with pytest.raises(KeyboardInterrupt), stop_on_signals():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+def test_children_find_modules_without_a_working_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, "", "__editable__.some.finder"])
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    program = "import os, subprocess, sys; os.rmdir(os.getcwd()); subprocess.run(sys.argv[1:], check=True)"
+    command = [sys.executable, "-S", "-c", program, sys.executable, "-S", "-c", ""]
+    subprocess.run(command, cwd=gone, env={**os.environ, "PYTHONPATH": import_path()}, check=True)
 
 
 def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
