@@ -9,6 +9,8 @@ import io
 import json
 import logging
 import os
+import select
+import sys
 import threading
 import time
 from collections import deque
@@ -48,6 +50,10 @@ class ThreadedHandler(logging.Handler):
                 self._stream.write(text)
                 return
             line = text.encode("utf-8", "backslashreplace")
+            if sys.is_finalizing():  # threads have ended, and to wait for a new one would hang the process
+                if select.select((), (self._descriptor,), (), 0)[1]:
+                    os.write(self._descriptor, line)
+                return
         except Exception:
             self.handleError(record)
             return

@@ -24,6 +24,19 @@ from specdec.telemetry import (
     setup_logging,
 )
 
+_LOGS_AT_THE_END = """
+import logging
+from specdec.telemetry import setup_logging
+setup_logging("target")
+log = logging.getLogger()
+log.warning("first")
+class Late:
+    def __del__(self):
+        log.error("late")
+late = Late()
+late.itself = late
+"""
+
 
 @pytest.fixture
 def restored_logging() -> Iterator[None]:
@@ -52,6 +65,11 @@ def test_log_lines_are_json_with_ids_as_fields(capsys: pytest.CaptureFixture[str
         "info",
     )
     assert (second["event"], second["logger"]) == ("says 7", "library")
+
+
+def test_a_line_that_is_logged_while_python_ends_is_written_and_keeps_no_process_alive() -> None:
+    ended = subprocess.run([sys.executable, "-c", _LOGS_AT_THE_END], stderr=subprocess.PIPE, check=True, timeout=60)
+    assert [json.loads(line)["event"] for line in ended.stderr.splitlines()] == ["first", "late"]
 
 
 @pytest.mark.usefixtures("restored_logging")
