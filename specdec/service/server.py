@@ -214,7 +214,10 @@ async def _serve(
     try:
         await asyncio.wait({start, stop, failure}, return_when=asyncio.FIRST_COMPLETED)
         if start.done() and not stop.done():
-            await start
+            try:
+                await start
+            except OSError as error:  # files, memory or process numbers are short
+                raise StartupFailed(str(error)) from error
             await on_started()
             _log.info("ready")
             await asyncio.wait({stop, failure}, return_when=asyncio.FIRST_COMPLETED)

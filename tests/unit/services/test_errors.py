@@ -1,5 +1,6 @@
 """Errors as statuses and back, and what a handler's exception becomes for a client."""
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +13,8 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from specdec.service.server import build_server
+from specdec.service.listening import StartupFailed
+from specdec.service.server import Service, _serve, build_server
 from specdec.service.settings import ServiceSettings
 from specdec.telemetry import setup_logging
 from specdec.v1.coordinator_pb2 import ResumeInfo
@@ -239,3 +241,17 @@ def test_refused_callers_are_told_waits_that_differ_and_are_hardly_longer_than_l
     told = [told_wait_s(wait_s, Random(seed).uniform) for seed in range(200)]
     assert wait_s <= min(told) <= max(told) <= most_s
     assert max(told) - min(told) >= 0.9 * (most_s - wait_s)
+
+
+class NoFilesLeft:
+    name, grpc_names = "target", ()
+
+    async def start(self) -> None:
+        raise OSError(24, "Too many open files")
+
+
+async def test_a_service_without_the_files_to_start_says_so_in_place_of_a_traceback() -> None:
+    never = asyncio.create_task(asyncio.Event().wait())
+    with pytest.raises(StartupFailed, match="Too many open files"):
+        await _serve(cast(Service, NoFilesLeft()), cast(Any, None), cast(Any, never), asyncio.Event())
+    never.cancel()
