@@ -112,7 +112,7 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
             if self._end_timer is not None:
                 self._end_timer.cancel()
             for cycle in self._unanswered:
-                cycle.disconnected = True
+                cycle.disconnected, cycle.body = True, bytearray()
                 cycle.message_event.set()
             self._unanswered.clear()
             self.pipeline.clear()

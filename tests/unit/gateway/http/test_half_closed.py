@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import socket
 import struct
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -84,6 +86,25 @@ async def test_who_resets_a_stream_while_another_request_waits_is_noticed() -> N
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
         writer.close()
         await app.was_left.wait()
+
+
+async def test_bodies_of_requests_that_wait_go_with_their_client() -> None:
+    app = App()
+    body = b"POST /two HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n" + bytes(60_000)
+    gc.disable()  # a collection would free them some day
+    tracemalloc.start()
+    try:
+        async with raw_connection(app) as (_, writer):
+            writer.write(ASKS % b"one" + body * 3)
+            await app.was_asked.wait()
+            before = tracemalloc.get_traced_memory()[0]
+            writer.close()
+            await app.was_left.wait()
+            await asyncio.sleep(0)
+            assert before - tracemalloc.get_traced_memory()[0] > 100_000
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 async def test_of_requests_without_end_the_first_are_answered_and_the_last_answer_says_so() -> None:
