@@ -92,8 +92,11 @@ def metrics_folder() -> Iterator[str | None]:
 
     Folders of processes that were killed are removed first.
     """
+    parents = [_MEMORY]
+    with contextlib.suppress(OSError):  # no folder can be written
+        parents.insert(0, tempfile.gettempdir())
     with contextlib.ExitStack() as stack:
-        for parent in (tempfile.gettempdir(), _MEMORY):
+        for parent in parents:
             try:
                 _remove_left(parent)
                 folder = stack.enter_context(_owned_folder(parent))

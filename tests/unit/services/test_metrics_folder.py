@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.telemetry import metrics_folder
+from specdec.telemetry import metric_files, metrics_folder
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +71,14 @@ def test_a_folder_that_another_start_took_for_a_left_one_is_made_again(
         assert len(made) == 2
         assert folder == made[1]
         assert os.path.isdir(folder)
+
+
+def test_figures_are_in_memory_where_no_folder_can_be_written(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    monkeypatch.setattr(metric_files, "_MEMORY", str(parent))
+    with metrics_folder() as folder:
+        assert folder is not None
+        assert Path(folder).parent == parent
