@@ -208,7 +208,10 @@ class Cluster:
                 except OSError as error:
                     reason = f"--log-dir: cannot write {service.log_path}: {error.strerror}"
                     raise ClusterFailed(reason) from error
-                service.start()
+                try:
+                    service.start()
+                except OSError as error:
+                    raise ClusterFailed(f"{service.spec.name} cannot be started: {error}") from error
             for name in self.services:
                 self.wait_healthy(name, on_wait)
             if "coordinator" in self.services:

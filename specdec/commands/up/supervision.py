@@ -76,9 +76,19 @@ class Supervision:
     def _restart_when_due(self, watched: _Watched, due_s: float) -> None:
         if time.monotonic() < due_s:
             return
-        watched.restart_s, watched.since_s = None, time.monotonic()
-        watched.process.start()
-        self._tell(f"{watched.process.spec.name} is restarted")
+        name, watched.since_s = watched.process.spec.name, time.monotonic()
+        try:
+            watched.process.start()
+        except OSError as error:  # memory, files or process numbers are short
+            wait_s = watched.restarts.wait_after_end(None)
+            told = f"{name} cannot be started: {error}"
+            if watched.restarts.is_hopeless:
+                raise ClusterFailed(f"{told}, {watched.restarts.num_futile} times") from error
+            watched.restart_s = watched.since_s + wait_s
+            self._tell(f"{told}; restart in {wait_s:.3g} s")
+            return
+        watched.restart_s = None
+        self._tell(f"{name} is restarted")
 
     def _look_for_ready(self, watched: _Watched) -> None:
         service, now_s = watched.process, time.monotonic()

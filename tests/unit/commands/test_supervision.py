@@ -50,6 +50,25 @@ def test_a_service_that_ends_before_it_is_ready_again_and_again_is_given_up_with
     assert all("No module named no_such_module_of_ours" in line for line in ends)
 
 
+def test_a_service_for_which_the_machine_has_no_process_is_tried_again_and_then_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    told: list[str] = []
+    with cluster_of(tmp_path, "this") as cluster:
+        service = cluster.services["target"]
+        monkeypatch.setattr(service, "start", refuse)
+        with pytest.raises(ClusterFailed, match=r"target cannot be started: .* unavailable"):
+            cluster.start()
+        supervision = Supervision(cluster, told.append, FEW)
+        message = check_until_it_fails(supervision)
+    assert message == "target cannot be started: [Errno 11] Resource temporarily unavailable, 3 times"
+    assert len(told) == 3
+    assert all("restart in 0.0" in line for line in told)
+
+
 def test_a_service_that_starts_for_too_long_is_killed_and_counts_as_one_that_ended(tmp_path: Path) -> None:
     told: list[str] = []
     never_ready = ("http.server", "--bind", "127.0.0.1", "0")
