@@ -379,14 +379,20 @@ class _Builder:
         )
         if self._group is not None:
             num_blocks = self._group.smallest(num_blocks)  # one block table serves all ranks
-        return KVCache(
-            geometries,
-            num_blocks + num_spare_blocks,
-            settings.block_size,
-            self._kv_dtype,
-            loaded.device,
-            StateMemory(self._cells, sizes.num_slots, sizes.num_rows, loaded.device) if self._cells else None,
-        )
+        try:
+            return KVCache(
+                geometries,
+                num_blocks + num_spare_blocks,
+                settings.block_size,
+                self._kv_dtype,
+                loaded.device,
+                StateMemory(self._cells, sizes.num_slots, sizes.num_rows, loaded.device) if self._cells else None,
+            )
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            name = "num_blocks" if settings.num_blocks else "kv_cache_memory_bytes"
+            raise ModelLoadError(f"{name}: {num_blocks} blocks exceed the memory of the machine; lower it") from error
 
     def _num_blocks_for_budget(
         self, step_model: StepModel, geometries: list[LayerGeometry], reserved_bytes: int, state_bytes: int

@@ -69,6 +69,11 @@ def test_a_budget_holds_four_times_the_tokens_of_float32(tmp_path: Path) -> None
     assert load(model, kv_cache_dtype="fp8", **settings).num_blocks // 4 == load(model, **settings).num_blocks
 
 
+def test_a_cache_beyond_the_machines_memory_is_refused_by_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"^num_blocks: \d+ blocks exceed the memory of the machine; lower it$"):
+        load(save_tiny_model("llama", tmp_path), num_blocks=1 << 40)
+
+
 def test_numbers_beyond_the_range_are_limited_and_nan_stays() -> None:
     cache = KVCache([LayerGeometry(1, 4, 4)], 2, 4, FP8, torch.device("cpu"))
     keys = torch.tensor([[[1e9, -torch.inf, torch.nan, 2.0**-9]]])
