@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,15 @@ async def test_without_restarts_the_death_of_the_engine_ends_the_process_with_1(
         assert failure["reason"] == "the engine process exited with code 3"
 
 
+@pytest.fixture
+def hangup_is_heard() -> Iterator[None]:
+    """Under nohup a hangup is ignored, by a service as well."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, former)
+
+
+@pytest.mark.usefixtures("hangup_is_heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_a_signal_to_all_of_a_replica_lets_sessions_end_and_then_exits_with_0(number: signal.Signals) -> None:
     async with ready_echo("--no-drained-at-once") as (process, channel):
