@@ -60,6 +60,7 @@ _RANGES = {
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
 }
+"""Least and largest value by type; protobuf's own errors do not tell them."""
 _STUB_FIELD = r'(?m)^    (?:def )?(\w+)(?:\(self\) -> [^\n]+)?: ?[^\n]*\n +"""((?:[^"]|"(?!""))*)"""'
 
 
@@ -118,9 +119,9 @@ class FieldFlag:
             else:
                 setattr(message, name, value)
         except (ValueError, TypeError) as error:
-            least, largest = _RANGES.get(self.field.cpp_type, (None, None))
-            is_range = least is not None and isinstance(value, int)
-            told = f"{value} is outside {least}..{largest}" if is_range else str(error)
+            told = str(error)
+            if isinstance(value, int) and self.field.cpp_type in _RANGES:
+                told = "{} is outside {}..{}".format(value, *_RANGES[self.field.cpp_type])
             raise typer.BadParameter(told, param_hint=flag) from error
 
     @property

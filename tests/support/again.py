@@ -15,7 +15,7 @@ import pytest
 import typer
 
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
-MOST_FILES = 6
+MOST_FILES = 4
 RUNS = 3
 
 

@@ -28,8 +28,8 @@ _NOTICE_S = 3.0
 class RankLost(BaseException):
     """A rank or a node is gone or stopped, and the others cannot go on.
 
-    Raised at any point of the engine's thread, so no Exception: code that handles those of its own work would handle
-    this one, too.
+    Raised at any point of the engine's thread. It is no Exception, so that the interrupted code does not catch it as
+    its own.
     """
 
 
