@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -33,20 +34,20 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "num_bytes", "found"),
+    ("act", "bound", "num_bytes", "found"),
     [
-        (burn, 0, "s of processors"),
-        (hoard, 0, "MiB"),
-        (toil, 0, "calls"),
-        (spread, 0, "allocated"),
-        (spread, 2 << 20, None),
-        (fail, 0, "of no type"),
-        (lambda: None, 0, None),
+        (burn, {"most_cpu_s": 0.1}, 0, "s of processors"),
+        (hoard, {"most_bytes": 32 << 20}, 0, "MiB"),
+        (toil, {"most_calls": 2000}, 0, "calls"),
+        (spread, {"most_allocated": 1 << 20}, 0, "allocated"),
+        (spread, {"most_allocated": 1 << 20}, 2 << 20, None),
+        (fail, {}, 0, "of no type"),
+        (lambda: None, {}, 0, None),
     ],
     ids=["burns", "hoards", "toils", "allocates", "allocates for what came", "fails", "is right"],
 )
 async def test_a_case_that_fails_or_costs_much_is_a_finding(
-    act: Callable[[], None], num_bytes: int, found: str | None
+    act: Callable[[], None], bound: dict[str, Any], num_bytes: int, found: str | None
 ) -> None:
     @asynccontextmanager
     async def opened(_: Complaints) -> AsyncIterator[Run]:
@@ -56,7 +57,7 @@ async def test_a_case_that_fails_or_costs_much_is_a_finding(
 
         yield run
 
-    link = Link("one", opened, most_cpu_s=0.1, most_bytes=32 << 20, most_calls=2000, most_allocated=1 << 20)
+    link = Link("one", opened, **bound)  # one bound: hoarding takes 0.1 s of a slow processor, too
     number = 10 if act is spread else 8
     told = await run_cases(link, seed=1, numbers=[number])
     assert len(told) == (found is not None)
