@@ -23,8 +23,12 @@ MODULES = {
 }
 _END_LINES = 50
 """Lines at the log's end among which the error that ended a service is looked for."""
+_END_BYTES = 1 << 18
+"""Bytes at the log's end in which these lines are."""
 _ERROR = re.compile(r"\[(error|critical) *\]|\"level\": ?\"(error|critical)\"|^[\w.]*(Error|Exception)\b")
 """An error in either log format, or the last line of a traceback."""
+_WARNING = re.compile(r"\[warning *\]|\"level\": ?\"warning\"")
+"""A warning in either log format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,16 +145,18 @@ class ServiceProcess:
             return False
         return True
 
-    def last_error_line(self) -> str:
-        """Return the last error that it logged near the end since its start, else the last line, or ""."""
+    def last_error_line(self, *, or_warning: bool = False) -> str:
+        """Return the last error (or warning) that it logged near the end since its start, else the last line, or ""."""
         try:
             with self.log_path.open("rb") as log:
-                log.seek(self._log_start_bytes)
-                lines = log.read().decode("utf-8", errors="replace").splitlines()
+                end_bytes = log.seek(0, os.SEEK_END)
+                start_bytes = self._log_start_bytes if self._log_start_bytes <= end_bytes else 0  # it was emptied
+                log.seek(max(start_bytes, end_bytes - _END_BYTES))
+                lines = log.read(_END_BYTES).decode("utf-8", errors="replace").splitlines()
         except OSError:
             return ""
         lines = [line.strip() for line in lines[-_END_LINES:] if line.strip()]
-        errors = [line for line in lines if _ERROR.search(line)]
+        errors = [line for line in lines if _ERROR.search(line) or (or_warning and _WARNING.search(line))]
         return (errors or lines or [""])[-1]
 
     def last_log_lines(self, count: int = 15) -> Sequence[str]:

@@ -31,6 +31,10 @@ class _Watched:
     standstill: Standstill = field(default_factory=Standstill)
     asked_s: float = 0.0
     """Time of the last health check."""
+    unready_s: float | None = None
+    """Time at which it was first found to answer without serving, such as while its engine restarts."""
+    said: str = ""
+    """Line of its log that was told last while it did not serve."""
 
 
 class Supervision:
@@ -70,6 +74,7 @@ class Supervision:
             )
         service.kill()  # Its children would keep its port, cores or memory.
         watched.is_ready, watched.ended_s, watched.restart_s = False, now_s, now_s + wait_s
+        watched.unready_s = None
         said = service.last_error_line()
         self._tell(f"{ended}; restart in {wait_s:.3g} s" + (f". Its log: {said}" if said else ""))
 
@@ -107,10 +112,27 @@ class Supervision:
             return
         watched.asked_s = now_s
         with self._cluster.probe(service.spec) as is_serving:
-            if is_serving() is not None:
-                watched.standstill.answered()
-                return
+            serves = is_serving()
+        if serves is not None:
+            watched.standstill.answered()
+            self._tell_whether_it_serves(watched, serves)
+            return
         if watched.standstill.is_hung(service.pid, time.monotonic()):
             self._tell(f"{service.spec.name} does not answer for {watched.standstill.silent_s:.1f} s, and is killed")
             watched.standstill.answered()
             service.kill()
+
+    def _tell_whether_it_serves(self, watched: _Watched, serves: bool) -> None:
+        """Tell each new fault of a service that runs and does not serve, and once that it serves again."""
+        service, now_s = watched.process, time.monotonic()
+        if serves:
+            if watched.unready_s is not None:
+                self._tell(f"{service.spec.name} serves again, after {now_s - watched.unready_s:.0f} s")
+                watched.unready_s = None
+            return
+        if watched.unready_s is None:
+            watched.unready_s, watched.said = now_s, ""
+        said = service.last_error_line(or_warning=True)
+        if said != watched.said:
+            watched.said = said
+            self._tell(f"{service.spec.name} runs and does not serve. Its log, {service.log_path}: {said}")

@@ -133,7 +133,14 @@ class EngineKeeper:
                 return
             self._metrics.engine_restarts.labels(str(ended.end_cause)).inc()
             wait_s = _POLICY.backoff.wait_s(len(self._restarts))
-            _log.warning("engine_restarts", reason=reason, cause=str(ended.end_cause), wait_s=wait_s)
+            _log.warning(
+                "engine_restarts",
+                reason=reason,
+                cause=str(ended.end_cause),
+                number=len(self._restarts),
+                most=self._max_restarts,
+                wait_s=wait_s,
+            )
             await asyncio.sleep(wait_s)
             self._last_end = self.last_end
             self.engine = ended = self._make()

@@ -94,6 +94,37 @@ def test_services_that_live_are_left_alone(tmp_path: Path) -> None:
     assert told == []
 
 
+def test_each_fault_of_a_service_that_runs_and_does_not_serve_is_told_once_with_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.commands.up.supervision._ASK_S", 0.0)
+    told: list[str] = []
+    port = free_port()
+    arguments = ("--bind", "127.0.0.1", "--directory", str(tmp_path), str(port))
+    spec = ServiceSpec(
+        name="target", role="target", module="http.server", address=f"127.0.0.1:{port}", arguments=arguments,
+        speaks_http=True,
+    )  # fmt: skip
+    health, log = tmp_path / "health", tmp_path / "target.log"
+    health.write_text("")
+    with Cluster([spec], log_dir=tmp_path) as cluster:
+        cluster.start()
+        supervision = Supervision(cluster, told.append)
+        for faults in ((), ("gone number=1", "gone number=2"), ("gone number=1",)):
+            for fault in faults:
+                health.unlink(missing_ok=True)
+                with log.open("a") as lines:
+                    lines.write(f"[warning  ] {fault}\n[info     ] engine_started\n" + "x\n" * 20)
+                for _ in range(3):
+                    supervision.check()
+            health.write_text("")
+            for _ in range(3):
+                supervision.check()
+    runs = f"target runs and does not serve. Its log, {log}: [warning  ] gone number"
+    again = "target serves again, after 0 s"
+    assert told == [f"{runs}=1", f"{runs}=2", again, f"{runs}=1", again]
+
+
 @pytest.mark.parametrize(
     ("log", "line"),
     [
@@ -114,6 +145,20 @@ def test_the_line_that_is_shown_is_the_last_error_or_else_the_last_line(tmp_path
     cluster = cluster_of(tmp_path, "this")
     (tmp_path / "target.log").write_text(log)
     assert cluster.services["target"].last_error_line() == line
+
+
+def test_the_line_that_is_shown_is_in_the_last_quarter_of_a_mebibyte_also_of_a_log_that_was_emptied(
+    tmp_path: Path,
+) -> None:
+    cluster = cluster_of(tmp_path, "this")
+    log = tmp_path / "target.log"
+    log.write_bytes(b"[error] long ago\n" * 1000)
+    cluster.services["target"].start()
+    assert cluster.services["target"].wait(DEADLINE_S)
+    log.write_text("[error] after it was emptied\n")
+    assert cluster.services["target"].last_error_line() == "[error] after it was emptied"
+    log.write_bytes(b"\xff" * (1 << 20) + b"\n[error] the last\n")
+    assert cluster.services["target"].last_error_line() == "[error] the last"
 
 
 def test_errors_of_a_former_life_are_not_shown(tmp_path: Path) -> None:
