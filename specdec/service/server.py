@@ -3,7 +3,7 @@
 listening    gRPC, health (NOT_SERVING), reflection and /metrics answer; calls get UNAVAILABLE with RetryInfo
 ready        Service.start returned (for a replica: the model is loaded and warmed); health is SERVING
 draining     SIGTERM, SIGINT or SIGHUP: health is NOT_SERVING, Service.drain lets running work end
-stopped      open calls are cut off after a grace period; a second signal leads here at once
+stopped      open calls are cut off after a grace period; a second signal, a second later or more, leads here at once
 
 A process that shares its port with others listens only once it is ready, because the kernel gives connections to any
 process that listens.
@@ -44,6 +44,8 @@ from specdec.wire.tls_files import TlsFiles, TlsFilesBroken
 _MIN_PEER_PING_INTERVAL_MS = 1000
 _HANDSHAKE_MS = 20_000
 """Milliseconds for TLS and the first HTTP/2 frames before a silent connection is closed; gRPC's default is 2 min."""
+SECOND_SIGNAL_S = 1.0
+"""Seconds after the first signal in which others count as the same: who ends a group signals its services twice."""
 _MOST_STREAMS = 4096
 """Calls of one connection at once, at most, as many as a gateway has; calls that were reset count until freed."""
 _LEAST_PENDING, _MOST_PENDING = 2 * _MOST_STREAMS, 4 * _MOST_STREAMS
@@ -243,13 +245,20 @@ async def _drain(service: Service, drain_s: float, aborting: asyncio.Event, fail
 
 
 def install_signals(stopping: asyncio.Event, aborting: asyncio.Event) -> None:
-    """Let the first SIGTERM, SIGINT or SIGHUP set `stopping`, later ones `aborting`. nohup's SIGHUP is ignored."""
+    """Let the first SIGTERM, SIGINT or SIGHUP set `stopping`, and those that come `SECOND_SIGNAL_S` after it or later
+    `aborting`. nohup's SIGHUP is ignored."""
+    loop = asyncio.get_running_loop()
+    first_s: float | None = None
 
     def on_signal(number: signal.Signals) -> None:
+        nonlocal first_s
         _log.info("signal", signal=number.name)
-        (aborting if stopping.is_set() else stopping).set()
+        if first_s is None:
+            first_s = loop.time()
+            stopping.set()
+        elif loop.time() - first_s >= SECOND_SIGNAL_S:
+            aborting.set()
 
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, *ending_signals()):
         loop.add_signal_handler(number, on_signal, number)
 

@@ -16,6 +16,7 @@ import pytest
 
 from specdec.client import Client
 from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.service.server import SECOND_SIGNAL_S
 from tests.support.servers.redis_server import RedisServer
 from tests.support.services.clusters import TIMEOUTS, start_cluster
 from tests.support.services.faults import (
@@ -307,10 +308,11 @@ async def test_a_gateway_told_twice_to_end_says_so_in_the_stream(whole: Fleet) -
         await Stream(lines).until(NUM_BEFORE)
         whole.front.signal("gateway", signal.SIGTERM)
 
-        async def is_draining() -> bool:  # Signals of one kind that come together are one.
+        async def is_draining() -> bool:
             return (await client.get("/health")).status_code == 503
 
         await eventually(is_draining, "it has heard the first")
+        await asyncio.sleep(SECOND_SIGNAL_S)
         whole.front.signal("gateway", signal.SIGTERM)
         last = [line async for line in lines if line][-2:]
     assert json.loads(last[0].removeprefix("data: "))["error"]["code"] == "service_unavailable"

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from specdec.service.server import SECOND_SIGNAL_S
 from specdec.v1 import common_pb2, target_pb2_grpc
 from specdec.wire.channel import open_channel
 from specdec.wire.errors import (
@@ -184,6 +185,7 @@ async def test_a_signal_to_all_of_a_replica_lets_sessions_end_and_then_exits_wit
         engine_pid = next(event["pid"] for event in process.events if event["event"] == "engine_started")
         for pid in (engine_pid, process.pid):
             os.kill(pid, number)
+        os.kill(process.pid, signal.SIGINT)  # in the same second: no second signal
         await process.event("draining")
         while await health_of(channel) != NOT_SERVING:
             pass
@@ -207,6 +209,7 @@ async def test_drain_ends_after_its_time_and_a_second_signal_ends_it_at_once() -
     async with ready_echo("--no-drained-at-once", "--drain-s", "600") as (process, _):
         process.terminate()
         await process.event("draining")
+        await asyncio.sleep(SECOND_SIGNAL_S)
         process.terminate()
         assert await process.exit_code() == 0
 
