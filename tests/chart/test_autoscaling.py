@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.chart.rendered import Document, Render
+from tests.chart.rendered import CHART, Document, Helm, Render
 
 LABELS = 'namespace="llm",service="llm-target-headless"'
 METRICS = ("sessions_running", "queue_length", "kv_blocks_used", "kv_blocks")
@@ -114,6 +114,38 @@ def test_the_first_request_brings_the_first_draft_and_idle_drafts_end(render: Re
     _held(calls["query"], [], [], "0m", tmp_path)
     for trigger in others:  # No pod, no series: that is no load, and no error.
         _held(trigger["query"], [], [0.0], "0m", tmp_path)
+
+
+@pytest.mark.parametrize(("running", "has_draft", "fires"), [(0, False, False), (3, False, True), (3, True, False)])
+def test_drafts_that_ended_for_want_of_requests_are_missed_only_by_requests_that_have_waited_for_a_start(
+    running: int, has_draft: bool, fires: bool, helm: Helm, tmp_path: Path
+) -> None:
+    autoscaling = {"enabled": True, "minReplicas": 0, "prometheusAddress": "http://prometheus:9090"}
+    values = {"draft": {"autoscaling": autoscaling, "startupSeconds": 480}, "prometheusRule": {"enabled": True}}
+    done = helm("template", "demo", str(CHART), "--kube-version", "1.31.0", values=values)
+    documents = [d for d in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if d and d["kind"] == "PrometheusRule"]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(documents[0]["spec"]))
+    replicas = 'specdec_coordinator_replicas{instance="c",role="draft",state="ready"}'
+    series = [
+        {"series": replicas, "values": "1 0x60 " + ("1x40" if has_draft else "0x40")},
+        {"series": 'specdec_coordinator_requests_running{instance="c"}', "values": f"1 0x58 {running}x40"},
+    ]
+    alert = {"exp_labels": {"severity": "ticket", "instance": "c", "role": "draft", "state": "ready"}}
+    alert["exp_annotations"] = {
+        "summary": "Coordinator c has no ready draft",
+        "description": "Coordinator c has no ready draft. "
+        "Plain decoding answers requests with the same tokens, more slowly.",
+        "runbook_url": "docs/operations.md#specdecdrafttierdown",
+    }
+    checks = [
+        {"eval_time": at, "alertname": "SpecdecDraftTierDown", "exp_alerts": [alert] if fires and at == "71m" else []}
+        for at in ("50m", "67m", "71m")
+    ]
+    test = {"interval": "1m", "input_series": series, "alert_rule_test": checks}
+    path = tmp_path / "test.yml"
+    path.write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "tests": [test]}))
+    checked = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 HELD = 'specdec_gateway_requests_held{namespace="llm",service="demo-specdec-gateway-headless",model="",pod="%d"}'

@@ -83,3 +83,15 @@ def test_what_needs_a_target_is_refused_without_one(values: Document, reason: st
     done = helm("template", "demo", str(CHART), "--kube-version", "1.31.0", values=ALONE | values)
     assert done.returncode != 0
     assert f"{reason}: target.enabled is false" in done.stderr
+
+
+def test_no_alert_misses_the_coordinator_that_is_not_deployed(helm: Helm) -> None:
+    def alerts(values: dict[str, Any]) -> set[str]:
+        flags = ("--kube-version", "1.31.0")
+        done = helm("template", "demo", str(CHART), *flags, values=values | {"prometheusRule": {"enabled": True}})
+        rules = [d for d in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if d and d["kind"] == "PrometheusRule"]
+        groups = [group for each in rules for group in each["spec"]["groups"]]
+        return {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
+
+    network = {"networkPolicy": {"clients": [{"podSelector": {}}]}}
+    assert alerts({}) - alerts(ALONE | network) == {"SpecdecCoordinatorDown"}
