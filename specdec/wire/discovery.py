@@ -19,6 +19,8 @@ _SPREAD = (0.8, 1.0)
 """Random factors of an interval: a fleet that was started together must not look together."""
 _LEAST_S = 1.0
 """Seconds between two looks at least, where one was asked for."""
+_HELD_UP_S = 1.0
+"""Seconds for which what others found waits for a refresher that hangs."""
 _log = structlog.get_logger(__name__)
 
 
@@ -94,19 +96,36 @@ async def keep_finding(
 ) -> None:
     """Call all `refreshers`, then `on_found`, now and about every `interval_s` until cancelled. Faults are logged.
 
+    A refresher that hangs, as a name server may, holds up the others for a second, and is not called again meanwhile.
     `wanted`: set by who wants a look sooner.
     """
-    while True:
-        try:
-            await asyncio.gather(*(refresh() for refresh in refreshers))
-            on_found()
-        except Exception as error:
-            _log.error("discovery_fault", exc_info=error)
-        pause_s = interval_s * random.uniform(*_SPREAD)
-        if wanted is None:
-            await asyncio.sleep(pause_s)
-            continue
-        await asyncio.sleep(min(_LEAST_S, pause_s))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(wanted.wait(), pause_s)
-        wanted.clear()
+    looks: dict[int, asyncio.Task[None]] = {}
+    try:
+        while True:
+            for number, refresh in enumerate(refreshers):
+                if number not in looks or looks[number].done():
+                    looks[number] = asyncio.create_task(_look(refresh))
+            if looks:
+                await asyncio.wait(looks.values(), timeout=_HELD_UP_S)
+            try:
+                on_found()
+            except Exception as error:
+                _log.error("discovery_fault", exc_info=error)
+            pause_s = interval_s * random.uniform(*_SPREAD)
+            if wanted is None:
+                await asyncio.sleep(pause_s)
+                continue
+            await asyncio.sleep(min(_LEAST_S, pause_s))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(wanted.wait(), pause_s)
+            wanted.clear()
+    finally:
+        for look in looks.values():
+            look.cancel()
+
+
+async def _look(refresh: Callable[[], Awaitable[object]]) -> None:
+    try:
+        await refresh()
+    except Exception as error:
+        _log.error("discovery_fault", exc_info=error)

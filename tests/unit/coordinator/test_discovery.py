@@ -109,6 +109,34 @@ async def test_what_is_found_is_reported_again_and_again_even_after_a_fault() ->
     finding.cancel()
 
 
+async def test_a_name_server_that_hangs_does_not_keep_the_registry_from_being_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specdec.wire.discovery._HELD_UP_S", 0.001)
+    reads, found, calls = 0, 0, 0
+    is_enough = asyncio.Event()
+
+    async def hang() -> None:
+        nonlocal calls
+        calls += 1
+        await asyncio.Event().wait()
+
+    async def read() -> None:
+        nonlocal reads
+        reads += 1
+
+    def on_found() -> None:
+        nonlocal found
+        found += 1
+        if reads >= 3 and found >= 3:
+            is_enough.set()
+
+    finding = asyncio.create_task(keep_finding(0.001, [hang, read], on_found))
+    await asyncio.wait_for(is_enough.wait(), 20)
+    finding.cancel()
+    assert calls == 1
+
+
 class IdleLink(ReplicaLink):
     """A link whose stream the test opens and ends."""
 
