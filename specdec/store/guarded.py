@@ -27,6 +27,8 @@ from specdec.wire.tls_files import TlsFiles
 
 _Result = TypeVar("_Result")
 _BACKOFF = Backoff(first_s=0.25, longest_s=10.0, spread=(0.5, 1.0))
+_QUIET_S = 10.0
+"""Seconds between two lines of a store that goes down: a full one answers reads, and is down and up twice a second."""
 # Called after each operation that reached the store, with its name, its seconds, and whether the store answered.
 OperationObserver = Callable[[str, float, bool], None]
 # Called when the store goes down or comes back, with whether it is up.
@@ -37,8 +39,8 @@ class GuardedStore:
     """A Store in front of another one; after a failure it does not call that one for a while (a circuit breaker).
 
     After a failure each operation raises StoreUnavailable at once until the back-off is over. Then one operation at a
-    time is let through as a probe: its success heals the store, its failure begins a longer back-off. Each change
-    between up and down is one line in the log.
+    time is let through as a probe: its success heals the store, its failure begins a longer back-off. Changes
+    between up and down are lines in the log, at most two in ten seconds.
     """
 
     def __init__(
@@ -70,6 +72,10 @@ class GuardedStore:
         self._down_since_s: float | None = None
         self._retry_at_s = 0.0
         self._is_probing = False
+        self._is_told = False
+        """Whether the log's last line says that the store is down."""
+        self._tell_at_s = 0.0
+        """Time from which a line may say so again."""
 
     @property
     def is_up(self) -> bool:
@@ -176,7 +182,9 @@ class GuardedStore:
         if error is not None:
             self._failed(operation, started_s, now, error)
         elif self._down_since_s is not None and started_s >= self._down_since_s:
-            self._log.info("store_up", operation=operation, down_s=round(now - self._down_since_s, 3))
+            if self._is_told:
+                self._log.info("store_up", operation=operation, down_s=round(now - self._down_since_s, 3))
+                self._is_told = False
             self._down_since_s = None
             self._num_failures = 0
             if self._on_change is not None:
@@ -188,8 +196,10 @@ class GuardedStore:
             return
         self._num_failures += 1
         self._retry_at_s = now + self._backoff.wait_s(self._num_failures)
+        if not self._is_told and now >= self._tell_at_s:
+            self._is_told, self._tell_at_s = True, now + _QUIET_S
+            self._log.warning("store_down", operation=operation, error=str(error))
         if self._down_since_s is None:
             self._down_since_s = now
-            self._log.warning("store_down", operation=operation, error=str(error))
             if self._on_change is not None:
                 self._on_change(False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from structlog.testing import capture_logs
 
 from specdec.commands.up.cluster import free_port
 from specdec.store.guarded import GuardedStore
@@ -188,6 +189,34 @@ async def test_a_restart_of_redis_degrades_cheaply_and_heals(server: RedisServer
     assert (await healing.begin(KEY, REQUEST)).generation > begun.generation
     assert all((await outcomes(healing)).values())
     await healing.close()
+
+
+async def test_a_redis_that_reads_and_does_not_write_is_two_lines_in_ten_seconds_and_told_when_it_stays_down(
+    server: RedisServer,
+) -> None:
+    now_s = 100.0
+    guarded = GuardedStore(connect(server.url, RedisOptions(timeout_s=20)), clock=lambda: now_s)
+    with server.client() as client, capture_logs() as lines:
+        begun = await guarded.begin(KEY, REQUEST)
+        client.execute_command("REPLICAOF", "127.0.0.1", free_port())
+        write = JournalWrite(KEY, "owner", begun.generation, 0, 0, [1, 2], [1, 1])
+        for _ in range(59):
+            now_s += 0.5
+            with pytest.raises(StoreUnavailable):
+                await guarded.append([write])
+            assert not guarded.is_up
+            now_s += 0.5
+            await guarded.ping()
+        assert [line["event"] for line in lines] == ["store_down", "store_up"] * 6
+        assert "read only replica" in lines[0]["error"]
+        with pytest.raises(StoreUnavailable):
+            await guarded.append([write])
+        for _ in range(2):
+            now_s += 10
+            with pytest.raises(StoreUnavailable):
+                await guarded.append([write])
+        assert [line["event"] for line in lines[12:]] == ["store_down"], "it stays down, and that is told"
+    await guarded.close()
 
 
 async def test_a_connection_that_redis_closed_is_replaced_unseen(server: RedisServer) -> None:
