@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
 from typing import Any
@@ -25,6 +26,8 @@ _NO_HOLD = Hold()
 _ROUNDS, _BETWEEN_ROUNDS = MOST_ATTEMPTS, RETRY_WAITS
 """Times that all coordinators of a model are asked before a call fails, and the waits for those that start or drain.
 gRPC's own retries would stay at one address: at one that is frozen each takes the time of a connection."""
+_QUIET_S = 1.0
+"""Seconds between two lines about one coordinator's failures: each stream that it served fails with it."""
 Metadata = tuple[tuple[str, str], ...]
 """Metadata of a caller's calls: its key, its trace."""
 
@@ -152,9 +155,14 @@ class CallerStub:
 
     def _avoid(self, member: Member, error: Unavailable) -> None:
         self._turns.avoid(member)
-        if self._failed is not member:  # one of its own attempts after another says nothing new
-            _log.info("coordinator_failed", address=member.client.address, reason=error.reason, error=error.message)
-        self._failed = member
+        is_new, self._failed = self._failed is not member, member
+        now_s = time.monotonic()
+        if not is_new or now_s < member.tell_at_s:  # one of its own attempts after another says nothing new
+            member.num_untold += is_new
+            return
+        untold, member.num_untold, member.tell_at_s = member.num_untold, 0, now_s + _QUIET_S
+        address = member.client.address
+        _log.info("coordinator_failed", address=address, reason=error.reason, error=error.message, untold=untold)
 
 
 async def _until_next_round(num_rounds: int, failure: Unavailable, waits: Waits) -> None:

@@ -36,6 +36,10 @@ class Member:
     """Requests that it serves for this gateway."""
     avoid_until_s: float = 0.0
     """Monotonic time."""
+    tell_at_s: float = 0.0
+    """Monotonic time from which the log may tell its next failure."""
+    num_untold: int = 0
+    """Calls that it failed since the log's last line of it."""
 
 
 @dataclass(slots=True)
