@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import grpc
@@ -18,8 +17,8 @@ from tests.support.services.coordinator_harness import Harness, collect, expecte
 
 GREEDY, POLITE = ((TENANT_KEY, "greedy"),), ((TENANT_KEY, "polite"),)
 NUM_POLITE = 8
-MOST_WAIT_S = 10.0
-"""For one polite request, on a machine that is busy with something else."""
+MOST_ENDED = 12
+"""Requests that end while one polite request is served, itself included: twice what it takes, on any machine."""
 FAR_S = 10**6
 ANSWERS = {
     "OK", "OVERLOADED", "PROMPT_BYTES_EXCEEDED", "TOO_MANY_REQUESTS_OF_TENANT", "QUEUE_TIMEOUT", "READER_STALLED",
@@ -94,7 +93,7 @@ async def test_a_tenant_that_pulls_every_lever_at_once_costs_another_no_token_an
         "max_held_prompt_bytes_per_tenant": 4_000_000, "max_held_prompt_bytes": 16_000_000,
     }  # fmt: skip
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384)]
-    waits_s = []
+    nums_ended = []
     async with (
         running([target], [draft], **bounds) as harness,
         grpc.aio.insecure_channel(harness.address, options=options) as channel,
@@ -104,9 +103,9 @@ async def test_a_tenant_that_pulls_every_lever_at_once_costs_another_no_token_an
         levers = greedy.levers() * 2
         pulling = [asyncio.create_task(greedy.pull(lever)) for lever in levers]
         for seed in range(NUM_POLITE):
-            began_s = time.monotonic()
+            num_before = harness.metric("requests_total", outcome="OK")
             result = await collect(harness.stub.Generate(request(seed=seed), metadata=POLITE, timeout=60.0))
-            waits_s.append(time.monotonic() - began_s)
+            nums_ended.append(harness.metric("requests_total", outcome="OK") - num_before)
             assert result.ids() == expected_ids(target, 20, seed=seed)
         greedy.stop()
         async with asyncio.timeout(120):
@@ -115,4 +114,4 @@ async def test_a_tenant_that_pulls_every_lever_at_once_costs_another_no_token_an
         assert result.ids() == expected_ids(target, 20, seed=99)
     assert greedy.num_pulled > len(levers)
     assert greedy.outcomes <= ANSWERS
-    assert max(waits_s) < MOST_WAIT_S
+    assert max(nums_ended) <= MOST_ENDED
