@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import pytest
 
 from specdec.client import Client, ClientSettings, Completion, generate_resuming
 from specdec.commands.up.cluster import Cluster, free_port
-from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import Unavailable
 from tests.support.services.black_hole import black_hole
 from tests.support.services.clusters import MakeCluster
@@ -35,28 +33,13 @@ from tests.support.services.faults import (
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-WITHIN_S = 10.0
-"""By default."""
-SOON_S = 4.5
+WITHIN_S = 20.0
+"""Ten by default, and as many for a slow machine: without a watch it takes minutes."""
+SOON_S = 5.5
 SHORT = {"keepalive_time_s": 1.0, "keepalive_timeout_s": 1.0}
 """With these it is within SOON_S, which defaults take longer than."""
 BEFORE = 20
 NUM_TOKENS = 300
-
-
-async def gap_after(
-    fault: Callable[[], object], chunks: AsyncIterator[api.GenerateResponse]
-) -> tuple[Completion, float]:
-    """A whole stream, and the longest time without a chunk after a fault that befell it after BEFORE tokens."""
-    completion, longest_s, last_s = Completion(), 0.0, float("inf")
-    async for chunk in chunks:
-        completion.add(chunk)
-        longest_s = max(longest_s, time.monotonic() - last_s)
-        if completion.num_tokens >= BEFORE and last_s == float("inf"):
-            fault()
-        if completion.num_tokens >= BEFORE:
-            last_s = time.monotonic()
-    return completion, longest_s
 
 
 def stop_servicer(cluster: Cluster, name: str) -> None:
@@ -98,9 +81,10 @@ async def test_a_stream_goes_on_when_a_link_of_its_coordinator_swallows_everythi
     cluster = make_cluster(num_targets=2)
     addresses = addresses_of(cluster)
     body = make_request(max_tokens=NUM_TOKENS, temperature=1.0)
-    async with black_hole(addresses[f"{link}s"][0]) as hole:
-        # The router prefers the first of targets that are alike.
-        addresses[f"{link}s"][0] = hole.address
+    async with AsyncExitStack() as stack:
+        behind = addresses[f"{link}s"]
+        holes = [await stack.enter_async_context(black_hole(address)) for address in behind]
+        addresses[f"{link}s"] = [hole.address for hole in holes]
         settings = {**addresses, "credit_window_tokens": CREDIT_WINDOW}
         context = another("coordinator", tmp_path, **settings)
         coordinator = await asyncio.to_thread(context.__enter__)  # in a thread: its link is served in this one
@@ -108,7 +92,14 @@ async def test_a_stream_goes_on_when_a_link_of_its_coordinator_swallows_everythi
             await asyncio.to_thread(coordinator.wait_connected, 3)
             async with held_back(coordinator.address) as client:
                 undisturbed = await client.complete(body)
-                completion, gap_s = await gap_after(hole.swallow, client.generate(body))
+                async with Reading(client, body) as stream:
+                    await stream.until(BEFORE)
+                    name = await target_in_use(cluster) if link == "target" else "draft"
+                    hole = holes[behind.index(cluster.services[name].spec.address)]
+                    hole.swallow()
+                    began_s = time.monotonic()
+                    completion = await stream.rest()
+                    took_s = time.monotonic() - began_s
 
                 async def is_down() -> bool:
                     states = {r.address: r.state for r in (await client.status()).replicas}
@@ -118,7 +109,8 @@ async def test_a_stream_goes_on_when_a_link_of_its_coordinator_swallows_everythi
         finally:
             await asyncio.to_thread(context.__exit__, None, None, None)
     assert completion.identity == undisturbed.identity
-    assert gap_s < WITHIN_S
+    assert took_s < WITHIN_S
+    assert link == "draft" or took_s > 1.0, "the stream needed its link"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +210,7 @@ async def test_a_coordinator_ends_the_request_of_a_client_that_is_silent(tiny_cl
             async def is_over() -> bool:
                 return (await other.status()).num_running == 0
 
-            await eventually(is_over, "the request is over", SOON_S)
+            await eventually(is_over, "the request is over", WITHIN_S)  # by default it takes 30
 
 
 @pytest.mark.parametrize(
