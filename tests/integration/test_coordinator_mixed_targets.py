@@ -155,6 +155,9 @@ async def test_other_numerics_are_adopted_when_the_last_of_the_old_is_gone_and_f
         error = await error_of(call)
         assert isinstance(error, Unavailable)
         assert error.reason == "TARGET_LOST"
+        link = next(link for link in harness.service.fleet.targets if link.address == new.address)
+        while not link.is_ready:
+            await harness.replica_changed()
         later = await collect(harness.stub.Generate(request(max_tokens=5)))
         assert later.started is not None
         assert later.started.model.numerics_id == "n2"

@@ -197,7 +197,7 @@ async def test_a_verdict_that_comes_too_early_opens_the_session_again() -> None:
 async def test_a_client_that_does_not_read_holds_up_the_target_and_moves_nothing(small_window: None) -> None:
     prompt = [5 + index % 200 for index in range(4000)]
     targets = [ScriptedTarget(), ScriptedTarget()]
-    async with running(targets, session_stall_s=0.3, ejection_failures=1) as harness:
+    async with running(targets, session_stall_s=1.0, ejection_failures=1) as harness:
         await harness.all_ready()
         async with grpc.aio.insecure_channel(harness.address, options=SmallBuffers().channel_options()) as channel:
             call = api_grpc.CoordinatorServiceStub(channel).Generate(body_of(prompt))
@@ -208,7 +208,7 @@ async def test_a_client_that_does_not_read_holds_up_the_target_and_moves_nothing
             while stood != session.prompt_next:
                 stood = session.prompt_next
                 target.tell_progress(pb.SessionProgress.STATE_PAUSED, stood)
-                await asyncio.sleep(0.5)  # longer than a standstill may last
+                await asyncio.sleep(1.5)  # longer than a standstill may last
             assert stood < len(prompt) - 1
             assert sum(len(part.positions) for part in session.parts) <= 2 * WINDOW
             assert [str(link.state) for link in harness.service.fleet.links] == ["ready", "ready"]

@@ -253,9 +253,9 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
         target.limit = 1
         harness.stub.Generate(request())
         await until_status(harness, num_running=1)
-        waiting = [harness.stub.Generate(request()) for _ in range(20)]
-        await until_status(harness, num_waiting=20)
-        error = await error_of(harness.stub.Generate(request(), timeout=1.0))
+        waiting = [harness.stub.Generate(request()) for _ in range(200)]
+        await until_status(harness, num_waiting=200)
+        error = await error_of(harness.stub.Generate(request(), timeout=5.0))
         assert isinstance(error, Overloaded)
         assert error.reason == "DEADLINE_UNREACHABLE"
         assert harness.metric("admission_rejects_total", cause="deadline_unreachable") == 1

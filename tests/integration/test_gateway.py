@@ -227,11 +227,12 @@ async def test_every_refusal_has_openais_form(sent: dict[str, Any], status: int,
 async def test_clients_that_send_too_slowly_are_cut_off() -> None:
     async with (
         running([ScriptedTarget()]) as harness,
-        gateway(harness.address, header_read_s=0.2, body_read_s=0.2) as one,
+        gateway(harness.address, header_read_s=1.0, body_read_s=0.2) as hasty,
+        gateway(harness.address) as one,
     ):
-        reader, _ = await raw_request(one, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        reader, _ = await raw_request(hasty, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
         assert await reader.read() == b""
-        reader, _ = await raw_request(one, post("/v1/completions", b"{" + b" " * 100)[:-50])
+        reader, _ = await raw_request(hasty, post("/v1/completions", b"{" + b" " * 100)[:-50])
         assert (await reader.readline()).startswith(b"HTTP/1.1 408")
         reader, _ = await raw_request(one, b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 20000)
         assert (await reader.readline()).startswith(b"HTTP/1.1 431")

@@ -25,8 +25,8 @@ TEXT = "def read_all(path):\n    with open(path) as file:\n        return file.r
 MOST_AT_ONCE = 2
 MOST_RSS_GROWTH_BYTES = 600_000_000
 """It was 3.3 GB."""
-MOST_WAIT_S = 2.0
-"""It was 26 s. Alone it is some hundredths of a second."""
+MOST_WAIT_S = 10.0
+"""For one polite request on a slow, busy machine. It was 26 s; alone it is some hundredths of a second."""
 POLITE = (("specdec-tenant", "polite"),)
 GREEDY = (("specdec-tenant", "greedy"),)
 

@@ -58,7 +58,7 @@ async def behind_nginx(folder: Path, more: str = "", **settings: Any) -> AsyncIt
 
 
 async def test_streams_arrive_event_by_event_with_headers_and_comments_at_once(tmp_path: Path) -> None:
-    settings = "proxy_read_timeout 2s;"
+    settings = "proxy_read_timeout 10s;"
     async with behind_nginx(tmp_path, settings, keep_alive_s=0.2) as stack, stack.gateway.http() as direct:
         for path, body in STREAMS.items():
             asked = {**body, "seed": 5, "stream": True}
