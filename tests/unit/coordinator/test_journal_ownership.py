@@ -96,7 +96,7 @@ async def test_a_resume_that_began_while_the_store_was_away_joins_when_the_lease
 ) -> None:
     journal = make_journal(shared, lease_s=0.05)
     journal.start()
-    dead = await store.begin(KEY, NewRequest("two/uid", 7, b"", 1, lease_s=0.2))
+    dead = await store.begin(KEY, NewRequest("two/uid", 7, b"", 1, lease_s=1.0))
     store.is_away = True
     await begin(journal, ours := request(), take_over=True)
     decode(journal, ours.sessions[0], [4])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.services.raw_http1 import raw_connection
 
-HEADER_S = 0.2
+HEADER_S = 1.0
 OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
 
 

@@ -164,7 +164,7 @@ _ended = asyncio.Event()
 async def test_a_client_that_reads_nothing_is_cut_off_and_one_that_reads_slowly_is_not(reads: bool) -> None:
     _ended.clear()
     listening = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(endless, tls=None, header_s=60, reader_stall_s=0.3)
+    server = HttpServer(endless, tls=None, header_s=60, reader_stall_s=1.5 if reads else 0.3)
     await server.start([listening])
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
@@ -179,7 +179,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_one_that_reads_slowly_
             return
         for _ in range(60):
             await loop.sock_recv(client, 32768)
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
         assert not _ended.is_set()
     finally:
         client.close()
