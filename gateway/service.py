@@ -29,6 +29,7 @@ from specdec.gateway.routes.answers import error_response
 from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.upstream.coordinators import Coordinators, Health
 from specdec.gateway.upstream.hold import Hold
+from specdec.service import open_files
 from specdec.service.byte_budget import ByteBudget
 from specdec.service.listening import StartupFailed, bound_sockets
 from specdec.service.memory_limit import budget_bytes
@@ -126,6 +127,7 @@ class Gateway:
         uses = {"server": self._server_tls, "coordinators": self._coordinator_tls}
         watch = TlsWatch(TlsMetrics(self._registry), lambda: uses)
         self._tasks.append(asyncio.create_task(watch.run(), name="tls-watch"))
+        self._tasks.append(asyncio.create_task(open_files.watch(), name="open-files"))
         self._tasks.append(asyncio.create_task(self._coordinators.keep_finding(), name="names"))
         if self._coordinator_tls is not None:
             self._tasks.append(asyncio.create_task(self._renew(self._coordinator_tls), name="tls-renewal"))
@@ -199,6 +201,7 @@ class Gateway:
 
 async def run_gateway(settings: GatewaySettings) -> int:
     """Run a gateway in this process until a signal ends it; returns the exit code."""
+    open_files.raise_limit()
     stopping, aborting = asyncio.Event(), asyncio.Event()
     install_signals(stopping, aborting)
     try:

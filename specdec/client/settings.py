@@ -10,7 +10,7 @@ from google.protobuf import descriptor
 from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from specdec.service.addresses import is_server_address
+from specdec.service.listening import is_server_address
 from specdec.v1 import coordinator_pb2
 from specdec.wire.backoff import Backoff
 from specdec.wire.errors import InvalidRequest

@@ -1,4 +1,4 @@
-"""Addresses a process listens on: one host for gRPC, health and metrics, over IPv4 and IPv6."""
+"""Addresses that a process listens on, over IPv4 and IPv6: one host for gRPC, health and metrics. And those to call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 # A name such as localhost may resolve to an address family that the machine lacks.
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+_NAME_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
+"""Schemes of names that gRPC resolves itself."""
 
 
 class StartupFailed(Exception):
@@ -77,3 +79,11 @@ def _bound(family: int, address: tuple[Any, ...], options: tuple[int, ...]) -> s
         made.close()
         raise
     return made
+
+
+def is_server_address(address: str) -> bool:
+    """Whether gRPC can call an address: host:port, or a name with one of gRPC's schemes. A URL is none."""
+    if address.startswith(_NAME_SCHEMES):
+        return True
+    host, _, port = address.rpartition(":")
+    return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 2**16

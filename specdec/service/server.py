@@ -27,6 +27,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from specdec import __version__
+from specdec.service import open_files
 from specdec.service.error_interceptor import ErrorInterceptor
 from specdec.service.listening import StartupFailed, is_wildcard, why_not_bound
 from specdec.service.metrics_endpoint import metrics_endpoint
@@ -141,6 +142,7 @@ async def run_service(
         tls_uses: TLS files besides the server's, for metrics.
         watch_serving: gets the callback that the service calls when it cannot work for a while, and when it can again.
     """
+    open_files.raise_limit()
     stopping = asyncio.Event()
     aborting = asyncio.Event()
     failure = asyncio.create_task(service.wait_failed())
@@ -165,6 +167,7 @@ async def run_service(
             metrics_port = stack.enter_context(metrics_endpoint(settings, registry, tls))
             watch = TlsWatch(TlsMetrics(registry), lambda: {"server": tls, **tls_uses()})
             stack.callback(asyncio.create_task(watch.run(), name="tls-watch").cancel)
+            stack.callback(asyncio.create_task(open_files.watch(), name="open-files").cancel)
             health_port = await stack.enter_async_context(plaintext_health(settings, readiness))
             _log.info(
                 "starting" if shares_port else "listening", host=settings.host, port=port, metrics_port=metrics_port,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.service.addresses import is_server_address
+from specdec.service.listening import is_server_address
 from specdec.service.texts import fault_of
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"

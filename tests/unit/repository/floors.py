@@ -322,7 +322,7 @@ FLOORS = {
         build
     """,
     "specdec.service": """
-        addresses byte_budget error_interceptor exposure listening memory_limit metrics_server process standstill texts
+        byte_budget error_interceptor exposure listening memory_limit metrics_server open_files process standstill texts
         tls_watch
         metrics_endpoint settings
         readiness
