@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 
 import grpc
@@ -33,6 +34,15 @@ RETRY_POLICY = {
     "backoffMultiplier": 2,
     "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
 }
+_MOST_S = {
+    "timeout_s": 10**9,
+    "keepalive_s": 2 * 10**6,
+    "keepalive_timeout_s": 2 * 10**6,
+    "connect_timeout_s": 2 * 10**6,
+}
+"""Seconds, at most: gRPC takes a later deadline for one that has passed, and counts other times in ms of 31 bits."""
+_MOST_BYTES = 2**31 - 1
+_KEY = re.compile(r"[0-9a-z_.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +50,7 @@ class ClientSettings:
     """How to reach the coordinator. Times in seconds."""
 
     timeout_s: float | None = None
-    """Deadline of one call; the server learns it and stops working for a call that has passed it."""
+    """Deadline of one call, None: no deadline. The server learns it and stops working for a call that has passed it."""
     keepalive_s: float = 3.0
     """Pings a silent server after this time, while calls run. Coordinators accept one ping per second; a proxy may
     accept fewer, and then closes the connection."""
@@ -65,11 +75,23 @@ class ClientSettings:
     client_certificate: tuple[bytes, bytes] | None = None
     """PEM key and certificate chain, for mutual TLS."""
     metadata: tuple[tuple[str, str], ...] = ()
+    """Sent with every call. Names are lower case, values printable ASCII."""
     api_key: str | None = field(default=None, repr=False)
     """Sent with every call, as `authorization: Bearer KEY`; without TLS it travels unencrypted."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequest for a key that gRPC would refuse to send, as if the connection had failed."""
+        """Raise InvalidRequest for what gRPC would take for a call that is late, or for a connection that failed."""
+        for name, most_s in _MOST_S.items():
+            value_s = getattr(self, name)
+            if value_s is not None and not 0 < value_s <= most_s:
+                raise InvalidRequest(name, f"{value_s} is not above 0 s and at most {most_s:.0f} s")
+        if not 0 < self.max_message_bytes <= _MOST_BYTES:
+            raise InvalidRequest("max_message_bytes", f"{self.max_message_bytes} is outside 1..{_MOST_BYTES}")
+        for name, value in self.metadata:
+            if not _KEY.fullmatch(name):
+                raise InvalidRequest("metadata", f"{name!r} has other characters than a to z, 0 to 9, _, . and -")
+            if not (name.endswith("-bin") or (value.isascii() and value.isprintable())):
+                raise InvalidRequest("metadata", f"the value of {name} is not printable ASCII")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise InvalidRequest("api_key", "has characters that no HTTP header carries, such as a line break")
 

@@ -25,6 +25,7 @@ its class, reason, field and retry delay.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -43,6 +44,8 @@ CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 _MAX_STATUS_BYTES = 4096
 """gRPC carries a status in HTTP/2 metadata, of which peers take 8 KiB in all: the message there, and again with the
 details. A client that is sent more sees RESOURCE_EXHAUSTED in place of the status."""
+_TOO_LARGE = re.compile(r"(CLIENT|SERVER): Received message larger than max \((\d+) vs\. (\d+)\)")
+"""What gRPC says of a message above its receiver's limit: who received it, its bytes, and the limit in bytes."""
 _log = structlog.get_logger(__name__)
 
 
@@ -294,9 +297,25 @@ def from_rpc_error(error: grpc.RpcError, *, is_own_end: bool = True) -> SpecdecE
     """
     status = rich_status(error.trailing_metadata())
     if status is None:
+        if (too_large := _too_large(error)) is not None:
+            return too_large
         # Services send INTERNAL with details; without them a proxy whose upstream died, or gRPC, has ended the call.
         is_of_the_way = error.code() is grpc.StatusCode.INTERNAL
         if is_of_the_way or (error.code() is grpc.StatusCode.CANCELLED and not is_own_end):
             return Unavailable(f"the call was cut off: {error.details()}", reason=CUT_OFF)
         status = status_pb2.Status(code=error.code().value[0], message=error.details() or "")
     return from_status(status)
+
+
+def _too_large(error: grpc.RpcError) -> InvalidRequest | None:
+    """The error behind a message that gRPC refused for its size, with the code of an overload; None: it was another."""
+    if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return None
+    if (told := _TOO_LARGE.search(error.details() or "")) is None:
+        return None
+    receiver, num_bytes, most = told.groups()
+    if receiver == "CLIENT":
+        return InvalidRequest(
+            "max_message_bytes", f"an answer of {num_bytes} bytes exceeds the client's limit of {most}"
+        )
+    return InvalidRequest("request", f"{num_bytes} bytes exceed the server's limit of {most} (max_message_bytes)")

@@ -19,6 +19,7 @@ from specdec.client import Client, ClientSettings, Completion, ResumePolicy, Syn
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
 from specdec.wire.errors import Cancelled, InvalidRequest, ModelNotFound, Overloaded, Unavailable, to_status
+from tests.support.for_each import for_each
 from tests.support.services.fake_coordinator import TEXT, FakeCoordinator, running_fake_coordinator
 
 PATIENCE_S = 60.0
@@ -158,6 +159,51 @@ async def test_an_address_that_cannot_be_called_is_refused_at_once(kind: type[An
     with pytest.raises(InvalidRequest, match="is not host:port") as caught:
         kind(address)
     assert caught.value.field == "address"
+
+
+@pytest.mark.parametrize("kind", [Client, SyncClient])
+async def test_an_answer_above_the_clients_own_limit_is_no_overload(
+    coordinator: tuple[FakeCoordinator, str], kind: type[Any]
+) -> None:
+    async def told(answer: Any) -> Any:
+        return await answer if inspect.isawaitable(answer) else answer
+
+    client = kind(coordinator[1], ClientSettings(max_message_bytes=10))
+    for call in (lambda: client.model_info(), lambda: client.complete(api.GenerateRequest(prompt="p"))):
+        with pytest.raises(InvalidRequest, match="exceeds the client's limit of 10") as caught:
+            await told(call())
+        assert caught.value.field == "max_message_bytes"
+    await told(client.close())
+
+
+def test_a_request_above_the_servers_limit_is_no_overload(coordinator: tuple[FakeCoordinator, str]) -> None:
+    client = SyncClient(coordinator[1], ClientSettings(max_message_bytes=2**30))
+    with client, pytest.raises(InvalidRequest, match="exceed the server's limit") as caught:
+        client.tokenize("x" * 5 * 2**20)
+    assert caught.value.field == "request"
+
+
+@for_each(
+    "wrong",
+    [
+        {"timeout_s": 0.0},
+        {"timeout_s": float("nan")},
+        {"timeout_s": float("inf")},
+        {"keepalive_s": -1.0},
+        {"keepalive_timeout_s": float("nan")},
+        {"connect_timeout_s": 1e10},
+        {"max_message_bytes": 0},
+        {"max_message_bytes": 2**31},
+        {"metadata": (("X-Team", "a"),)},
+        {"metadata": (("x team", "a"),)},
+        {"metadata": (("x-team", "a\n"),)},
+        {"metadata": (("x-team", "\u00e9"),)},
+    ],
+)
+def test_settings_that_grpc_takes_for_a_failure_are_refused_at_once(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ClientSettings(**wrong)
+    assert [caught.value.field] == list(wrong)
 
 
 def test_a_key_that_no_header_carries_is_refused_at_once() -> None:
