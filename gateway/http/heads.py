@@ -13,6 +13,8 @@ MOST_HEADER_BYTES = 64 * 1024
 BYTES_PER_HEADER = 128
 """Bytes that a header costs besides its text."""
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*")
+_NO_PATH = re.compile(rb"\A(https?://[^/?]+)(?=\?|\Z)", re.IGNORECASE)
+"""A target without a path, as proxies pass it on: the path is `/` (RFC 9110, 4.2.3)."""
 
 
 def _refusal(status: str, message: str, code: str) -> bytes:
@@ -49,3 +51,8 @@ def refusal_of(version: str, headers: Sequence[tuple[bytes, bytes]]) -> bytes | 
     if len(hosts) > 1 or (not hosts and version == "1.1") or not all(map(_HOST.fullmatch, hosts)):
         return _NO_HOST
     return None
+
+
+def with_path(target: bytes) -> bytes:
+    """A request's target with the path that it leaves out."""
+    return _NO_PATH.sub(rb"\1/", target)

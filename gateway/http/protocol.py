@@ -12,7 +12,7 @@ import httptools
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from specdec.gateway.http.heads import BYTES_PER_HEADER, MOST_HEADER_BYTES, NOT_HTTP, TOO_LARGE, refusal_of
+from specdec.gateway.http.heads import BYTES_PER_HEADER, MOST_HEADER_BYTES, NOT_HTTP, TOO_LARGE, refusal_of, with_path
 
 _UPGRADE = b"upgrade"
 _FRAMING_PER_BYTE = 8
@@ -209,6 +209,7 @@ def protocol_class(header_s: float, reader_stall_s: float) -> type[HttpToolsProt
 
         def on_headers_complete(self) -> None:
             self._disarm()
+            self.url = with_path(self.url)
             if (refusal := refusal_of(self.parser.get_http_version(), self.headers)) is not None:
                 self._refuse(refusal)
                 raise _Refused

@@ -93,3 +93,19 @@ def test_http_1_1_needs_one_host(version: bytes, hosts: tuple[bytes, ...]) -> No
     told = asyncio.run(asyncio.wait_for(answer(b"GET / HTTP/%s\r\n%sconnection: close\r\n\r\n" % (version, lines)), 30))
     is_right = version != b"2.0" and (hosts in ((b"[::1]:80",), (b"",)) or (version == b"1.0" and not hosts))
     assert told.startswith(b"HTTP/1.1 200 " if is_right else b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "query"),
+    [(b"http://x", "/", b""), (b"HTTPS://x:8000?a=/b", "/", b"a=/b"), (b"http://x/v1/models?a", "/v1/models", b"a")],
+)
+def test_a_target_with_a_host_may_have_no_path(target: bytes, path: str, query: bytes) -> None:
+    asked: list[tuple[str, bytes]] = []
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        asked.append((scope["path"], scope["query_string"]))
+        await echo_length(scope, receive, send)
+
+    data = b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % target
+    assert asyncio.run(asyncio.wait_for(answer(data, note), 30)).startswith(b"HTTP/1.1 200 ")
+    assert asked == [(path, query)]
