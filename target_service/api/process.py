@@ -85,7 +85,7 @@ def _identity(
         row_invariant=False,
         vocab_size=min(vocab_size, tokenizer.vocab_size) if isinstance(vocab_size, int) else tokenizer.vocab_size,
         max_model_len=longest,
-        eos_token_ids=read_eos_token_ids(directory, config.get("eos_token_id")),
+        eos_token_ids=read_eos_token_ids(directory, config.get("eos_token_id"), tokenizer),
         device="none",
         sampling_defaults=defaults,
     )

@@ -168,7 +168,7 @@ def side_of_files(model: str, revision: str | None = None) -> tuple[Side, int]:
         text_config = config.get("text_config") or config
         tokenizer = read_tokenizer(folder)
         tokens = TokenBytes(tokenizer.tokenizer_json)
-        eos = read_eos_token_ids(folder, text_config.get("eos_token_id", config.get("eos_token_id")))
+        eos = read_eos_token_ids(folder, text_config.get("eos_token_id", config.get("eos_token_id")), tokenizer)
         num_ids = tokenizer.vocab_size or 0
         num_rows = int(text_config.get("vocab_size", num_ids))
     except (OSError, ValueError, TypeError, AttributeError, TokenizerRefused) as error:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,12 +114,28 @@ class TokenizerFiles:
         """The largest token id of the tokenizer and its configuration plus 1; None without a tokenizer."""
         if not self.tokenizer_json:
             return None
+        return max((token_id for _, token_id in self._tokens()), default=-1) + 1 or None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the token by which the configuration says that texts end; None where it names none."""
+        named = self.config.get("eos_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        if not (self.tokenizer_json and isinstance(text, str)):
+            return None
+        return next((token_id for token, token_id in self._tokens() if token == text), None)
+
+    def _tokens(self) -> Iterator[tuple[str, int]]:
+        """Tokens with their ids: added ones, then those of the vocabulary."""
         content = json.loads(self.tokenizer_json)
+        yield from ((token["content"], token["id"]) for token in content.get("added_tokens", []))
+        added = self.config.get("added_tokens_decoder") or {}
+        yield from ((flags.get("content", ""), int(token_id)) for token_id, flags in added.items())
         vocab = content.get("model", {}).get("vocab", {})
-        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-        ids += [token["id"] for token in content.get("added_tokens", [])]
-        ids += map(int, self.config.get("added_tokens_decoder") or ())
-        return max(ids) + 1 if ids else None
+        if isinstance(vocab, dict):
+            yield from vocab.items()
+        else:
+            yield from ((entry[0], token_id) for token_id, entry in enumerate(vocab))
 
 
 def read_tokenizer(directory: Path) -> TokenizerFiles:
@@ -139,8 +156,15 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
         raise ModelLoadError(f"model: {error}") from error
 
 
-def read_eos_token_ids(directory: Path, config_eos: int | list[int] | None) -> tuple[int, ...]:
-    """End-of-sequence ids of ``generation_config.json``, or else of the model's config. Raises ``ModelLoadError``."""
+def read_eos_token_ids(
+    directory: Path, config_eos: int | list[int] | None, tokenizer: TokenizerFiles
+) -> tuple[int, ...]:
+    """End-of-sequence ids of ``generation_config.json``, or else of the model's config, and the tokenizer's.
+
+    Models that were tuned to chat may end a turn with a token that only their tokenizer names.
+
+    Raises ``ModelLoadError``.
+    """
     file = directory / "generation_config.json"
     eos = read_json(file).get("eos_token_id") if file.is_file() else None
     if eos is None:
@@ -148,7 +172,9 @@ def read_eos_token_ids(directory: Path, config_eos: int | list[int] | None) -> t
     found = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     if not all(type(token_id) is int for token_id in found):
         raise ModelLoadError(f"model: {file} has eos_token_id {eos!r:.50}, which is neither an id nor a list of ids")
-    return tuple(token_id for token_id in found if token_id >= 0)  # -1: none
+    own = tokenizer.eos_token_id
+    found = found if own is None else (*found, own)
+    return tuple(dict.fromkeys(token_id for token_id in found if token_id >= 0))  # -1: none
 
 
 def parallel_mask(model: str, revision: str | None, wanted: bool | None, num_ids: int) -> int | None:

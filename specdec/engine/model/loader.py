@@ -163,12 +163,12 @@ def load_model(
         config_digest=config_digest(read_json(directory / "config.json")),
     )
     text = model.config.get_text_config(decoder=True)
-    eos = read_eos_token_ids(directory, getattr(config, "eos_token_id", None) or getattr(text, "eos_token_id", None))
+    named_eos = getattr(config, "eos_token_id", None) or getattr(text, "eos_token_id", None)
     return LoadedModel(
         model=model,
         identity=identity,
         tokenizer=tokenizer,
-        eos_token_ids=eos,
+        eos_token_ids=read_eos_token_ids(directory, named_eos, tokenizer),
         max_model_len=max_model_len,
         vocab_size=min(num_logits, tokenizer.vocab_size or num_logits),
         num_logits=num_logits,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from specdec.engine.checkpoints import tokenizer_conversion
-from specdec.engine.checkpoints.files import read_tokenizer
+from specdec.engine.checkpoints.files import read_eos_token_ids, read_tokenizer
 from specdec.engine.errors import ModelLoadError
 from tests.support.engine.tiny_models import save_tiny_model
+from tests.support.for_each import for_each
 
 PATTERN = r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{L}&&[^\p{Han}]]+|\p{N}{1,3}|\s+"
 CODE = f"""
@@ -103,3 +105,38 @@ def test_a_llamas_tiktoken_file_needs_no_code(folder: Path, no_cache: None) -> N
 def test_a_home_that_cannot_be_written_costs_only_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert read_tokenizer(tiktoken_folder(folder, "tokenizer.model")).vocab_size == 263
+
+
+VOCAB: dict[str, Any] = {"type": "WordLevel", "vocab": {"</s>": 2, "a": 3}, "unk_token": "a"}
+UNIGRAM: dict[str, Any] = {"type": "Unigram", "vocab": [["a", 0.0], ["b", 0.0], ["</s>", 0.0]], "unk_id": 0}
+TURN = {"content": "<|im_end|>", "id": 7}
+
+
+@for_each(
+    "model, config, generation_config, ends",
+    [
+        (VOCAB, {"eos_token": "<|im_end|>"}, {"eos_token_id": 2}, (2, 7)),
+        (VOCAB, {"eos_token": {"content": "<|im_end|>"}}, {"eos_token_id": [7, 2]}, (7, 2)),
+        (VOCAB, {"eos_token": "<|im_end|>"}, None, (5, 7)),
+        (VOCAB, {"eos_token": "<end>", "added_tokens_decoder": {"9": {"content": "<end>"}}}, None, (5, 9)),
+        (VOCAB, {"eos_token": "</s>"}, {"eos_token_id": -1}, (2,)),
+        (UNIGRAM, {"eos_token": "</s>"}, None, (5, 2)),
+        (VOCAB, {"eos_token": "<unknown>"}, None, (5,)),
+        (VOCAB, {"eos_token": None}, None, (5,)),
+        (VOCAB, {}, {"eos_token_id": 2}, (2,)),
+    ],
+)
+def test_an_output_also_ends_with_the_tokenizers_end(
+    model: dict[str, Any],
+    config: dict[str, Any],
+    generation_config: dict[str, Any] | None,
+    ends: tuple[int, ...],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": [TURN]}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    file = tmp_path / "generation_config.json"
+    file.unlink(missing_ok=True)
+    if generation_config is not None:
+        file.write_text(json.dumps(generation_config))
+    assert read_eos_token_ids(tmp_path, 5, read_tokenizer(tmp_path)) == ends
