@@ -15,7 +15,7 @@ from specdec.commands.app import app
 from specdec.commands.up.cluster import Cluster
 from tests.support.services.up_command import start_command
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
 def test_the_shipped_pair_is_measured_with_its_own_prompts(shipped_cluster: Cluster, tmp_path: Path) -> None:

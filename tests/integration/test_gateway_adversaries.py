@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from tests.support.services.faults import PATIENCE_S, make_request
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 MOST_BODY_BYTES = 8 * 1024 * 1024
-MOST_CPU_S = 2.0
+MOST_COST = 25
+"""Processor time of a request, in units of what Python's json takes for the largest body: five times what it takes."""
 MOST_ANSWER_BYTES = 4096
 NUM_TOKENS = 200
 PROMPT = "Once upon a time"
@@ -172,9 +174,18 @@ LARGE: dict[str, tuple[str, bytes]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def most_cpu_s() -> float:
+    """Most processor seconds of a request on this machine."""
+    _, body = LARGE["messages without end"]
+    began_s = time.process_time()
+    json.loads(body)
+    return MOST_COST * (time.process_time() - began_s)
+
+
 @pytest.mark.parametrize("name", LARGE)
 async def test_the_largest_bodies_are_refused_at_little_cost_and_in_few_words(
-    front: Front, expected: list[int], name: str
+    front: Front, expected: list[int], name: str, most_cpu_s: float
 ) -> None:
     path, body = LARGE[name]
     assert len(body) <= MOST_BODY_BYTES
@@ -186,7 +197,7 @@ async def test_the_largest_bodies_are_refused_at_little_cost_and_in_few_words(
     assert 400 <= status < 500, error
     assert error.keys() == {"message", "type", "param", "code"}
     assert len(answer) <= MOST_ANSWER_BYTES
-    assert busy_s <= MOST_CPU_S
+    assert busy_s <= most_cpu_s
 
 
 ODD: dict[str, tuple[bytes, set[int]]] = {
@@ -229,13 +240,13 @@ ODD: dict[str, tuple[bytes, set[int]]] = {
 
 @pytest.mark.parametrize("name", ODD)
 async def test_what_is_hardly_http_is_refused_or_the_connection_ends(
-    front: Front, expected: list[int], name: str
+    front: Front, expected: list[int], name: str, most_cpu_s: float
 ) -> None:
     data, statuses = ODD[name]
     before_s = front.busy_s()
     status, answer = await front.answer(data)
     assert status in statuses, answer
-    assert front.busy_s() - before_s <= MOST_CPU_S
+    assert front.busy_s() - before_s <= most_cpu_s
     if status >= 400 and answer:
         assert json.loads(answer)["error"].keys() == {"message", "type", "param", "code"}
         assert len(answer) <= MOST_ANSWER_BYTES
