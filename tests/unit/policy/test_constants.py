@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -238,9 +237,10 @@ def test_no_request_is_worth_more_than_a_score_of_others() -> None:
     assert urgency(1e-6, 1e6, 1) * urgency(4294.0, 0.0, 10_000_000) == pytest.approx(1.0)
 
 
-def test_a_client_that_takes_nothing_for_long_is_no_session_that_decodes() -> None:
+def test_a_client_that_takes_nothing_for_long_is_no_session_that_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[list[Any]] = []
-    now_s = time.monotonic()
+    now_s = 100.0
+    monkeypatch.setattr("specdec.target_service.turn_times.time", SimpleNamespace(monotonic=lambda: now_s))
     sessions = [
         SimpleNamespace(
             times=SimpleNamespace(last_verdict_at_s=now_s - ago_s), gate=ago_s, seq=SimpleNamespace(is_ready=True)

@@ -155,7 +155,7 @@ async def test_a_draft_that_falls_silent_is_given_up_within_its_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     silent, other = ScriptedDraft(), ScriptedDraft()
-    async with plugged(monkeypatch, silent, other, stall_s=0.2) as proposer:
+    async with plugged(monkeypatch, silent, other, stall_s=1.5) as proposer:
         await ready(proposer, 2)
         played = engine(proposer)
         expected = fill(played, 6, 3, max_tokens=60)
