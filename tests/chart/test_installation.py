@@ -29,7 +29,7 @@ from tests.chart.rendered import ROOT, SETTINGS, WITH_REDIS, Document, Render, c
 from tests.support.servers.certificates import Authority, SecretVolume
 from tests.support.services.faults import eventually
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 SPECDEC = str(Path(sys.executable).with_name("specdec"))
 COMMAND = (sys.executable, "-m", "specdec.commands.main")
@@ -121,7 +121,7 @@ class Installation:
                     return False
 
             try:
-                await eventually(answers, f"{role} is ready", timeout_s=120.0)
+                await eventually(answers, f"{role} is ready", timeout_s=200.0)
             except AssertionError:
                 pytest.fail(log.read_text()[-5000:])
             return
@@ -139,7 +139,7 @@ class Installation:
                 return response.status == health_pb2.HealthCheckResponse.SERVING
 
             try:
-                await eventually(is_serving, f"{role} is ready", timeout_s=120.0)
+                await eventually(is_serving, f"{role} is ready", timeout_s=200.0)
             except AssertionError:
                 pytest.fail(log.read_text()[-5000:])
 

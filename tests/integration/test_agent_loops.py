@@ -17,7 +17,7 @@ from tests.support.clients.agents.turns import CUT_RESULT, TURNS, faults
 from tests.support.services.fake_coordinator import running_fake_coordinator
 from tests.support.services.gateways import gateway
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -94,7 +94,7 @@ class Installation:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=250,
         )
 
 

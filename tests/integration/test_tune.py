@@ -26,7 +26,7 @@ from tests.support.services.faults import make_request
 from tests.support.services.model_pair import ModelPair
 from tests.support.services.up_command import UpCommand, running_up, start_command
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 QUICK = ("--device", "cpu", "--num-prompts", "1", "--max-tokens", "16", "--temperature", "0,1", "--concurrency", "1")
 

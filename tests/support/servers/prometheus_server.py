@@ -83,7 +83,7 @@ class PrometheusServer:
                 continue
 
     def _get(self, path: str, parameters: Mapping[str, str]) -> Any:
-        with urlopen(f"http://{self._address}/api/v1/{path}?{urlencode(parameters)}", timeout=10.0) as response:
+        with urlopen(f"http://{self._address}/api/v1/{path}?{urlencode(parameters)}", timeout=60.0) as response:
             return json.load(response)["data"]
 
 

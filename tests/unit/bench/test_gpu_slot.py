@@ -272,7 +272,7 @@ def test_a_step_that_hangs_shows_its_stacks_and_those_of_its_services(
         "subprocess.Popen([sys.executable, '-c', code], stdout=log, stderr=log, start_new_session=True)\n"
         "def hanging(): signal.sigwait({signal.SIGTERM})\n"
         "hanging()\n",
-        4,
+        8,  # seconds, in which both have started on a slow machine
     )
     assert result["status"] == "timeout"
     assert "in hanging" in result["output"]
