@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import yaml
 
-from tests.chart.rendered import CHART, Document, Helm
+from tests.chart.rendered import CHART, SETTINGS, Document, Helm
 from tests.support.for_each import for_each
 
 
@@ -15,6 +17,8 @@ from tests.support.for_each import for_each
     [
         ({"target": {"replics": 2}}, "replics"),
         ({"targets": {}}, "targets"),
+        ({"target": {"settings": {"max_runing": 3}}}, 'Property name of "max_runing"'),
+        ({"gateway": {"settings": {"max_running": 3}}}, '"max_concurrent_requests"'),
         ({"target": {"model": {"source": "Qwen/Qwen3-8B"}}}, "target.model.source"),
         ({"target": {"model": {"source": "pvc://Claim"}}}, "target.model.source"),
         ({"global": {"imageRegistry": "https://registry"}}, "global.imageRegistry"),
@@ -129,6 +133,28 @@ def test_a_wrong_value_is_refused_with_its_key(values: Document, named: str, hel
     done = helm("template", "demo", str(CHART), "--kube-version", "1.31.0", values=values)
     assert done.returncode != 0
     assert named in done.stderr
+
+
+_OF_TLS = re.compile("(^|_)tls(_dir|_verify_clients|_server_name|_.*file)?$")
+_OF_REDIS = re.compile("redis_.*|advertise_address|registry_ttl_s")
+_OF_ALL = re.compile("host|(metrics_|health_)?port|drain_s|stop_grace_s|otlp_.*")
+_OF_A_ROLE = {
+    "coordinator": "targets|drafts|api_keys_file|resume_secret|trace_sample_ratio|trace_content",
+    "gateway": "coordinators|models|public_metrics|trace_sample_ratio",
+    "target": "model|revision|load_timeout_s|tls_allowed_client_names|nnodes|node_rank|master_addr|master_port",
+    "draft": "model|revision|load_timeout_s|tls_allowed_client_names",
+}
+"""Settings that the chart derives from other values."""
+
+
+def test_the_schema_knows_each_setting_that_the_chart_does_not_derive() -> None:
+    roles = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    for role, settings in SETTINGS.items():
+        known = roles[role]["properties"]["settings"]["propertyNames"]["enum"]
+        others = [name for name in settings.model_fields if not _OF_TLS.search(name)]
+        for derived in (_OF_REDIS, _OF_ALL, re.compile(_OF_A_ROLE[role])):
+            others = [name for name in others if not derived.fullmatch(name)]
+        assert known == sorted(others), role
 
 
 @for_each("case", yaml.safe_load((Path(__file__).parent / "refused.yaml").read_text()))
