@@ -13,8 +13,10 @@ RELAYED = "relayed-proposals"
 every_case = for_each("case", CASES)
 
 
-def _policies(documents: list[Document]) -> dict[str, Document]:
-    return {component(d): d["spec"] for d in documents if d["kind"] == "NetworkPolicy"}
+def _policies(documents: list[Document], *, of_jobs: bool = False) -> dict[str, Document]:
+    """By component; those of Jobs come and go with them."""
+    found = [d for d in documents if d["kind"] == "NetworkPolicy" and ("annotations" in d["metadata"]) is of_jobs]
+    return {component(d): d["spec"] for d in found}
 
 
 def _peers(rule: Document, side: str) -> list[str]:
@@ -33,6 +35,13 @@ def test_every_pod_has_a_policy_or_none_has(case: str, render: Render) -> None:
         assert not policies
         return
     assert policies.keys() == {component(d) for d in documents if d["kind"] == "Deployment"} | {"test"}
+    jobs = {component(d): d["metadata"]["annotations"] for d in documents if d["kind"] == "Job"}
+    hooks = {component(d): d["metadata"].get("annotations") for d in documents if d["kind"] == "NetworkPolicy"}
+    once = _policies(documents, of_jobs=True)
+    assert once.keys() == (jobs.keys() - {"test"} if "egress" in policies["test"] else set())
+    for name in once:  # they are there before the Job that needs them
+        assert hooks[name]["helm.sh/hook"] == jobs[name]["helm.sh/hook"]
+        assert int(hooks[name]["helm.sh/hook-weight"]) < int(jobs[name]["helm.sh/hook-weight"])
     assert "ingress" not in policies["test"]
     for name, policy in policies.items():
         assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == name
@@ -173,6 +182,22 @@ def test_egress_policies_open_the_ports_that_urls_name(helm: Helm) -> None:
         ports = {port for rule in policies[role]["egress"] for port in _ports(rule)}
         assert {7001, 7003, 5555} <= ports
         assert not ports & {7002, 0}
+
+
+def test_where_other_pods_may_call_nobody_jobs_reach_the_hub_and_the_api_server(helm: Helm) -> None:
+    values = {
+        "redis": {"mode": "bundled"},
+        "target": {
+            "model": {"source": "hf://org/name", "fetch": {"enabled": True, "beforeUpgrade": True}},
+            "cache": {"existingClaim": "models"},
+        },
+        "networkPolicy": {"egress": {"enabled": True, "extra": [{"ports": [{"port": 8443}]}]}},
+    }
+    done = helm("template", "demo", str(CHART), "--kube-version", "1.31.0", values=values)
+    assert done.returncode == 0, done.stderr
+    policies = _policies([document for document in yaml.safe_load_all(done.stdout) if document], of_jobs=True)
+    assert policies["secrets"]["egress"] == [{}]
+    assert {port for rule in policies["fetch"]["egress"] for port in _ports(rule)} == {53, 443, 8443}
 
 
 def _drafts_call_targets(documents: list[Document]) -> bool:
