@@ -143,8 +143,9 @@ class Resumption:
         if not is_resumable or self._num_fruitless >= self._policy.max_attempts:
             raise error
         wait_s = self._policy.wait_s(error.retry_after_s, self._num_fruitless)
-        num_tokens = self._held.num_tokens
-        _log.info("stream_interrupted", reason=error.reason, num_tokens=num_tokens, wait_s=round(wait_s, 3))
+        if structlog.is_configured():  # otherwise it would write among the text that a program prints
+            num_tokens = self._held.num_tokens
+            _log.debug("stream_interrupted", reason=error.reason, num_tokens=num_tokens, wait_s=round(wait_s, 3))
         return wait_s
 
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
+import structlog
 
 from specdec.client import Completion, ResumePolicy, generate_resuming, resumed_request
 from specdec.v1 import common_pb2 as pb
@@ -94,6 +95,21 @@ async def test_a_new_request_that_brought_nothing_is_not_sent_again() -> None:
     client = ClientWithOutages([], chunks((0, [1], "a")))
     with pytest.raises(Unavailable):
         await read(client, api.GenerateRequest(prompt="p"))
+
+
+async def test_an_interrupted_stream_writes_nothing_among_the_text_that_a_program_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config, is_configured = structlog.get_config(), structlog.is_configured()
+    structlog.reset_defaults()
+    try:
+        client = ClientWithOutages(chunks((0, [1], "a")), chunks((0, [2], "b")))
+        await read(client, api.GenerateRequest(prompt="p"))
+        assert len(client.requests) == 2
+    finally:
+        if is_configured:
+            structlog.configure(**config)
+    assert capsys.readouterr() == ("", "")
 
 
 async def test_of_a_stream_only_what_a_resume_tells_is_kept() -> None:
