@@ -16,6 +16,7 @@ from specdec.engine.checkpoints.download import Progress
 from specdec.engine.checkpoints.download import fetch as fetch_hub_model
 from specdec.engine.checkpoints.stored_model import PREFIX, fetch_stored
 from specdec.engine.errors import ModelLoadError
+from specdec.telemetry import setup_logging
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _TERMINAL_S, _LOG_S = 0.5, 15.0
@@ -37,6 +38,7 @@ def fetch(
     cache; AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and others are as for AWS' tools, and files of s3://
     go below XDG_CACHE_HOME. Prints the folder, whose name is the revision.
     """
+    setup_logging("fetch", "warning", "console")  # standard output has the folder alone
     is_terminal = sys.stderr.isatty()
 
     def tell(progress: Progress) -> None:

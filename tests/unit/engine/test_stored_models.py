@@ -143,6 +143,15 @@ def test_what_has_no_checksum_is_compared_by_size(etag: str, headers: dict[str, 
     assert files_of(fetched()[0]) == {"config.json": b"{}"}
 
 
+def test_the_command_prints_the_folder_alone_and_its_warnings_elsewhere(store: PlayedStore) -> None:
+    store.objects = {"org/small/config.json": b"{}"}
+    store.etags["org/small/config.json"] = "x" * 32
+    command = [sys.executable, "-m", "specdec.commands.main", "fetch", MODEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert files_of(Path(done.stdout.removesuffix("\n"))) == {"config.json": b"{}"}
+    assert "compared_by_size_only" in done.stderr
+
+
 def test_a_changed_model_is_another_revision_and_a_named_one_stays(store: PlayedStore) -> None:
     first, _ = fetched()
     store.objects["org/small/config.json"] = b'{"model_type": "qwen3"}'
