@@ -17,7 +17,13 @@ from llguidance import LLMatcher, LLTokenizer
 from specdec.constraints.grammar.checker import GrammarChecker
 from specdec.constraints.grammar.figures import GrammarFigures
 from specdec.constraints.grammar.held import HeldConstraints, Holding
-from specdec.constraints.grammar.source import GrammarSource, TokenizerArguments, grammar_source, make_matcher
+from specdec.constraints.grammar.source import (
+    GrammarSource,
+    TokenizerArguments,
+    grammar_source,
+    make_matcher,
+    without_tokens_from,
+)
 from specdec.constraints.grammar.source import make_tokenizer as _make_tokenizer
 from specdec.constraints.grammar.structural_tags import SpecialTokens
 from specdec.constraints.limits.faults import GrammarError
@@ -87,13 +93,18 @@ class GrammarCompiler:
         Raises:
             ValueError: llguidance does not support the tokenizer, or `eos_token_ids` is empty.
         """
-        if not eos_token_ids:
+        ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        if not ends:
             raise ValueError("no token ends a sequence")
-        self.arguments = TokenizerArguments(tokenizer=tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        self._tokenizer: LLTokenizer = _make_tokenizer(self.arguments)
+        self.arguments = TokenizerArguments(tokenizer=tokenizer_json, n_vocab=vocab_size, eos_token=ends)
+        try:
+            self._tokenizer: LLTokenizer = _make_tokenizer(self.arguments)
+        except ValueError:  # the tokenizer may have more tokens than the model
+            tokenizer_json = self.arguments["tokenizer"] = without_tokens_from(vocab_size, tokenizer_json)
+            self._tokenizer = _make_tokenizer(self.arguments)
         self._special_tokens = SpecialTokens.of_tokenizer(self._tokenizer, tokenizer_json)
         self.vocab_size = vocab_size
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.eos_token_ids = frozenset(ends)
         self.figures = GrammarFigures()
         self._held = HeldConstraints(limit_bytes() // _MEMORY_PART if most_bytes is None else most_bytes)
         self._lock = threading.Condition()

@@ -73,6 +73,18 @@ def grammar_source(constraint: pb.Constraint, special_tokens: SpecialTokens) -> 
         raise GrammarError(field, shown(str(error))) from None
 
 
+def without_tokens_from(vocab_size: int, tokenizer_json: str) -> str:
+    """A tokenizer.json without the ids from `vocab_size` on, which a model has no logits for. Raises ValueError."""
+    content = json.loads(tokenizer_json)
+    content["added_tokens"] = [token for token in content.get("added_tokens") or () if token["id"] < vocab_size]
+    model = content.get("model", {})
+    if isinstance(vocab := model.get("vocab"), dict):
+        model["vocab"] = {token: token_id for token, token_id in vocab.items() if token_id < vocab_size}
+    elif isinstance(vocab, list):
+        model["vocab"] = vocab[:vocab_size]
+    return json.dumps(content)
+
+
 def make_tokenizer(arguments: TokenizerArguments) -> LLTokenizer:
     """A trie of the tokens' bytes. Raises ValueError if llguidance does not support the tokenizer."""
     return LLTokenizer(arguments["tokenizer"], n_vocab=arguments["n_vocab"], eos_token=arguments["eos_token"])

@@ -128,6 +128,23 @@ def test_a_tokenizer_without_an_end_has_no_grammars() -> None:
         GrammarCompiler("{}", 10, ())
 
 
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE - 3])
+def test_a_tokenizer_may_have_more_tokens_than_the_model(vocab_size: int) -> None:
+    """As Gemma 3's, whose embedding lacks the token of images."""
+    tokenizer = json.loads(TOKENIZER.to_str())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer["added_tokens"].append({"id": VOCAB_SIZE, "content": "<image>", **flags})
+    if vocab_size < VOCAB_SIZE:
+        last = {token for token, token_id in tokenizer["model"]["vocab"].items() if token_id >= vocab_size}
+        merges = tokenizer["model"]["merges"]
+        tokenizer["model"]["merges"] = [pair for pair in merges if "".join(pair) not in last]
+    compiler = GrammarCompiler(json.dumps(tokenizer), vocab_size, (EOS, VOCAB_SIZE))
+    assert compiler.eos_token_ids == {EOS}
+    told = follower(compiler, pb.Constraint(choice=pb.TextChoices(texts=["red", "<image>"])))
+    told.commit(ids("red"))
+    assert [each for each in range(vocab_size) if told.legal_nodes([each], [-1]) == [True]] == [EOS]
+
+
 def test_choices_are_taken_literally(compiler: GrammarCompiler) -> None:
     texts = ['say "hi"', "back\\slash", "(a|b)*", "line\nbreak", "ünïcode ✓"]
     grammar = pb.Constraint(choice=pb.TextChoices(texts=texts))
