@@ -1,4 +1,4 @@
-"""Chooses what runs a model on a GPU: Triton kernels for models of their shape, torch for others.
+"""Chooses a model's device and data type, and what runs it on a GPU: Triton kernels if they fit its shape, or torch.
 
 Triton is imported on use, as machines without a GPU lack it.
 """
@@ -7,21 +7,70 @@ from collections.abc import Sequence
 from subprocess import SubprocessError
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionKernel, RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention
 from specdec.engine.cuda.buckets import BucketedSteps
 from specdec.engine.cuda.passes import CudaCapture
-from specdec.engine.errors import is_out_of_memory
+from specdec.engine.errors import ModelLoadError, is_out_of_memory
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.ragged import StepModel
 from specdec.engine.parallel.rank_group import RankGroup
+from specdec.engine.settings import EngineSettings
 
+_LEAST_FP8 = (8, 9)
 _MAX_HEAD_DIM = 256  # wider heads do not fit into the registers and the shared memory of a multiprocessor
 _MOST_REASON = 300  # characters of another library's error
 _KERNELS_VERSION = 5  # raise it with every change of a kernel that may change a bit
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a setting names. Raises ModelLoadError if torch does not see it."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelLoadError(f"device: {name}, but torch sees no CUDA device: {_why_no_cuda()}")
+    return torch.device("cuda:0" if name == "cuda" else name)
+
+
+def check_quantization(settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ModelLoadError, which names the setting, where weights or keys and values cannot have few bits."""
+    name, place = settings.weight_quantization, f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    if settings.kv_cache_dtype == "fp8":
+        _check_fp8("kv_cache_dtype", device)
+    if name in ("int8", "int4") and (device.type, dtype) != ("cpu", torch.float32):
+        raise ModelLoadError(f"weight_quantization: {name} needs float32 on the CPU, not {place}")
+    if name != "fp8":
+        return
+    if device.type != "cuda" or dtype == torch.float32:
+        raise ModelLoadError(f"weight_quantization: fp8 needs bfloat16 or float16 on a GPU, not {place}")
+    _check_fp8("weight_quantization", device)
+
+
+def _check_fp8(name: str, device: torch.device) -> None:
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _LEAST_FP8:
+        needed, there = (".".join(map(str, each)) for each in (_LEAST_FP8, capability))
+        raise ModelLoadError(f"{name}: fp8 needs a GPU of compute capability {needed}, this has {there}")
+
+
+def _why_no_cuda() -> str:
+    built_for = torch.version.cuda
+    if built_for is None:
+        return f"torch {torch.__version__} is built without CUDA (pip install torch from download.pytorch.org/whl)"
+    return f"torch {torch.__version__} needs a driver for CUDA {built_for.split('.')[0]}; nvidia-smi names the driver's"
+
+
+def choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> torch.dtype:
+    """The data type that a setting names; by default float32 on a CPU, and the checkpoint's own on a GPU."""
+    if name != "auto":
+        chosen: torch.dtype = getattr(torch, name)
+        return chosen
+    if device.type == "cpu":
+        return torch.float32
+    own = getattr(config, "dtype", None)
+    return own if own in (torch.float32, torch.bfloat16, torch.float16) else torch.bfloat16
 
 
 def is_on_gpu(device: torch.device) -> bool:

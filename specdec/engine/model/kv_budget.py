@@ -1,22 +1,24 @@
-"""Computes the KV cache's share of a GPU's memory, after weights, the largest step, captures and heads."""
+"""Allocates the KV cache, on a GPU by what weights, the largest step, captures and heads leave of its memory."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from transformers import modeling_utils
 
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.batch import Batch
+from specdec.engine.cuda.passes import CAPTURE_BYTES
+from specdec.engine.errors import ModelLoadError
+from specdec.engine.model.loader import LoadedModel
+from specdec.engine.parallel.rank_group import RankGroup
+from specdec.engine.settings import EngineSettings
+from specdec.engine.states.memory import CellShape, StateMemory, affordable_states
 
+_CPU_KV_BYTES = 1 << 30
 _FREE_SHARE = 0.9
 _SAMPLED_ROWS = 64  # rows that the sampler takes at once on a GPU
 _BYTES_PER_SAMPLED_LOGIT = 64  # top-p: scores sorted with their ids, and integer weights with their sums
-
-_AHEAD = "caching_allocator_warmup"
-"""transformers' function that allocates the memory of all weights in one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,81 @@ class CudaMemory:
         return int(torch.cuda.max_memory_allocated(self._device)) - before
 
 
+def allocate_cache(
+    settings: EngineSettings,
+    loaded: LoadedModel,
+    step_model: Callable[[Batch, KVCache], torch.Tensor],
+    geometries: list[LayerGeometry],
+    cells: list[CellShape],
+    kv_dtype: torch.dtype,
+    *,
+    num_spare_blocks: int,
+    beside: Beside,
+    group: RankGroup | None,
+) -> KVCache:
+    """Allocate the KV cache and the states of recurrent layers, with as many blocks as settings and memory allow.
+
+    Raises ModelLoadError, which names the setting, if memory does not suffice.
+    """
+    reserved = CAPTURE_BYTES if num_spare_blocks else 0  # for captured steps, which have padding rows
+    sizes = affordable_states(
+        cells,
+        settings.kv_cache_memory_bytes or _CPU_KV_BYTES,
+        max_batch_seqs=settings.max_batch_seqs,
+        max_batch_tokens=settings.rows_of_step(loaded.device.type),
+        block_size=settings.block_size,
+    )
+    num_blocks = settings.num_blocks
+    if num_blocks is None:
+        block_bytes = sum(g.num_elements for g in geometries) * settings.block_size * kv_dtype.itemsize
+        budget = settings.kv_cache_memory_bytes
+        if budget is None and loaded.device.type == "cuda":
+            block_bytes += beside.cache_bytes(settings.block_size, loaded.dtype)
+            budget = affordable_kv_bytes(
+                CudaMemory(loaded.device),
+                step_model,
+                geometries,
+                num_rows=settings.rows_of_step(loaded.device.type),
+                max_model_len=loaded.max_model_len,
+                num_logits=loaded.num_logits,
+                block_size=settings.block_size,
+                dtype=kv_dtype,
+                device=loaded.device,
+                memory_fraction=settings.gpu_memory_fraction,
+                reserved_bytes=reserved + beside.weight_bytes(loaded.num_logits, loaded.hidden_size, loaded.dtype),
+            )
+        budget = (_CPU_KV_BYTES if budget is None else budget) - sizes.num_bytes
+        num_blocks = _num_blocks(settings, loaded.max_model_len, budget, block_bytes, sizes.num_bytes)
+    if group is not None:
+        num_blocks = group.smallest(num_blocks)  # one block table serves all ranks
+    try:
+        return KVCache(
+            geometries,
+            num_blocks + num_spare_blocks,
+            settings.block_size,
+            kv_dtype,
+            loaded.device,
+            StateMemory(cells, sizes.num_slots, sizes.num_rows, loaded.device) if cells else None,
+        )
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        name = "num_blocks" if settings.num_blocks else "kv_cache_memory_bytes"
+        raise ModelLoadError(f"{name}: {num_blocks} blocks exceed the memory of the machine; lower it") from error
+
+
+def _num_blocks(settings: EngineSettings, max_model_len: int, budget: int, block_bytes: int, state_bytes: int) -> int:
+    """Blocks that a budget of bytes holds, as many as can be of use at most."""
+    most_useful = settings.max_batch_seqs * (-(-max_model_len // settings.block_size) + 4)
+    num_blocks = min(budget // block_bytes, most_useful) if block_bytes else most_useful
+    if num_blocks < 2:
+        rest = f" beside {state_bytes} bytes of recurrent layers' states" if state_bytes else ""
+        raise ModelLoadError(
+            f"kv_cache_memory_bytes: {budget} bytes do not hold two blocks of {block_bytes} bytes{rest}; raise it"
+        )
+    return int(num_blocks)
+
+
 def affordable_kv_bytes(
     memory: DeviceMemory,
     forward: Callable[[Batch, KVCache], torch.Tensor],
@@ -135,22 +212,3 @@ def largest_batch(num_rows: int, max_model_len: int, block_size: int, device: to
         num_seqs=num_seqs,
     )
     return batch, num_seqs * blocks_per_seq
-
-
-@contextlib.contextmanager
-def allocated_one_by_one() -> Iterator[None]:
-    """Make transformers allocate each weight on its own, so that a freed weight's memory can be reused.
-
-    transformers allocates all weights in one piece first, which saves some hundred allocations of a millisecond. Our
-    decoder joins weights, and the holes that remain in that piece can be neither freed nor reused: 16 of 60 GiB in a
-    model of torch's allocator (weights in the order of four loading threads).
-    """
-    ahead = getattr(modeling_utils, _AHEAD, None)
-    if ahead is None:
-        yield
-        return
-    setattr(modeling_utils, _AHEAD, lambda *_args, **_kwargs: None)
-    try:
-        yield
-    finally:
-        setattr(modeling_utils, _AHEAD, ahead)

@@ -28,7 +28,7 @@ from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.mixtures.functions import make_functions_row_invariant
 from specdec.engine.model.model_check import check_attention_calls, refusing, switch_attention
-from specdec.engine.model.probe import SelfTest
+from specdec.engine.model.proofs.probe import SelfTest
 from specdec.engine.model.skipping import decoder_layers, has_attention, leaving_out
 from specdec.engine.model.tapping import find_decoder, tapping
 from specdec.engine.recurrent.layers import RecurrentLayers

@@ -17,8 +17,8 @@ from specdec.engine.model.beside import SkippingPass, prompt_rows
 from specdec.engine.model.building import BuiltModel, build_model
 from specdec.engine.model.fused import FusedDecoder
 from specdec.engine.model.kv_budget import NOTHING, Beside
-from specdec.engine.model.probe import SelfTest, tolerance
 from specdec.engine.model.proofs.positions import LongRows
+from specdec.engine.model.proofs.probe import SelfTest, tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.model.tapping import check_layer_ids, check_pass
 from specdec.engine.parallel.rank_group import RankGroup

@@ -18,7 +18,7 @@ from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.kv_budget import largest_batch
 from specdec.engine.model.loader import load_model, random_model
-from specdec.engine.model.probe import SelfTest, tolerance
+from specdec.engine.model.proofs.probe import SelfTest, tolerance
 from specdec.engine.model.ragged import RaggedModel
 from specdec.engine.settings import EngineSettings
 from specdec.engine.tap import FINAL, HiddenTap

@@ -156,7 +156,7 @@ def test_the_largest_batch_is_one_that_a_model_runs(tmp_path: Path) -> None:
 def test_random_weights_of_a_gpu_have_a_digest_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = EngineSettings(model=str(save_tiny_model("llama", tmp_path)), device="cpu", load_format="dummy")
     digest = load_model(settings).identity.weights_digest
-    monkeypatch.setattr(loader, "_choose_device", lambda _name: torch.device("meta"))
+    monkeypatch.setattr(loader, "choose_device", lambda _name: torch.device("meta"))
     assert load_model(settings).identity.weights_digest == digest.replace("random-0-", "random-0-meta-")
 
 

@@ -227,7 +227,7 @@ def test_deterministic_refuses_torch_with_that_line_where_it_is_not_measured_to_
     self_test: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if self_test:
-        monkeypatch.setattr("specdec.engine.model.probe.ProbeLog.row_invariant", False)
+        monkeypatch.setattr("specdec.engine.model.proofs.probe.ProbeLog.row_invariant", False)
     directory = save_tiny_model("llama", tmp_path)
     settings = {"model": str(directory), "device": "cpu", "num_blocks": 16, "self_test": self_test}
     assert not ModelRunner.load(EngineSettings.model_validate(settings)).row_invariant

@@ -13,7 +13,7 @@ from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.attention.kv_cache import LARGEST_FP8, KVCache, LayerGeometry
 from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model import loader
+from specdec.engine.model import device_choice
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from tests.support.engine import paged_scenarios as play
@@ -110,4 +110,4 @@ def test_targets_several_ranks_and_older_gpus_are_refused_with_the_setting(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     settings = EngineSettings(model="m", kv_cache_dtype="fp8")
     with pytest.raises(ModelLoadError, match=r"kv_cache_dtype: fp8 needs a GPU of compute capability 8\.9"):
-        loader._check_quantization(settings, torch.bfloat16, torch.device("cuda:0"))
+        device_choice.check_quantization(settings, torch.bfloat16, torch.device("cuda:0"))

@@ -17,7 +17,7 @@ from transformers.distributed.utils import initialize_distributed_mesh
 from specdec.engine.attention.kv_cache import LayerGeometry
 from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.batch import Batch
-from specdec.engine.model.probe import SelfTest
+from specdec.engine.model.proofs.probe import SelfTest
 from specdec.engine.model.ragged import RaggedModel
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan, shard_model

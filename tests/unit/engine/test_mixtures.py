@@ -200,7 +200,7 @@ def test_near_ties_of_a_router_in_half_precision_are_no_error(
     seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = many_layers(seed, tmp_path)
-    with caplog.at_level(logging.INFO, logger="specdec.engine.model.building"):
+    with caplog.at_level(logging.INFO, logger="specdec.engine.model.proofs.judge"):
         ModelRunner.load(EngineSettings(model=str(directory), device="cpu", dtype="bfloat16", num_blocks=8))
     (record,) = [record for record in caplog.records if "routers chose" in record.message]
     assert 0 < vars(record)["share"] < 0.1

@@ -17,7 +17,7 @@ from specdec.engine.errors import ModelLoadError
 from specdec.engine.model import loader
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.loader import load_model
-from specdec.engine.model.probe import SelfTest
+from specdec.engine.model.proofs.probe import SelfTest
 from specdec.engine.model.ragged import RaggedModel
 from specdec.engine.settings import EngineSettings
 from tests.support.engine.tiny_models import save_tiny_model

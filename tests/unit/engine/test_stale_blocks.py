@@ -11,7 +11,7 @@ import torch
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
-from specdec.engine.model.probe import SelfTest
+from specdec.engine.model.proofs.probe import SelfTest
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from tests.support.engine import paged_scenarios as play

@@ -26,7 +26,7 @@ from specdec.engine.model.beside import PassRows
 from specdec.engine.model.loader import LoadedModel
 from specdec.engine.model.mixtures.routes import Routes
 from specdec.engine.model.model_check import refusing
-from specdec.engine.model.probe import FORBIDDEN, tolerance
+from specdec.engine.model.proofs.probe import FORBIDDEN, tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
 
 _NAMES = re.compile(r"position|window|chunk|floor|_len|max_seq|ctx")

@@ -17,7 +17,7 @@ from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.checkpoints.wrappers import own_class, text_model, without_encoders
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.model_check import told
-from specdec.engine.model.probe import SelfTest
+from specdec.engine.model.proofs.probe import SelfTest
 from specdec.engine.model.ragged import RaggedModel
 
 _NUM_POSITIONS = 256
