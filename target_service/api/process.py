@@ -71,7 +71,9 @@ def _identity(
     longest = settings.max_model_len or config.get("max_position_embeddings")
     if not isinstance(longest, int) or longest < 2:
         raise ModelLoadError("max_model_len: the config does not say how long the context is; set it")
-    vocab_size = config.get("vocab_size")
+    vocab_size = tokenizer.vocab_size
+    if isinstance(named_size := config.get("vocab_size"), int):
+        vocab_size = min(vocab_size, named_size)
     try:
         defaults = sampling_defaults(settings.generation_config, settings.override_generation_config, directory)
     except ValueError as error:
@@ -83,9 +85,9 @@ def _identity(
         tokenizer_digest=tokenizer.digest,
         numerics_id=f"api/{place}",
         row_invariant=False,
-        vocab_size=min(vocab_size, tokenizer.vocab_size) if isinstance(vocab_size, int) else tokenizer.vocab_size,
+        vocab_size=vocab_size,
         max_model_len=longest,
-        eos_token_ids=read_eos_token_ids(directory, config.get("eos_token_id"), tokenizer),
+        eos_token_ids=read_eos_token_ids(directory, config.get("eos_token_id"), tokenizer, vocab_size),
         device="none",
         sampling_defaults=defaults,
     )

@@ -41,9 +41,10 @@ class Reference:
         tokenizer = read_tokenizer(folder)
         self.tokenizer_digest = tokenizer.digest
         self.tokenizer: Tokenizer | None = Tokenizer.from_str(tokenizer.tokenizer_json) if tokenizer.digest else None
-        self.eos_token_ids = read_eos_token_ids(folder, getattr(model.config, "eos_token_id", None), tokenizer)
         num_logits = int(model.get_output_embeddings().weight.shape[0])
         self.vocab_size = min(num_logits, tokenizer.vocab_size or num_logits)
+        named_eos = getattr(model.config, "eos_token_id", None)
+        self.eos_token_ids = read_eos_token_ids(folder, named_eos, tokenizer, self.vocab_size)
 
     def logits(self, prompt: Sequence[int], outputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """The logits from which each token of a prompt's outputs is chosen, [N, vocab_size] float32 per output."""

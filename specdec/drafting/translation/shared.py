@@ -168,9 +168,10 @@ def side_of_files(model: str, revision: str | None = None) -> tuple[Side, int]:
         text_config = config.get("text_config") or config
         tokenizer = read_tokenizer(folder)
         tokens = TokenBytes(tokenizer.tokenizer_json)
-        eos = read_eos_token_ids(folder, text_config.get("eos_token_id", config.get("eos_token_id")), tokenizer)
         num_ids = tokenizer.vocab_size or 0
         num_rows = int(text_config.get("vocab_size", num_ids))
+        vocab_size, named_eos = min(num_rows, num_ids), text_config.get("eos_token_id", config.get("eos_token_id"))
+        eos = read_eos_token_ids(folder, named_eos, tokenizer, vocab_size)
     except (OSError, ValueError, TypeError, AttributeError, TokenizerRefused) as error:
         raise ModelLoadError(f"model: {model}: its tokenizer or config cannot be read: {error}") from error
-    return Side(tokens, min(num_rows, num_ids), eos), num_rows
+    return Side(tokens, vocab_size, eos), num_rows

@@ -157,9 +157,11 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
 
 
 def read_eos_token_ids(
-    directory: Path, config_eos: int | list[int] | None, tokenizer: TokenizerFiles
+    directory: Path, config_eos: int | list[int] | None, tokenizer: TokenizerFiles, vocab_size: int
 ) -> tuple[int, ...]:
     """End-of-sequence ids of ``generation_config.json``, or else of the model's config, and the tokenizer's.
+
+    Only those below ``vocab_size``, as a model gives no others.
 
     Models that were tuned to chat may end a turn with a token that only their tokenizer names.
 
@@ -174,7 +176,7 @@ def read_eos_token_ids(
         raise ModelLoadError(f"model: {file} has eos_token_id {eos!r:.50}, which is neither an id nor a list of ids")
     own = tokenizer.eos_token_id
     found = found if own is None else (*found, own)
-    return tuple(dict.fromkeys(token_id for token_id in found if token_id >= 0))  # -1: none
+    return tuple(dict.fromkeys(token_id for token_id in found if 0 <= token_id < vocab_size))  # -1: none
 
 
 def parallel_mask(model: str, revision: str | None, wanted: bool | None, num_ids: int) -> int | None:

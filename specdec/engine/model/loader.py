@@ -172,13 +172,14 @@ def load_model(
     )
     text = model.config.get_text_config(decoder=True)
     named_eos = getattr(config, "eos_token_id", None) or getattr(text, "eos_token_id", None)
+    vocab_size = min(num_logits, tokenizer.vocab_size or num_logits)
     return LoadedModel(
         model=model,
         identity=identity,
         tokenizer=tokenizer,
-        eos_token_ids=read_eos_token_ids(directory, named_eos, tokenizer),
+        eos_token_ids=read_eos_token_ids(directory, named_eos, tokenizer, vocab_size),
         max_model_len=max_model_len,
-        vocab_size=min(num_logits, tokenizer.vocab_size or num_logits),
+        vocab_size=vocab_size,
         num_logits=num_logits,
         num_parameters=num_parameters,
         num_layers=int(getattr(text, "num_hidden_layers", 0)),

@@ -122,6 +122,7 @@ TURN = {"content": "<|im_end|>", "id": 7}
         (VOCAB, {"eos_token": "</s>"}, {"eos_token_id": -1}, (2,)),
         (UNIGRAM, {"eos_token": "</s>"}, None, (5, 2)),
         (VOCAB, {"eos_token": "<unknown>"}, None, (5,)),
+        (VOCAB, {"eos_token": "<end>", "added_tokens_decoder": {"10": {"content": "<end>"}}}, None, (5,)),
         (VOCAB, {"eos_token": None}, None, (5,)),
         (VOCAB, {}, {"eos_token_id": 2}, (2,)),
     ],
@@ -139,4 +140,4 @@ def test_an_output_also_ends_with_the_tokenizers_end(
     file.unlink(missing_ok=True)
     if generation_config is not None:
         file.write_text(json.dumps(generation_config))
-    assert read_eos_token_ids(tmp_path, 5, read_tokenizer(tmp_path)) == ends
+    assert read_eos_token_ids(tmp_path, 5, read_tokenizer(tmp_path), vocab_size=10) == ends
