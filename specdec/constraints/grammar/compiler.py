@@ -93,10 +93,9 @@ class GrammarCompiler:
         Raises:
             ValueError: llguidance does not support the tokenizer, or `eos_token_ids` is empty.
         """
-        ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]
-        if not ends:
+        if not eos_token_ids:
             raise ValueError("no token ends a sequence")
-        self.arguments = TokenizerArguments(tokenizer=tokenizer_json, n_vocab=vocab_size, eos_token=ends)
+        self.arguments = TokenizerArguments(tokenizer=tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         try:
             self._tokenizer: LLTokenizer = _make_tokenizer(self.arguments)
         except ValueError:  # the tokenizer may have more tokens than the model
@@ -104,7 +103,7 @@ class GrammarCompiler:
             self._tokenizer = _make_tokenizer(self.arguments)
         self._special_tokens = SpecialTokens.of_tokenizer(self._tokenizer, tokenizer_json)
         self.vocab_size = vocab_size
-        self.eos_token_ids = frozenset(ends)
+        self.eos_token_ids = frozenset(eos_token_ids)
         self.figures = GrammarFigures()
         self._held = HeldConstraints(limit_bytes() // _MEMORY_PART if most_bytes is None else most_bytes)
         self._lock = threading.Condition()
