@@ -174,9 +174,10 @@ demo: $(DEMO_STAMP)  ## Start the shipped pair, complete a prompt with and witho
 	fi
 	$(BIN)/specdec demo "$${target[@]}" $(DEMO_ARGS)
 
-# Two workers; each file, or sharing folder, goes to one of them (tests/support/scheduling.py), so services start
-# once. C code may swallow the exception of a timeout; faulthandler then ends the worker, and xdist replaces it.
-PYTEST := $(BIN)/pytest tests -n 2 --dist loadfile --durations 10 -q -o faulthandler_timeout=620 -o faulthandler_exit_on_timeout=true
+# Three workers on two cores, because services and their clients wait for a third of the time. Each file, or sharing
+# folder, goes to one of them (tests/support/scheduling.py), so services start once. C code may swallow the exception of
+# a timeout; faulthandler then ends the worker, and xdist replaces it.
+PYTEST := $(BIN)/pytest tests -n 3 --dist loadfile --durations 10 -q -o faulthandler_timeout=620 -o faulthandler_exit_on_timeout=true
 .PHONY: test
 test: $(TEST_STAMP) helm redis  ## Run the quick tests (five minutes on two cores).
 	@rm -f .pytest_cache/v/cache/lastfailed
@@ -184,10 +185,9 @@ test: $(TEST_STAMP) helm redis  ## Run the quick tests (five minutes on two core
 
 # Which tests are quick: tests/support/durations.py.
 .PHONY: test-all
-# Three workers on two cores, because services and their clients wait for a third of the time: quick tests fill it.
 test-all: $(STAMP) tools servers  ## Run all tests that a merge needs.
 	@rm -f .pytest_cache/v/cache/lastfailed
-	$(PYTEST) -n 3 $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: test-again
 test-again: $(STAMP)  ## Run the few tests that failed in the last test run three times, each file's alone.

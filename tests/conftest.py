@@ -20,7 +20,7 @@ pytest_plugins = [
 ]
 PROCESS_FOLDERS = tuple(f"tests/{name}/" for name in ("integration", "clients", "e2e", "chaos", "upgrade", "security"))
 
-# Two workers with all cores' OpenMP threads each would stall one another. Read when torch is first imported.
+# Workers with all cores' OpenMP threads each would stall one another. Read when torch is first imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test may depend on what the developer's shell says, or on a network. `make test-isa` chooses the kernels.
