@@ -162,7 +162,7 @@ async def test_what_cannot_be_had_is_a_typed_error_and_changes_nothing(cluster: 
             ("unheard_of", InvalidRequest, "unheard_of"),
             ("[" * 60_000, InvalidRequest, "nested"),
             ("x" * 70_000, InvalidRequest, "limit of 65536"),
-            ("x" * (17 * 2**20), Overloaded, "larger than max"),
+            ("x" * (17 * 2**20), InvalidRequest, "exceed the server.s limit"),
             (json.dumps([{"method": "medusa", "model": "nowhere"}]), FailedPrecondition, "medusa: nowhere"),
         ]
         for text, kind, words in refused:
