@@ -42,7 +42,8 @@ _MOST_S = {
 }
 """Seconds, at most: gRPC takes a later deadline for one that has passed, and counts other times in ms of 31 bits."""
 _MOST_BYTES = 2**31 - 1
-_KEY = re.compile(r"[0-9a-z_.-]+")
+"""Bytes of a message, at most: gRPC counts them in 31 bits."""
+_METADATA_NAME = re.compile(r"[0-9a-z_.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class ClientSettings:
         if not 0 < self.max_message_bytes <= _MOST_BYTES:
             raise InvalidRequest("max_message_bytes", f"{self.max_message_bytes} is outside 1..{_MOST_BYTES}")
         for name, value in self.metadata:
-            if not _KEY.fullmatch(name):
+            if not _METADATA_NAME.fullmatch(name):
                 raise InvalidRequest("metadata", f"{name!r} has other characters than a to z, 0 to 9, _, . and -")
             if not (name.endswith("-bin") or (value.isascii() and value.isprintable())):
                 raise InvalidRequest("metadata", f"the value of {name} is not printable ASCII")

@@ -14,6 +14,7 @@ import structlog
 _MOST_FILES = 1 << 16
 """Files that a service takes at most: several for each of the most requests and idle connections."""
 _LOOK_S = 1.0
+"""Seconds between two looks."""
 _QUIET_S = 60.0
 """Seconds between two lines about missing files."""
 _log = structlog.get_logger(__name__)

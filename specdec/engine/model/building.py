@@ -71,7 +71,7 @@ class BuiltModel:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """A step model that has passed the self-test."""
+    """A step model that has passed the self-test; fields as in ``BuiltModel``."""
 
     step_model: StepModel
     kernel_path: str
@@ -169,9 +169,10 @@ class _Builder:
         if decoder is None:
             return None, ragged
         error, row_invariant = self._tried(decoder, recorded.geometries)
-        row_invariant = is_ordered and (
-            row_invariant or not self._settings.self_test
-        )  # torch's products depend on the batch
+        if not is_ordered:
+            row_invariant = False  # torch's products depend on the batch
+        elif not self._settings.self_test:
+            row_invariant = True
         if self._agreed(error <= self._judge.most_error and row_invariant == is_ordered):
             loaded.release_model()
             path = triton_path("ordered-decoder" if is_ordered else "decoder", loaded.device)

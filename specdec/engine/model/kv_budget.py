@@ -16,6 +16,7 @@ from specdec.engine.settings import EngineSettings
 from specdec.engine.states.memory import CellShape, StateMemory, affordable_states
 
 _CPU_KV_BYTES = 1 << 30
+"""Bytes of the KV cache on a CPU where no setting says more."""
 _FREE_SHARE = 0.9
 _SAMPLED_ROWS = 64  # rows that the sampler takes at once on a GPU
 _BYTES_PER_SAMPLED_LOGIT = 64  # top-p: scores sorted with their ids, and integer weights with their sums
